@@ -1,0 +1,1 @@
+"""The nouns: what a checkpoint folder is, Accelerate's file names, tensor names, the scan."""

@@ -1,0 +1,50 @@
+"""The exception tree. Damage in a checkpoint is a value (``operations.findings``), never an exception.
+
+::
+
+    CkptfixError                 everything this package raises on purpose
+    ├── UsageError               the request makes no sense for this path (exit status 2)
+    ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
+    │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
+    └── OperationError           could not finish; the folder is as it was (exit status 3)
+        ├── LockedError          another process works on the folder
+        ├── ChangedError         a file is not what it was when it was read, or when the repair ended
+        ├── JournalError         the journal in .ckptfix/ cannot be used
+        └── RolledBackError      a step failed; every step before it was undone
+"""
+
+
+class CkptfixError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class UsageError(CkptfixError):
+    """The request makes no sense for this path, for instance an option for a role that is not there."""
+
+
+class FormatError(CkptfixError, ValueError):
+    """Bytes that are not what their format says. The message holds both numbers where there are two."""
+
+
+class UnsupportedFormat(FormatError):
+    """A well-formed file of a kind that is not read or not edited; the message says why."""
+
+
+class OperationError(CkptfixError):
+    """An operation could not finish; the folder is as it was before it."""
+
+
+class LockedError(OperationError):
+    """Another process holds the lock of the folder."""
+
+
+class ChangedError(OperationError):
+    """A file differs from what was read before, so a step or an undo would write onto something unknown."""
+
+
+class JournalError(OperationError):
+    """The journal is damaged, or the folder is in a state that the journal does not explain."""
+
+
+class RolledBackError(OperationError):
+    """A step failed and every step before it was undone; ``__cause__`` is the failure."""

@@ -1,0 +1,1 @@
+"""The verbs, free of torch: diagnose, plan, apply, undo."""

@@ -1,0 +1,43 @@
+"""Random reads of one open file."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class FileReader:
+    """An open file: its descriptor, and its size in bytes when it was opened."""
+
+    fd: int
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes from ``offset``.
+
+        Raises FormatError when the range is not inside the file.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+        data = os.pread(self.fd, length, offset)
+        while len(data) < length:  # one read returns at most 2 GiB, and less on some network file systems
+            more = os.pread(self.fd, length - len(data), offset + len(data))
+            if not more:
+                raise FormatError(f"the file ends at byte {offset + len(data)}, it had {self.size} bytes")
+            data += more
+        return data
+
+
+@contextmanager
+def open_reader(path: Path) -> Iterator[FileReader]:
+    """Open ``path`` for reading. Raises OSError as ``open`` does."""
+    # O_NONBLOCK: a FIFO that happens to be called model.bin must not hang the scan.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield FileReader(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
