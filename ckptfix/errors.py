@@ -5,6 +5,7 @@
     CkptfixError                 everything this package raises on purpose
     ├── UsageError               the request makes no sense for this path (exit status 2)
     ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
+    │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
     └── OperationError           could not finish; the folder is as it was (exit status 3)
         ├── LockedError          another process works on the folder
@@ -24,6 +25,15 @@ class UsageError(CkptfixError):
 
 class FormatError(CkptfixError, ValueError):
     """Bytes that are not what their format says. The message holds both numbers where there are two."""
+
+
+class TruncatedError(FormatError):
+    """A file that ends too early: ``have`` bytes are there, ``need`` would be (None: not known)."""
+
+    def __init__(self, message: str, *, have: int, need: int | None = None) -> None:
+        super().__init__(message)
+        self.have = have
+        self.need = need
 
 
 class UnsupportedFormat(FormatError):

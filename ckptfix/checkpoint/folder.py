@@ -1,0 +1,131 @@
+"""What a checkpoint folder is: components with a role, a position and what their headers say."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.filenames import FileName, Role
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.weights_index import WeightsIndex
+
+JOURNAL_FOLDER = ".ckptfix"
+"""Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
+
+
+class Fingerprint(NamedTuple):
+    """What tells a file from another or from itself before a change: sizes in bytes, times in nanoseconds."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class ProblemKind(Enum):
+    """Why a component could not be read."""
+
+    TRUNCATED = "truncated"
+    NOT_A_TENSOR_FILE = "not a tensor file"
+    MALFORMED = "malformed"
+    UNSUPPORTED = "unsupported"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A component that could not be read: a value, so that one bad file never stops a scan."""
+
+    kind: ProblemKind
+    message: str
+    have: int = 0
+    need: int | None = None
+
+
+class NameScope(NamedTuple):
+    """One place in a file where names live, and the wrapper chain that all of them begin with.
+
+    ``path`` leads to the dict in a pickle (``("model",)``), () is the whole file. ``kind`` is "state dict" or,
+    for optimizers, "param_names", "params" or "optimizer state".
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    names: tuple[str, ...]
+    chain: tuple[str, ...]
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == "state dict" else self.kind
+        where = "".join(f"[{step!r}]" for step in self.path)
+        return f"{where} {kind}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One file of a checkpoint, or one sub-folder that is not looked into.
+
+    ``content`` is the parsed header, None for an unread one. ``tensors`` are those of every state dict in it.
+    ``is_linked``: reached through a symbolic link, or one of several hard links, so never patched in place.
+    """
+
+    path: PurePosixPath
+    name: FileName
+    size: int
+    fingerprint: Fingerprint
+    is_linked: bool
+    content: SafetensorsFile | TorchFile | WeightsIndex | None
+    tensors: tuple[TensorInfo, ...] = ()
+    scopes: tuple[NameScope, ...] = ()
+    problem: Problem | None = None
+
+    @property
+    def role(self) -> Role:
+        """What the component is for, by its name."""
+        return self.name.role
+
+    @property
+    def whole(self) -> NameScope | None:
+        """The names of a file that is one state dict, None for any other."""
+        return next((scope for scope in self.scopes if scope.path == () and scope.kind == "state dict"), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFolder:
+    """A scanned folder. ``only`` names the one file that was asked for; ``strays`` are never touched.
+
+    ``subfolders`` maps the name of a sub-folder to what it is; they are listed and not looked into.
+    """
+
+    root: Path
+    only: str | None
+    components: tuple[Component, ...]
+    strays: tuple[PurePosixPath, ...]
+    subfolders: Mapping[PurePosixPath, str]
+
+    @property
+    def is_save_state(self) -> bool:
+        """Whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
+        return any(component.role is Role.RNG_STATE for component in self.components)
+
+    def entries(self, role: Role) -> tuple[tuple[Component, ...], ...]:
+        """Return the lists of numbered entries of a role, one a family, each ordered by position."""
+        return tuple(
+            entries
+            for family, entries in families(self.components).items()
+            if family[0] is role and entries[0].name.is_numbered
+        )
+
+
+def families(components: Iterable[Component]) -> dict[tuple[Role, str, str], tuple[Component, ...]]:
+    """Group components that form one list, each ordered by shard and position."""
+    found: dict[tuple[Role, str, str], list[Component]] = {}
+    for component in components:
+        name = component.name
+        role = name.role if name.shard is None else Role.UNKNOWN
+        found.setdefault((role, name.stem, name.suffix), []).append(component)
+    return {
+        family: tuple(sorted(members, key=lambda component: (component.name.index, component.name.shard or (0, 0))))
+        for family, members in found.items()
+    }

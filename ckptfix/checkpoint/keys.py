@@ -1,0 +1,134 @@
+"""The grammar of tensor names (fqn): wrapper segments, evidence for them, and maps from old names to new.
+
+A wrapper adds one *segment* to every name below it: DistributedDataParallel and DataParallel ``module``,
+torch.compile ``_orig_mod``, FSDP1 ``_fsdp_wrapped_module``, activation checkpointing
+``_checkpoint_wrapped_module``. A user's own submodule may be called ``module``, so a segment counts as a wrapper
+only where every name of a state dict begins with it; a name's last segment never counts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+PRIVATE_WRAPPERS = WRAPPERS - {"module"}
+"""Segments that no user writes by accident: these are wrappers in the middle of a name, too."""
+
+DDP_CHAIN = ("module",)
+"""The wrapper chain of a correctly prepared model's own ``state_dict()``."""
+
+
+def leading_wrappers(fqn: str) -> tuple[str, ...]:
+    """Return the wrapper segments that ``fqn`` begins with, never the last segment of all."""
+    segments = fqn.split(".")
+    chain = []
+    for segment in segments[:-1]:
+        if segment not in WRAPPERS:
+            break
+        chain.append(segment)
+    return tuple(chain)
+
+
+def common_wrappers(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the longest chain of leading wrapper segments that every name carries; () for no names."""
+    chain: tuple[str, ...] | None = None
+    prefix = ""
+    for fqn in names:
+        if chain is not None and fqn.startswith(prefix) and len(fqn) > len(prefix):
+            continue
+        own = leading_wrappers(fqn)
+        chain = own if chain is None else _common(chain, own)
+        prefix = "".join(f"{segment}." for segment in chain)
+        if not chain:
+            return ()
+    return chain or ()
+
+
+def shared_chain(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the longest chain that all of these begin with; () for none."""
+    shared: tuple[str, ...] | None = None
+    for chain in chains:
+        shared = chain if shared is None else _common(shared, chain)
+    return shared or ()
+
+
+def collapse(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """Keep the first of each wrapper: ``module.module.`` becomes ``module.``."""
+    return tuple(dict.fromkeys(chain))
+
+
+def is_nested(chain: tuple[str, ...]) -> bool:
+    """Whether a wrapper is applied more than once: what no correct script writes."""
+    return len(set(chain)) < len(chain)
+
+
+def inner_wrappers(names: Iterable[str]) -> bool:
+    """Whether any name has a private wrapper segment that is not part of a chain all names share."""
+    return any(not PRIVATE_WRAPPERS.isdisjoint(fqn.split(".")[:-1]) for fqn in names if "_" in fqn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMap:
+    """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
+
+    ``remove``: the wrapper chain that every name begins with. ``insert``: what takes its place. ``inner``:
+    private wrapper segments elsewhere in a name go as well.
+    """
+
+    remove: tuple[str, ...]
+    insert: tuple[str, ...] = ()
+    inner: bool = False
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no name can change."""
+        return self.remove == self.insert and not self.inner
+
+    def __call__(self, fqn: str) -> str:
+        """Return the new name of a tensor; a name without the chain stays as it is."""
+        prefix = "".join(f"{segment}." for segment in self.remove)
+        if not fqn.startswith(prefix) or len(fqn) == len(prefix):
+            return fqn
+        rest = fqn[len(prefix) :]
+        if self.inner:
+            *path, last = rest.split(".")
+            rest = ".".join([segment for segment in path if segment not in PRIVATE_WRAPPERS] + [last])
+        return "".join(f"{segment}." for segment in self.insert) + rest
+
+    def module(self, name: str) -> str:
+        """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
+
+        Modules above the chain's end have no new place of their own. They map onto the modules of the new
+        chain, and onto its end when that is shorter; torch then lets the later entry win, which is the
+        innermost module, the right one.
+        """
+        segments = tuple(name.split(".")) if name else ()
+        depth = len(self.remove)
+        if segments[:depth] == self.remove:
+            rest = segments[depth:]
+            if self.inner:
+                rest = tuple(segment for segment in rest if segment not in PRIVATE_WRAPPERS)
+            return ".".join(self.insert + rest)
+        if segments == self.remove[: len(segments)]:
+            return ".".join(self.insert[: len(segments)])
+        return name
+
+
+def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, str], ...]:
+    """Return (first old name, second old name, new name) wherever two names would become one."""
+    origin: dict[str, str] = {}
+    clashes = []
+    for fqn in names:
+        new = key_map(fqn)
+        if new in origin:
+            clashes.append((origin[new], fqn, new))
+        origin[new] = fqn
+    return tuple(clashes)
+
+
+def _common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
+    length = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        length += 1
+    return left[:length]

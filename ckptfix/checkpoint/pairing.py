@@ -1,0 +1,123 @@
+"""Two components side by side: do they hold the same names, and the same bytes?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_file import TorchFile, same_storages
+from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.reading import open_reader
+
+Progress = Callable[[int], None]
+"""Called with a number of bytes each time that many more have been read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """Two components with equal names (once unwrapped), dtypes and shapes.
+
+    ``runs`` are the byte ranges, offset in ``kept`` and offset in ``other``, that must agree for the two to be
+    equal; None when their structures already differ, so that no bytes can make them equal.
+    """
+
+    kept: Component
+    other: Component
+    runs: tuple[Run, ...] | None
+
+
+def pair_up(kept: Component, other: Component) -> Pairing | None:
+    """Pair two components tensor by tensor, or return None when names, dtypes or shapes differ.
+
+    Files without a state dict of their own (an optimizer) pair by the structure of the whole pickle.
+    """
+    if isinstance(kept.content, SafetensorsFile) and isinstance(other.content, SafetensorsFile):
+        return _pair_safetensors(kept, other)
+    if isinstance(kept.content, TorchFile) and isinstance(other.content, TorchFile):
+        return _pair_torch(kept, other)
+    return None
+
+
+def first_unequal(root: Path, pairing: Pairing, *, full: bool, progress: Progress | None = None) -> str | None:
+    """Return where two paired components first differ, as a tensor's name, or None when they are equal.
+
+    ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
+    blocks of a file system with reflinks, are equal without a read.
+    """
+    if pairing.runs is None:
+        return "(structure)"
+    with open_reader(root / pairing.kept.path) as one, open_reader(root / pairing.other.path) as two:
+        if same_bytes_without_reading(one.fd, two.fd, pairing.runs):
+            if progress is not None:
+                progress(2 * sum(run.length for run in pairing.runs))
+            return None
+        difference = first_difference(one.fd, two.fd, sample_runs(pairing.runs))
+        if difference is None and full:
+            difference = first_difference(one.fd, two.fd, pairing.runs, progress=progress)
+    return None if difference is None else _tensor_at(pairing.kept, difference.offset_a)
+
+
+def strip_wrappers(component: Component) -> KeyMap:
+    """Return the map that takes every leading wrapper off the names of a component."""
+    scope = component.whole
+    return KeyMap(remove=scope.chain if scope else ())
+
+
+def _pair_safetensors(kept: Component, other: Component) -> Pairing | None:
+    left, right = _by_name(kept), _by_name(other)
+    if left.keys() != right.keys():
+        return None
+    runs: list[Run] = []
+    for fqn, tensor in left.items():
+        twin = right[fqn]
+        if (tensor.dtype, tensor.shape) != (twin.dtype, twin.shape):
+            return None
+        assert tensor.data_offsets is not None  # safetensors: always one range
+        assert twin.data_offsets is not None
+        begin, end = tensor.data_offsets
+        runs.append(Run(begin, twin.data_offsets[0], end - begin))
+    return Pairing(kept=kept, other=other, runs=_coalesce(runs))
+
+
+def _pair_torch(kept: Component, other: Component) -> Pairing | None:
+    left, right = _by_name(kept), _by_name(other)
+    if left.keys() != right.keys() or any(
+        (tensor.dtype, tensor.shape) != (right[fqn].dtype, right[fqn].shape) for fqn, tensor in left.items()
+    ):
+        return None
+    assert isinstance(kept.content, TorchFile)
+    assert isinstance(other.content, TorchFile)
+    storages = same_storages(kept.content, other.content, strip_wrappers(kept), strip_wrappers(other))
+    if storages is None:
+        return Pairing(kept=kept, other=other, runs=None) if left else None
+    runs = [Run(one[0], two[0], one[1]) for one, two in storages]
+    return Pairing(kept=kept, other=other, runs=_coalesce(runs))
+
+
+def _by_name(component: Component) -> dict[str, TensorInfo]:
+    rename = strip_wrappers(component)
+    return {rename(tensor.fqn): tensor for tensor in component.tensors}
+
+
+def _coalesce(runs: list[Run]) -> tuple[Run, ...]:
+    """Join runs that are neighbours in both files: fewer, longer reads, and a shorter recipe."""
+    joined: list[Run] = []
+    for run in sorted(runs):
+        if run.length == 0:
+            continue
+        last = joined[-1] if joined else None
+        if last and last.offset_a + last.length == run.offset_a and last.offset_b + last.length == run.offset_b:
+            joined[-1] = Run(last.offset_a, last.offset_b, last.length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _tensor_at(component: Component, offset: int) -> str:
+    for tensor in component.tensors:
+        if tensor.data_offsets and tensor.data_offsets[0] <= offset < tensor.data_offsets[1]:
+            return tensor.fqn
+    return f"(byte {offset})"

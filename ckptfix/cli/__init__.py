@@ -1,0 +1,65 @@
+"""The command line: one module a verb; ``report`` alone prints."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ckptfix.cli.check import check_command
+from ckptfix.cli.repair import repair_command
+from ckptfix.cli.report import JSON_VERSION, escape
+from ckptfix.cli.undo import undo_command
+from ckptfix.errors import CkptfixError, UsageError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ckptfix")
+def cli() -> None:
+    """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
+
+    Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not finish (the
+    folder is as it was), 130 interrupted (the next run recovers).
+    """
+
+
+cli.add_command(check_command)
+cli.add_command(repair_command)
+cli.add_command(undo_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(given))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit status; with ``--json`` stdout gets one object, whatever happens."""
+    as_json = "--json" in arguments
+    try:
+        result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Abort:
+        return _fail("interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json)
+    except click.ClickException as error:
+        if not as_json:
+            error.show()
+            return error.exit_code
+        return _fail(error.format_message(), error.exit_code, as_json)
+    except UsageError as error:
+        return _fail(str(error), 2, as_json)
+    except (CkptfixError, OSError) as error:
+        return _fail(str(error), 3, as_json)
+    except MemoryError:
+        return _fail("out of memory; nothing was changed", 3, as_json)
+
+
+def _fail(message: str, status: int, as_json: bool) -> int:
+    if as_json:
+        click.echo(json.dumps({"version": JSON_VERSION, "error": message, "status": status}))
+    else:
+        click.echo(f"ckptfix: {escape(message)}", err=True)
+    return status

@@ -1,0 +1,111 @@
+"""The only module that prints. Results to stdout, messages and progress to stderr, JSON as one object."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+JSON_VERSION = 1
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+class Report:
+    """Where a verb's results go: lines for a person, or one JSON object at the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def line(self, text: str = "", *, colour: str | None = None, bold: bool = False) -> None:
+        """Print one line of the result; click drops the colour where stdout is no terminal."""
+        if not self.as_json:
+            click.secho(escape(text), fg=colour, bold=bold)
+
+    def finding(self, severity: str, code: str, message: str, advice: str) -> None:
+        """Print one finding: severity, code, sentence, and what to do."""
+        if self.as_json:
+            return
+        label = click.style(f"{severity:>7}", fg=_COLOURS[severity], bold=True)
+        click.echo(f"{label} {click.style(code, bold=True)}: {escape(message)}")
+        if advice:
+            click.echo(f"        {escape(advice)}")
+
+    def message(self, text: str) -> None:
+        """Print a message that is no result, to stderr."""
+        if not self.as_json:
+            click.echo(escape(text), err=True)
+
+    def finish(self, document: Mapping[str, Any], status: int) -> int:
+        """Print the JSON object when JSON was asked for, and return the exit status."""
+        if self.as_json:
+            click.echo(json.dumps({"version": JSON_VERSION, **document, "status": status}))
+        return status
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and only if used."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda count: None
+            return
+        bar: Any = None
+
+        def advance(count: int) -> None:
+            nonlocal bar
+            if bar is None:
+                from tqdm import tqdm
+
+                bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False)
+            bar.update(count)
+
+        try:
+            yield advance
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+def escape(text: str) -> str:
+    """Make text from a file safe to print: control and invisible characters become backslash escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def human_size(count: int) -> str:
+    """Return a size for people: 1.5 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit returns")
+
+
+def collapse_layers(names: Iterable[str]) -> list[str]:
+    """Collapse names that differ in one number only: ``layers.{0...31}.mlp.weight``. The order is kept."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        match = re.search(r"\.([0-9]+)\.", name)
+        key = (name[: match.start(1)], name[match.end(1) :]) if match else (name, "")
+        numbers = groups.setdefault(key, [])
+        if match:
+            numbers.append(int(match[1]))
+    return [before + _ranges(numbers) + after for (before, after), numbers in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    if not numbers:
+        return ""
+    ordered = sorted(set(numbers))
+    if len(ordered) == 1:
+        return str(ordered[0])
+    parts = []
+    start = last = ordered[0]
+    for number in [*ordered[1:], -1]:
+        if number != last + 1:
+            parts.append(str(start) if start == last else f"{start}...{last}")
+            start = number
+        last = number
+    return "{" + ",".join(parts) + "}"

@@ -1,0 +1,221 @@
+"""safetensors: eight bytes of header length, a JSON header, then the tensors' bytes without a gap.
+
+The rules are those of the reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made stricter where
+it accepts something a rename would make worse: a duplicate key whose ranges agree is refused here.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfix.errors import FormatError, TruncatedError
+from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
+from ckptfix.storage.reading import FileReader
+
+MAX_HEADER = 100_000_000
+"""Longest header that the reference parser accepts, in bytes."""
+
+METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A parsed header. ``header`` is the JSON object in file order, ``data_start`` = 8 + header length."""
+
+    header: Mapping[str, Any]
+    raw: bytes
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+    data_end: int
+    size: int
+
+    @property
+    def trailing(self) -> int:
+        """Bytes after the last tensor that belong to nothing."""
+        return self.size - self.data_end
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """Whether the first bytes of a file can begin a safetensors file: a sane length, then ``{``."""
+    return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER
+
+
+def read_safetensors(reader: FileReader) -> SafetensorsFile:
+    """Parse the header of an open file.
+
+    Raises TruncatedError when the file ends before its last tensor, FormatError for everything else that the
+    reference parser refuses.
+    """
+    if reader.size < 8:
+        raise TruncatedError(f"{reader.size} bytes, a header length takes 8", have=reader.size, need=8)
+    (length,) = struct.unpack("<Q", reader.read(0, 8))
+    if length > MAX_HEADER:
+        raise FormatError(f"the header claims {length} bytes, the format allows {MAX_HEADER}")
+    if 8 + length > reader.size:
+        raise TruncatedError(
+            f"the header ends at byte {8 + length}, the file has {reader.size}",
+            have=reader.size,
+            need=8 + length,
+        )
+    raw = reader.read(8, length)
+    header = _parse_json(raw)
+    metadata = _metadata(header)
+    tensors, data_end = _tensors(header, 8 + length)
+    if data_end > reader.size:
+        raise TruncatedError(
+            f"the last tensor ends at byte {data_end}, the file has {reader.size}",
+            have=reader.size,
+            need=data_end,
+        )
+    return SafetensorsFile(header, raw, tensors, metadata, 8 + length, data_end, reader.size)
+
+
+def rename_header(file: SafetensorsFile, rename: Callable[[str], str], *, add_format: bool = False) -> bytes:
+    """Return the JSON header with every name mapped, unpadded; order, metadata and offsets stay.
+
+    Alias records that ``save_model`` leaves in the metadata (a dropped tied name -> the name kept) follow. With
+    ``add_format`` a missing ``"format": "pt"`` is added, without which transformers refuses the file.
+
+    Raises FormatError when two names would become one, or a name would become ``__metadata__``.
+    """
+    out: dict[str, Any] = {}
+    metadata = _renamed_metadata(file, rename)
+    if add_format:
+        metadata.setdefault("format", "pt")
+    if metadata or METADATA_KEY in file.header:
+        out[METADATA_KEY] = metadata
+    origin: dict[str, str] = {}
+    for key, value in file.header.items():
+        if key == METADATA_KEY:
+            continue
+        new = rename(key)
+        if new in origin:
+            raise FormatError(f"{origin[new]!r} and {key!r} would both become {new!r}")
+        if new == METADATA_KEY:
+            raise FormatError(f"{key!r} would become the reserved name {METADATA_KEY!r}")
+        origin[new] = key
+        out[new] = value
+    return json.dumps(out, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def pad_header(header: bytes, length: int) -> bytes:
+    """Pad a header with spaces, the only padding the format promises, to ``length`` bytes.
+
+    Raises FormatError when it is longer than that.
+    """
+    if len(header) > length:
+        raise FormatError(f"the new header takes {len(header)} bytes, there is room for {length}")
+    return header + b" " * (length - len(header))
+
+
+def same_phase_length(header: bytes, old_length: int, block: int) -> int:
+    """Return the shortest length >= ``len(header)`` that is congruent to ``old_length`` modulo ``block``.
+
+    Tensor bytes then keep their phase within file system blocks, so that ``copy_file_range`` can share them
+    between the old file and the new one on XFS and btrfs; and their alignment, in any case.
+    """
+    return len(header) + (old_length - len(header)) % block
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    if raw[:1] != b"{":
+        raise FormatError("the header does not begin with '{'")
+    try:
+        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise FormatError(f"the header is not UTF-8 at byte {8 + error.start}") from None
+    except RecursionError:
+        raise FormatError("the header is nested too deeply") from None
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError("the header is not a JSON object")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"the header names {twice!r} more than once")
+    return result
+
+
+def _no_constant(text: str) -> Any:
+    raise FormatError(f"the header holds {text}, which is not JSON")
+
+
+def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
+    metadata = header.get(METADATA_KEY)
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{METADATA_KEY} is not a map of strings")
+    return metadata
+
+
+def _renamed_metadata(file: SafetensorsFile, rename: Callable[[str], str]) -> dict[str, str]:
+    result = {}
+    for key, value in file.metadata.items():
+        is_alias = value in file.header and key not in file.header and value != METADATA_KEY
+        new_key, new_value = (rename(key), rename(value)) if is_alias else (key, value)
+        if new_key in result:
+            raise FormatError(f"two entries of {METADATA_KEY} would both become {new_key!r}")
+        result[new_key] = new_value
+    return result
+
+
+def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, ...], int]:
+    """Return the tensors in the order of their bytes, and where the last one ends."""
+    found: list[TensorInfo] = []
+    for fqn, entry in header.items():
+        if fqn == METADATA_KEY:
+            continue
+        try:
+            begin, end = entry["data_offsets"]
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+        except (TypeError, KeyError, ValueError):
+            raise FormatError(f"the entry of {fqn!r} lacks dtype, shape or two data_offsets") from None
+        _check_entry(fqn, dtype, shape, begin, end)
+        found.append(TensorInfo(fqn, dtype, shape, (start + begin, start + end)))
+    found.sort(key=_offsets)
+    position = start
+    for tensor in found:
+        begin, end = _offsets(tensor)
+        if begin != position:
+            kind = "overlap the tensor before" if begin < position else "leave a hole"
+            raise FormatError(
+                f"the bytes of {tensor.fqn!r} begin at {begin} and {kind}, which ends at {position}"
+            )
+        position = end
+    return tuple(found), position
+
+
+def _offsets(tensor: TensorInfo) -> tuple[int, int]:
+    assert tensor.data_offsets is not None  # a safetensors entry always has them
+    return tensor.data_offsets
+
+
+def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: object, end: object) -> None:
+    # type() and not isinstance(): JSON's true would pass as 1.
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+        raise FormatError(f"data_offsets of {fqn!r} are {begin!r} to {end!r}")
+    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
+        raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which this version does not know")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise FormatError(f"the shape of {fqn!r} holds {size!r}")
+        # Capped: 100,000 dimensions of 2^62 would take minutes to multiply. A later 0 still gives 0.
+        bits = min(bits * size, 1 << 80)
+    if bits != (end - begin) * 8:
+        raise FormatError(
+            f"{fqn!r} takes {bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"
+        )

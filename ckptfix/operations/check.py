@@ -1,0 +1,83 @@
+"""``check``: what is wrong with a checkpoint. Reads headers and a few pages of tensors; changes nothing."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.operations.diagnose import diagnose
+from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
+from ckptfix.operations.target import Target, find_target
+from ckptfix.storage.journal import transactions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What ``check`` found. ``not_checked`` says in words what was not looked at."""
+
+    path: Path
+    folder: CheckpointFolder
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 for any error or warning, 0 otherwise. Notes change nothing."""
+        return status_of(self.findings)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as JSON values."""
+        return {
+            "path": str(self.path),
+            "status": self.status,
+            "components": [
+                {
+                    "path": str(component.path),
+                    "role": component.role.value,
+                    "index": component.name.index,
+                    "rank": component.name.rank,
+                    "bytes": component.size,
+                    "tensors": len(component.tensors),
+                }
+                for component in self.folder.components
+            ],
+            "findings": [finding.as_json() for finding in self.findings],
+            "not_checked": list(self.not_checked),
+        }
+
+
+def check(
+    path: str | os.PathLike[str], *, data: bool = False, progress: Progress | None = None
+) -> CheckReport:
+    """Say what is wrong with a checkpoint folder or file.
+
+    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of those,
+    and checks every checksum. ``progress`` is called with numbers of bytes.
+
+    Raises UsageError when nothing is at ``path``, OSError when the folder cannot be read.
+    """
+    target = find_target(path)
+    folder = scan_folder(target.root, target.only)
+    diagnosis = diagnose(folder, data=data, progress=progress)
+    return CheckReport(
+        path=target.path,
+        folder=folder,
+        findings=interrupted(target) + diagnosis.findings,
+        not_checked=diagnosis.not_checked,
+    )
+
+
+def interrupted(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each transaction that a killed repair or undo left behind."""
+    return tuple(
+        InterruptedRepair(path=PurePosixPath(JOURNAL_FOLDER), transaction=transaction.number)
+        for transaction in transactions(target.root)
+        if transaction.is_pending
+    )
+
+
+def status_of(findings: tuple[Finding, ...]) -> int:
+    """Return 1 when any finding is an error or a warning, else 0."""
+    return int(any(finding.severity is not Severity.NOTE for finding in findings))

@@ -1,0 +1,81 @@
+"""From a scanned folder to findings. Reads tensor bytes only where two entries agree in names, dtypes and shapes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
+from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
+from ckptfix.operations.diagnose.entries import Proof, diagnose_entries
+from ckptfix.operations.diagnose.files import diagnose_files
+from ckptfix.operations.diagnose.names import diagnose_names
+from ckptfix.operations.diagnose.shards import diagnose_shards
+from ckptfix.operations.findings import CATALOGUE, DoubledModel, Finding, InterruptedRepair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found in a folder, most severe first, and what was not looked at, in words."""
+
+    folder: CheckpointFolder
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+
+
+def diagnose(
+    folder: CheckpointFolder,
+    *,
+    prove: bool = False,
+    data: bool = False,
+    drops: Iterable[Role] = (),
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Find every kind of damage in a scanned folder.
+
+    By default bytes of look-alikes are sampled. ``prove`` reads every byte of what would be dropped (``repair``),
+    ``data`` every byte of every look-alike and of every record with a CRC (``check --data``). ``drops`` names the
+    roles of which equal entries are to be dropped. ``progress`` is called with byte counts.
+
+    Raises OSError when a file that could be scanned can no longer be read.
+    """
+
+    def reads_all(must_prove: bool) -> bool:
+        return data or (prove and must_prove)
+
+    def differs(pairing: Pairing, must_prove: bool) -> str | None:
+        return first_unequal(folder.root, pairing, full=reads_all(must_prove), progress=progress)
+
+    findings = diagnose_entries(folder, Proof(differs, reads_all), frozenset(drops))
+    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+    findings += diagnose_names(folder, doubled)
+    findings += diagnose_shards(folder)
+    findings += diagnose_files(folder, data=data, progress=progress)
+    order = {kind: position for position, kind in enumerate(CATALOGUE)}
+    severities = ("error", "warning", "note")
+    findings.sort(
+        key=lambda finding: (severities.index(finding.severity.value), order[type(finding)], str(finding.path))
+    )
+    return Diagnosis(
+        folder=folder, findings=tuple(findings), not_checked=_not_checked(folder, findings, data=data)
+    )
+
+
+def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: bool) -> tuple[str, ...]:
+    words = [f"{path}/ ({kind}): not looked into" for path, kind in folder.subfolders.items()]
+    words += [
+        f"{component.path}: {component.problem.message}"
+        for component in folder.components
+        if component.problem is not None and component.problem.kind is ProblemKind.UNSUPPORTED
+    ]
+    sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
+    if sampled:
+        words.append(f"{sampled} comparisons read samples only; --data reads every byte")
+    words.append("values of tensors (NaN, zeros, flipped bits)")
+    if not data:
+        words.append("checksums of tensor records in torch zip files (--data checks them)")
+    if folder.strays and folder.only is None:
+        words.append(f"{len(folder.strays)} files that are no part of a checkpoint")
+    return tuple(words)
+
+
+__all__ = ["Diagnosis", "InterruptedRepair", "diagnose"]

@@ -1,0 +1,97 @@
+"""Single files: what could not be read, what stands after the end, checksums, and what pickles name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, Problem, ProblemKind
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_line
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.torch_file import TorchFile, crc_mismatches
+from ckptfix.operations.findings import (
+    CrcMismatch,
+    Finding,
+    MalformedFile,
+    NoFormatMetadata,
+    NotATensorFile,
+    TrailingBytes,
+    TruncatedFile,
+    UnloadablePickle,
+    UnsafePickle,
+)
+from ckptfix.storage.reading import open_reader
+
+CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
+"""Roles whose honest files hold classes of their own: Accelerate pickles the sampler object, and loads custom
+objects with ``weights_only=False``."""
+
+
+def diagnose_files(folder: CheckpointFolder, *, data: bool, progress: Progress | None) -> list[Finding]:
+    """Find what is wrong with each file by itself. ``data``: check the CRC of every record, not only small ones."""
+    findings: list[Finding] = []
+    for component in folder.components:
+        if component.problem is not None:
+            findings += _problem(component, component.problem)
+        elif isinstance(component.content, SafetensorsFile):
+            findings += _safetensors(component, component.content)
+        elif isinstance(component.content, TorchFile):
+            findings += _pickle(component, component.content)
+            findings += _torch(folder.root, component, component.content, data, progress)
+    return findings
+
+
+def _problem(component: Component, problem: Problem) -> list[Finding]:
+    path = component.path
+    match problem.kind:
+        case ProblemKind.TRUNCATED:
+            return [TruncatedFile(path=path, have=problem.have, need=problem.need, detail=problem.message)]
+        case ProblemKind.NOT_A_TENSOR_FILE:
+            return [NotATensorFile(path=path, content=problem.message)]
+        case ProblemKind.MALFORMED:
+            return [MalformedFile(path=path, detail=problem.message)]
+        case ProblemKind.UNREADABLE:
+            return [MalformedFile(path=path, detail=f"it cannot be read: {problem.message}")]
+        case ProblemKind.UNSUPPORTED:
+            return []  # well formed, and listed under "not checked"
+
+
+def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
+    findings: list[Finding] = []
+    if file.trailing:
+        findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
+    if "format" not in file.metadata:
+        findings.append(NoFormatMetadata(path=component.path))
+    return findings
+
+
+def _torch(
+    root: Path, component: Component, file: TorchFile, data: bool, progress: Callable[[int], None] | None
+) -> list[Finding]:
+    findings: list[Finding] = []
+    if file.trailing:
+        end = component.size - file.trailing
+        findings.append(TrailingBytes(path=component.path, end=end, extra=file.trailing))
+    with open_reader(root / component.path) as reader:
+        for record, storage_key in crc_mismatches(file, reader, every_record=data, progress=progress):
+            tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
+            findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
+    return findings
+
+
+def _pickle(component: Component, file: TorchFile) -> list[Finding]:
+    unsafe, unknown = [], []
+    for module, name in file.tree.globals:
+        match classify(module, name):
+            case GlobalSafety.UNSAFE:
+                unsafe.append(f"{module}.{name}")
+            case GlobalSafety.UNKNOWN:
+                unknown.append((module, name))
+            case GlobalSafety.SAFE | GlobalSafety.SAFE_IN_RNG_STATE:
+                pass
+    if unsafe:
+        return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
+    if unknown and component.role not in CUSTOM_CLASSES_ALLOWED:
+        names = tuple(f"{module}.{name}" for module, name in unknown)
+        return [UnloadablePickle(path=component.path, globals=names, remedy=safe_globals_line(unknown))]
+    return []

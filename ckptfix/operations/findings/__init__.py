@@ -1,0 +1,83 @@
+"""The catalogue of damage: one class a kind, with a stable code, a severity and its numbers.
+
+A finding is a value. ``str(finding)`` is the sentence a person reads; ``advice`` is what to do about it.
+"""
+
+from collections.abc import Mapping
+
+from ckptfix.operations.findings.base import Action, Finding, Severity
+from ckptfix.operations.findings.entries import (
+    ConflictingModels,
+    DoubledModel,
+    EntryGap,
+    IdenticalModels,
+    IdenticalStates,
+    NestedPrefix,
+    ShiftedEntries,
+    WrapperPrefix,
+)
+from ckptfix.operations.findings.files import (
+    CrcMismatch,
+    IndexMismatch,
+    InterruptedRepair,
+    MalformedFile,
+    MissingShard,
+    NoFormatMetadata,
+    NotATensorFile,
+    TrailingBytes,
+    TruncatedFile,
+    UnloadablePickle,
+    UnsafePickle,
+)
+
+CATALOGUE: tuple[type[Finding], ...] = (
+    DoubledModel,
+    IdenticalModels,
+    ShiftedEntries,
+    NestedPrefix,
+    WrapperPrefix,
+    ConflictingModels,
+    IdenticalStates,
+    EntryGap,
+    TruncatedFile,
+    TrailingBytes,
+    NotATensorFile,
+    MalformedFile,
+    MissingShard,
+    IndexMismatch,
+    CrcMismatch,
+    NoFormatMetadata,
+    UnsafePickle,
+    UnloadablePickle,
+    InterruptedRepair,
+)
+"""Every kind of damage, in the order of the README's table. A test compares the two and the golden folders."""
+
+CODES: Mapping[str, type[Finding]] = {kind.code: kind for kind in CATALOGUE}
+
+__all__ = [
+    "CATALOGUE",
+    "CODES",
+    "Action",
+    "ConflictingModels",
+    "CrcMismatch",
+    "DoubledModel",
+    "EntryGap",
+    "Finding",
+    "IdenticalModels",
+    "IdenticalStates",
+    "IndexMismatch",
+    "InterruptedRepair",
+    "MalformedFile",
+    "MissingShard",
+    "NestedPrefix",
+    "NoFormatMetadata",
+    "NotATensorFile",
+    "Severity",
+    "ShiftedEntries",
+    "TrailingBytes",
+    "TruncatedFile",
+    "UnloadablePickle",
+    "UnsafePickle",
+    "WrapperPrefix",
+]

@@ -1,0 +1,191 @@
+"""Doubled and nested: what preparing a model twice leaves in names and entries."""
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.operations.findings.base import Action, Finding, Severity, dotted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubledModel(Finding):
+    """An entry that is another entry again, with one more wrapper around every name."""
+
+    code = "doubled-model"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "a model was prepared twice and saved twice; the second entry has wrapped names and equal bytes"
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensors: int
+    bytes: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "equal in every sampled byte" if self.sampled else "equal in every byte"
+        return (
+            f"{self.path} is {self.original} again: {self.tensors} tensors with "
+            f"'{dotted(self.chain)}' before every name, {how}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdenticalModels(Finding):
+    """Two entries with equal names and equal bytes: prepared raw twice, or an honest copy."""
+
+    code = "identical-models"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--models N"
+    meaning = (
+        "two models with the same names and bytes: the raw model prepared twice, or an honest copy (EMA)"
+    )
+
+    original: PurePosixPath
+    tensors: int
+    bytes: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "every sampled byte" if self.sampled else "every byte"
+        return f"{self.path} equals {self.original} in names and in {how} ({self.tensors} tensors)"
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how many models the script has."""
+        return (
+            "if the script has fewer models, say how many: ckptfix repair DIR --models N "
+            "(an EMA copy or a target network is rightly equal: leave it)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShiftedEntries(Finding):
+    """An entry that stands at a later position than the correct script would look for it."""
+
+    code = "shifted-entries"
+    severity = Severity.NOTE
+    action = Action.FIX
+    meaning = "a double moved later entries up; the correct script loads the wrong model until they move back"
+
+    belongs: PurePosixPath
+    positions: int
+
+    def __str__(self) -> str:
+        return f"{self.path} belongs at {self.belongs}: doubles before it moved it by {self.positions}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedPrefix(Finding):
+    """Every name begins with the same wrapper more than once."""
+
+    code = "nested-prefix"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "every name begins with a wrapper more than once (`module.module.`): saved from a doubly wrapped model"
+
+    scope: str
+    chain: tuple[str, ...]
+    target: tuple[str, ...]
+    names: int
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        return (
+            f"{self.path}: all {self.names} names{where} begin with '{dotted(self.chain)}', "
+            f"a correct run writes '{dotted(self.target)}'"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperPrefix(Finding):
+    """Every name begins with one wrapper, or private wrapper segments stand inside names."""
+
+    code = "wrapper-prefix"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--keys bare"
+    meaning = "names carry a wrapper once (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
+
+    scope: str
+    chain: tuple[str, ...]
+    names: int
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        if not self.chain:
+            return f"{self.path}: names{where} hold wrapper segments such as _orig_mod in the middle"
+        return (
+            f"{self.path}: all {self.names} names{where} begin with '{dotted(self.chain)}'; "
+            f"this loads only into a model wrapped the same way"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConflictingModels(Finding):
+    """Wrapper evidence as in a double, but other bytes."""
+
+    code = "conflicting-models"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "an entry looks like a double (wrapped names of another) but its bytes differ: two saves mixed"
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensor: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} has the names of {self.original} behind '{dotted(self.chain)}', "
+            f"but other bytes, first in {self.tensor!r}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Neither can be dropped without losing something."""
+        return "nothing is merged; load both, compare them, and keep the one that is right"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdenticalStates(Finding):
+    """Two optimizer, scheduler or custom entries in equal state."""
+
+    code = "identical-states"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--keep ROLE=N"
+    meaning = (
+        "two optimizers, schedulers or custom objects in equal state: registered twice, or honestly equal"
+    )
+
+    original: PurePosixPath
+    role: Role
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "in every sampled byte" if self.sampled else "in every byte"
+        return f"{self.path} holds the same state as {self.original} {how}"
+
+    @property
+    def advice(self) -> str:
+        """Two honest optimizers often are in equal state, so only the user can tell."""
+        return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryGap(Finding):
+    """A position without a file before a position with one."""
+
+    code = "entry-gap"
+    severity = Severity.ERROR
+    action = Action.ASK
+    option = "--allow entry-gap"
+    meaning = (
+        "a number is missing in a list of entries; Accelerate finds entries by number and fails, or shifts"
+    )
+
+    missing: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in turn"

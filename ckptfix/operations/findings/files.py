@@ -1,0 +1,252 @@
+"""Files, indexes and pickles that are not what they should be."""
+
+from dataclasses import dataclass
+
+from ckptfix.operations.findings.base import Action, Finding, Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedFile(Finding):
+    """A file that ends before its own header says it does."""
+
+    code = "truncated-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the file ends too early: an interrupted save or download, or a full disk"
+
+    have: int
+    need: int | None
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is truncated: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """The lost bytes are nowhere in the folder."""
+        return "copy the file again from where it came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrailingBytes(Finding):
+    """Bytes after the end of the format."""
+
+    code = "trailing-bytes"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--allow trailing-bytes"
+    meaning = "bytes after the end of the file's own content; safetensors refuses such a file"
+
+    end: int
+    extra: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: the content ends at byte {self.end}, {self.extra} more bytes follow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotATensorFile(Finding):
+    """A file that is something else than its name says."""
+
+    code = "not-a-tensor-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the file is something else: a git-LFS pointer, an HTML page, zeros, empty, or another format"
+
+    content: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.content}"
+
+    @property
+    def advice(self) -> str:
+        """Says what to do for what it is."""
+        if "git-LFS" in self.content:
+            return "fetch the real file: git lfs pull"
+        if "torch zip" in self.content or "safetensors" in self.content:
+            return "give the file the suffix of what it is"
+        return "copy the file again from where it came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedFile(Finding):
+    """The right kind of file with contradictions inside."""
+
+    code = "malformed-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "the file contradicts itself: overlapping ranges, duplicate names, a broken header, index or archive"
+    )
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is malformed: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """Nothing in it can be trusted enough to edit it."""
+        return "copy the file again from where it came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingShard(Finding):
+    """A file that the index, or the numbering of the shards, promises."""
+
+    code = "missing-shard"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a shard that the index or the shards' own numbering promises is not there"
+
+    named_by: str
+    tensors: int
+
+    def __str__(self) -> str:
+        lost = f" and should hold {self.tensors} tensors" if self.tensors else ""
+        return f"{self.path} is missing; {self.named_by} promises it{lost}"
+
+    @property
+    def advice(self) -> str:
+        """Loading without the shard leaves random weights."""
+        return (
+            "copy the shard again from where it came; loading without it leaves random weights in the model"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexMismatch(Finding):
+    """Index and headers disagree about where tensors are."""
+
+    code = "index-mismatch"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the index and the headers of the shards disagree; rebuilt when the shards are complete and disjoint"
+    )
+
+    misplaced: int
+    unlisted: int
+    lost: tuple[str, ...]
+    doubled: tuple[str, ...]
+    absent: bool = False
+
+    @property
+    def is_fixable(self) -> bool:
+        """Whether the headers alone say what the index should be."""
+        return not self.lost and not self.doubled
+
+    def __str__(self) -> str:
+        if self.absent:
+            return f"{self.path} is missing, its shards are there"
+        if self.lost:
+            return f"{self.path} names {len(self.lost)} tensors that no shard holds, first {self.lost[0]!r}"
+        if self.doubled:
+            return f"{len(self.doubled)} tensors of {self.path} are in two shards, first {self.doubled[0]!r}"
+        return f"{self.path}: {self.misplaced} tensors are in another shard, {self.unlisted} are not listed"
+
+    @property
+    def advice(self) -> str:
+        """An index is rebuilt only when nothing is lost by it."""
+        if self.is_fixable:
+            return ""
+        return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrcMismatch(Finding):
+    """A record of a torch zip whose bytes do not have the checksum written with them."""
+
+    code = "crc-mismatch"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a record of a torch zip file has another CRC than was written; torch.load never looks"
+
+    record: str
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        used = f" (tensor {self.tensors[0]!r})" if self.tensors else ""
+        return f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
+
+    @property
+    def advice(self) -> str:
+        """The right bytes are not known."""
+        return "bytes have changed since the save; copy the file again, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoFormatMetadata(Finding):
+    """A safetensors header without ``format``."""
+
+    code = "no-format-metadata"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--allow no-format-metadata"
+    meaning = "the safetensors header lacks `format`; transformers refuses to load it (safetensors#549)"
+
+    def __str__(self) -> str:
+        return f'{self.path}: the header has no "format", which transformers asks for'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsafePickle(Finding):
+    """A pickle that names something which can run code."""
+
+    code = "unsafe-pickle"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "the pickle calls something that can run code (os.system, eval, ...); it is never executed nor edited"
+    )
+
+    globals: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path} calls {', '.join(self.globals[:3])}: loading it can run any code"
+
+    @property
+    def advice(self) -> str:
+        """Nothing legitimate needs these."""
+        return "do not load it with weights_only=False; find out where it came from"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadablePickle(Finding):
+    """A pickle that torch.load refuses since torch 2.6 unless told otherwise."""
+
+    code = "unloadable-pickle"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "the pickle needs a class outside torch's weights_only list; torch.load refuses it since 2.6"
+
+    globals: tuple[str, ...]
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path} needs {', '.join(self.globals[:3])}: torch.load(weights_only=True) refuses it"
+
+    @property
+    def advice(self) -> str:
+        """The exact line, as the names stand in the file."""
+        return f"if you trust the file: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptedRepair(Finding):
+    """A repair or an undo that was killed."""
+
+    code = "interrupted-repair"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "a repair or an undo was killed half way; the next repair or undo takes the folder back first"
+
+    transaction: int
+
+    def __str__(self) -> str:
+        return f"{self.path} holds transaction {self.transaction}, which was interrupted; files may be half changed"
+
+    @property
+    def advice(self) -> str:
+        """Both verbs recover first."""
+        return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"

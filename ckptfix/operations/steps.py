@@ -1,0 +1,123 @@
+"""What a repair can do to a folder: five kinds of action, each a value that prints itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.folder import Fingerprint
+from ckptfix.checkpoint.keys import KeyMap
+
+
+class Safety(Enum):
+    """SAFE: applied by default. LOSSY: only when asked for by name, for it rests on the user's knowledge."""
+
+    SAFE = "safe"
+    LOSSY = "lossy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropEntry:
+    """Remove a file that another file holds again; the journal keeps what rebuilds it."""
+
+    path: PurePosixPath
+    kept: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"drop {self.path}, the same bytes stay in {self.kept}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trim:
+    """Cut a file to the size that its own content has."""
+
+    path: PurePosixPath
+    size: int
+    extra: int
+
+    def __str__(self) -> str:
+        return f"trim {self.path} to {self.size} bytes, {self.extra} fewer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteNames:
+    """Rename what a file's header or pickle names; tensor bytes stay where they are.
+
+    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors "format".
+    ``renames`` counts the names that change; ``example`` is one of them, old and new.
+    """
+
+    path: PurePosixPath
+    maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+    add_format: bool
+    renames: int
+    example: tuple[str, str] | None
+
+    def __str__(self) -> str:
+        if self.example is None:
+            return f'add "format" to the header of {self.path}'
+        old, new = self.example
+        return f"rename {self.renames} names in {self.path}: {old!r} -> {new!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteIndex:
+    """Write an index that agrees with the headers. ``weight_map`` holds the names after the repair."""
+
+    path: PurePosixPath
+    weight_map: Mapping[str, str]
+    total_size: int
+    exists: bool
+
+    def __str__(self) -> str:
+        verb = "rewrite" if self.exists else "write"
+        return f"{verb} {self.path} from the headers: {len(self.weight_map)} names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renumber:
+    """Move an entry to the position where the correct script looks for it."""
+
+    source: PurePosixPath
+    target: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"move {self.source} to {self.target}"
+
+
+StepAction = DropEntry | Trim | RewriteNames | WriteIndex | Renumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One action, the codes it fixes, and the files it relies on as they were when it was planned."""
+
+    action: StepAction
+    fixes: tuple[str, ...]
+    safety: Safety
+    before: Mapping[PurePosixPath, Fingerprint]
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the step as JSON values."""
+        return {
+            "action": type(self.action).__name__,
+            "message": str(self),
+            "fixes": list(self.fixes),
+            "safety": self.safety.value,
+            "files": [str(path) for path in self.before],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplanned:
+    """A finding that a plain repair would fix and this one does not, with the reason."""
+
+    code: str
+    path: PurePosixPath
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.code} stays: {self.reason}"

@@ -1,0 +1,51 @@
+"""What a path given by the user means: a whole folder, or one file in it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A folder, and the name of the one file in it that was asked for, or None for all of it."""
+
+    root: Path
+    only: str | None
+
+    @property
+    def path(self) -> Path:
+        """The path as one: of the folder, or of the file."""
+        return self.root / self.only if self.only is not None else self.root
+
+
+def find_target(path: str | os.PathLike[str]) -> Target:
+    """Return what ``path`` means. A symbolic link to a file is that link, not the file behind it.
+
+    Raises UsageError when nothing is there.
+    """
+    given = Path(path)
+    if given.is_dir():
+        return Target(given, None)
+    if given.is_file() or given.is_symlink():
+        return Target(given.parent, given.name)
+    raise UsageError(f"{given} does not exist")
+
+
+def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return every folder at or below ``path`` that holds a component, parents first.
+
+    Raises UsageError when ``path`` is no folder.
+    """
+    from ckptfix.checkpoint.filenames import parse_file_name
+    from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+
+    if not os.path.isdir(path):
+        raise UsageError(f"{path} is no folder")
+    found = []
+    for root, folders, files in os.walk(path):
+        folders[:] = sorted(folder for folder in folders if folder != JOURNAL_FOLDER)
+        if any(parse_file_name(name) is not None for name in files):
+            found.append(Path(root))
+    return tuple(found)

@@ -1,0 +1,90 @@
+"""One writer per folder."""
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptfix.errors import JournalError, LockedError, OperationError
+from ckptfix.storage.edits import JOURNAL
+
+
+@contextmanager
+def folder_lock(root: Path) -> Iterator[None]:
+    """Hold the lock of the folder ``root``; readers do not need it.
+
+    The lock dies with the process that holds it, so a lock file that a killed run left behind locks nothing. On
+    the way out the lock file goes, and ``.ckptfix/`` with it when nothing else is in there.
+
+    Raises LockedError when another process holds it, JournalError when ``.ckptfix`` is a symbolic link or no
+    directory, OperationError when the folder cannot be written to or its file system has no locks.
+    """
+    try:
+        fd = _acquire(root)
+    except OSError as error:
+        with suppress(OSError):  # made for nothing; stays when somebody else uses it
+            os.rmdir(root / JOURNAL)
+        raise OperationError(f"{root}: cannot lock this folder for writing: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        # While the descriptor is open nobody else gets the lock; whoever has opened the file already finds that
+        # it is no longer there (see _acquire) and makes a new one.
+        with suppress(OSError):
+            os.unlink(root / JOURNAL / "lock")
+        with suppress(OSError):
+            os.rmdir(root / JOURNAL)
+        os.close(fd)
+
+
+def _acquire(root: Path) -> int:
+    folder = root / JOURNAL
+    path = folder / "lock"
+    while True:
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(folder).st_mode):
+                raise JournalError(f"{folder}: is a symbolic link or no directory; move it away first")
+        try:
+            fd = _open(path)
+        except FileNotFoundError:  # the holder took lock file and folder away just now
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                _write_pid(fd)
+                return fd
+        except BlockingIOError:
+            holder = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            who = f"process {holder}" if holder.isdigit() else "another process"
+            raise LockedError(
+                f"{root}: {who} is working on this folder; wait until it has ended, then try again"
+            ) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_RDWR, 0o666)
+    except PermissionError:  # left by a killed run of somebody else: flock needs no right to write
+        return os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    return False
+
+
+def _write_pid(fd: int) -> None:
+    with suppress(OSError):  # only for the message of the other side; a full disk must not stop an undo
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -1,0 +1,253 @@
+"""Comparison of ranges: exact, with few threads or many, and without reading where that is a proof."""
+
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptfix.errors import ChangedError
+from ckptfix.storage import extents
+from ckptfix.storage.comparing import (
+    Difference,
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
+from ckptfix.storage.copying import supports_reflink
+
+SIZE = (40 << 20) + 123
+
+
+@contextmanager
+def both(one: Path, two: Path) -> Iterator[tuple[int, int]]:
+    with one.open("rb") as a, two.open("rb") as b:
+        yield a.fileno(), b.fileno()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    body = os.urandom(SIZE)
+    (folder / "a").write_bytes(b"head" + body)
+    (folder / "b").write_bytes(b"a longer head" + body)
+    return folder / "a", folder / "b"
+
+
+RUN = Run(4, 13, SIZE)
+
+
+def test_equal(pair: tuple[Path, Path]) -> None:
+    seen: list[int] = []
+    with both(*pair) as (a, b):
+        assert first_difference(a, b, [RUN], progress=seen.append) is None
+    assert sum(seen) == 2 * SIZE
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 7])
+def test_the_first_of_several_differences_is_found(
+    pair: tuple[Path, Path], tmp_path: Path, threads: int
+) -> None:
+    data = bytearray(pair[1].read_bytes())
+    for places in ([13], [13 + SIZE - 1], [9_000_000], [35_000_000, 20_000_017, 38_000_000]):
+        for place in places:
+            data[place] ^= 1
+        (tmp_path / "c").write_bytes(data)
+        with both(pair[0], tmp_path / "c") as (a, b):
+            found = first_difference(a, b, [RUN], threads=threads)
+        first = min(places)
+        assert found == Difference(run=0, offset_a=first - 9, offset_b=first)
+        for place in places:
+            data[place] ^= 1
+
+
+def test_no_thread_is_left_behind(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow thread's segment counts too: the last byte read late still decides."""
+    real = os.preadv
+    main = threading.main_thread()
+
+    def slow(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if threading.current_thread() is not main:
+            time.sleep(0.02)
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    seen: list[int] = []
+    with both(*pair) as (a, b):
+        assert first_difference(a, b, [RUN], progress=seen.append) is None
+        assert sum(seen) == 2 * SIZE
+
+
+def test_a_file_that_ends_inside_a_run(pair: tuple[Path, Path]) -> None:
+    with both(*pair) as (a, b), pytest.raises(ChangedError, match="ends at byte"):
+        first_difference(a, b, [Run(4, 13, SIZE + 1)])
+
+
+def test_an_exception_in_progress_stops_all_threads(pair: tuple[Path, Path]) -> None:
+    def progress(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with both(*pair) as (a, b), pytest.raises(KeyboardInterrupt):
+        first_difference(a, b, [RUN], progress=progress)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 299), st.integers(0, 299), st.integers(0, 50)))
+)
+def test_agrees_with_a_plain_comparison(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, drawn: list[tuple[int, int, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("plain") / "file"
+    path.write_bytes(data)
+    runs = [Run(a, b, n) for a, b, n in drawn if max(a, b) + n <= len(data)]
+    expected = None
+    for index, run in enumerate(runs):
+        pairs = range(run.length)
+        first = next((i for i in pairs if data[run.offset_a + i] != data[run.offset_b + i]), None)
+        if first is not None:
+            expected = Difference(run=index, offset_a=run.offset_a + first, offset_b=run.offset_b + first)
+            break
+    with both(path, path) as (a, b):
+        assert first_difference(a, b, runs) == expected
+
+
+def test_one_inode_is_equal_only_at_equal_offsets(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(8192))
+    os.link(tmp_path / "a", tmp_path / "b")
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert same_bytes_without_reading(a, b, [Run(0, 0, 100), Run(5000, 5000, 3192)])
+        assert not same_bytes_without_reading(a, b, [Run(0, 1, 100)])
+        assert not same_bytes_without_reading(a, b, [Run(0, 0, 8193)])
+
+
+def test_a_copy_proves_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(bytes(range(256)) * 400)
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert not same_bytes_without_reading(a, b, [Run(0, 0, 102_400)])
+
+
+def test_a_hole_proves_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 20)
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert not same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20)])
+
+
+def test_shared_blocks_on_a_file_system_with_reflinks(tmp_path: Path) -> None:
+    if not supports_reflink(tmp_path):
+        pytest.skip("this file system does not share blocks")
+    (tmp_path / "a").write_bytes(os.urandom(1 << 20))
+    subprocess.run(["cp", "--reflink=always", tmp_path / "a", tmp_path / "b"], check=True)
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20), Run(5000, 5000, 70_000)])
+        assert not same_bytes_without_reading(a, b, [Run(0, 4096, 4096)])
+    with (tmp_path / "b").open("r+b") as file:
+        file.seek(8192)
+        file.write(b"x")
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert not same_bytes_without_reading(a, b, [Run(0, 0, 1 << 20)])
+        assert same_bytes_without_reading(a, b, [Run(16384, 16384, 4096)])
+
+
+Extent = tuple[int, int, int, int]  # offset in the file, place on the disk, length, flags
+
+
+def fake_fiemap(monkeypatch: pytest.MonkeyPatch, files: dict[int, list[Extent]]) -> None:
+    """Answer FIEMAP as a kernel with these extents would, at most 3 at a time."""
+
+    def ioctl(fd: int, request: int, buffer: bytearray) -> int:
+        start, length, flags, _, count, _ = struct.unpack_from("=QQLLLL", buffer)
+        assert flags == 1
+        wanted = [e for e in files[fd] if e[0] < start + length and e[0] + e[2] > start][: min(count, 3)]
+        for number, (logical, place, size, extent_flags) in enumerate(wanted):
+            packed = struct.pack("=QQQQQLLLL", logical, place, size, 0, 0, extent_flags, 0, 0, 0)
+            buffer[32 + 56 * number : 88 + 56 * number] = packed
+        buffer[20:24] = struct.pack("=L", len(wanted))
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+
+
+SHARED = 0x2000
+WHOLE = [(0, 1 << 30, 1 << 20, SHARED | 1)]
+SPLIT = [(n << 16, (1 << 30) + (n << 16), 1 << 16, SHARED) for n in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        (WHOLE, WHOLE, True),
+        (WHOLE, SPLIT, True),
+        (SPLIT, WHOLE, True),
+        (WHOLE, [(0, 1 << 31, 1 << 20, SHARED | 1)], False),
+        (WHOLE, SPLIT[:9] + SPLIT[10:], False),  # a hole
+        (SPLIT[:9] + SPLIT[10:], SPLIT[:9] + SPLIT[10:], False),
+        (SPLIT[:15], SPLIT, False),
+        *(
+            ([(0, 0, 1 << 20, flag)], [(0, 0, 1 << 20, flag)], False)
+            for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
+        ),
+    ],
+)
+def test_extents(
+    monkeypatch: pytest.MonkeyPatch, one: list[Extent], two: list[Extent], expected: bool
+) -> None:
+    fake_fiemap(monkeypatch, {1: one, 2: two})
+    assert extents.same_extents(1, 0, 2, 0, 1 << 20) is expected
+
+
+def test_extents_at_different_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fiemap(monkeypatch, {1: WHOLE, 2: [(4096, 1 << 30, 1 << 20, SHARED)]})
+    assert extents.same_extents(1, 100, 2, 4196, 900_000)
+    assert not extents.same_extents(1, 100, 2, 4197, 900_000)
+
+
+def test_samples_reach_from_the_first_byte_to_the_last() -> None:
+    runs = [
+        Run(100, 200, 1 << 30),
+        Run(1 << 31, 1 << 32, 10_000),
+        Run(0, 0, 0),
+        Run(1 << 40, 1 << 41, 1 << 34),
+    ]
+    samples = sample_runs(runs)
+    assert len(samples) <= 24
+    assert samples[0] == Run(100, 200, 4096)
+    assert samples[-1].offset_a + samples[-1].length == (1 << 40) + (1 << 34)
+    for sample in samples:
+        assert 0 < sample.length <= 4096
+        assert any(
+            run.offset_a <= sample.offset_a
+            and sample.offset_a + sample.length <= run.offset_a + run.length
+            and sample.offset_b - sample.offset_a == run.offset_b - run.offset_a
+            for run in runs
+        )
+    assert sample_runs([Run(1, 2, 5000)]) == (Run(1, 2, 5000),)
+    assert sample_runs([]) == ()
+
+
+@pytest.mark.slow
+def test_memory_stays_small(pair: tuple[Path, Path]) -> None:
+    code = (
+        "import os, resource, sys\n"
+        "from ckptfix.storage.comparing import *\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "a, b = (os.open(path, os.O_RDONLY) for path in sys.argv[1:3])\n"
+        "before = peak()\n"
+        f"assert first_difference(a, b, [Run(4, 13, {SIZE})]) is None\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *pair], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 16 << 10  # KiB
