@@ -126,6 +126,8 @@ def families(components: Iterable[Component]) -> dict[tuple[Role, str, str], tup
         role = name.role if name.shard is None else Role.UNKNOWN
         found.setdefault((role, name.stem, name.suffix), []).append(component)
     return {
-        family: tuple(sorted(members, key=lambda component: (component.name.index, component.name.shard or (0, 0))))
+        family: tuple(
+            sorted(members, key=lambda component: (component.name.index, component.name.shard or (0, 0)))
+        )
         for family, members in found.items()
     }

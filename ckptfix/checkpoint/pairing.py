@@ -41,7 +41,9 @@ def pair_up(kept: Component, other: Component) -> Pairing | None:
     return None
 
 
-def first_unequal(root: Path, pairing: Pairing, *, full: bool, progress: Progress | None = None) -> str | None:
+def first_unequal(
+    root: Path, pairing: Pairing, *, full: bool, progress: Progress | None = None
+) -> str | None:
     """Return where two paired components first differ, as a tensor's name, or None when they are equal.
 
     ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
@@ -109,7 +111,11 @@ def _coalesce(runs: list[Run]) -> tuple[Run, ...]:
         if run.length == 0:
             continue
         last = joined[-1] if joined else None
-        if last and last.offset_a + last.length == run.offset_a and last.offset_b + last.length == run.offset_b:
+        if (
+            last
+            and last.offset_a + last.length == run.offset_a
+            and last.offset_b + last.length == run.offset_b
+        ):
             joined[-1] = Run(last.offset_a, last.offset_b, last.length + run.length)
         else:
             joined.append(run)

@@ -41,9 +41,13 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.Abort:
-        return _fail("interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json)
+        return _fail(
+            "interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json
+        )
     except KeyboardInterrupt:
-        return _fail("interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json)
+        return _fail(
+            "interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json
+        )
     except click.ClickException as error:
         if not as_json:
             error.show()

@@ -10,7 +10,7 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
 from ckptfix.operations.target import Target, find_target
-from ckptfix.storage.journal import transactions
+from ckptfix.storage.journal import State, transactions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def interrupted(target: Target) -> tuple[Finding, ...]:
     return tuple(
         InterruptedRepair(path=PurePosixPath(JOURNAL_FOLDER), transaction=transaction.number)
         for transaction in transactions(target.root)
-        if transaction.is_pending
+        if transaction.state is State.PENDING or transaction.problem
     )
 
 

@@ -54,7 +54,9 @@ def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
                     edits = writer.drop(action)
                 case Trim():
                     # One file changes once: a rewrite of the same file trims as well.
-                    edits = [] if action.path in rewritten else writer.change(writer.component(action.path), None)
+                    edits = (
+                        [] if action.path in rewritten else writer.change(writer.component(action.path), None)
+                    )
                 case RewriteNames():
                     edits = writer.rewrite(action)
                 case WriteIndex():
@@ -191,14 +193,10 @@ class _Writer:
         with open_reader(self.root / action.path) as reader:
             return self._replace(component, pieces, (Literal(reader.read(0, reader.size)),))
 
-    def _replace(
-        self, component: Component, pieces: tuple[Piece, ...], back: tuple[Piece, ...]
-    ) -> Replace:
+    def _replace(self, component: Component, pieces: tuple[Piece, ...], back: tuple[Piece, ...]) -> Replace:
         full = self.root / component.path
         previous = KEPT if component.is_linked else Recipe.like(full, _not_empty(back))
-        return Replace(
-            path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous
-        )
+        return Replace(path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous)
 
 
 def space_needed(edits: list[Edit]) -> int:
@@ -234,9 +232,7 @@ def _literal_size(recipe: object) -> int:
 
 
 def _not_empty(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    return tuple(
-        piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length)
-    )
+    return tuple(piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length))
 
 
 def _family(name: str) -> tuple[str, str]:

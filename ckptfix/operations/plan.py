@@ -75,9 +75,7 @@ class _Planner:
     def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
         self.folder = diagnosis.folder
         self.findings = tuple(finding for finding in diagnosis.findings if policy.wants(finding.code))
-        self.unsafe = {
-            finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)
-        }
+        self.unsafe = {finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)}
         self.incomplete = _incomplete_families(diagnosis)
         self.policy = policy
         self.components = {component.path: component for component in self.folder.components}
@@ -129,7 +127,9 @@ class _Planner:
             self._stay(code, entries[-1].path, reason)
             return []
         if surplus < len(copies) and len({finding.original for finding in copies}) > 1:
-            reason = f"{len(copies)} copies of different entries, {surplus} would have to go: which is not clear"
+            reason = (
+                f"{len(copies)} copies of different entries, {surplus} would have to go: which is not clear"
+            )
             self._stay(code, entries[-1].path, reason)
             return []
         return copies[len(copies) - surplus :]
@@ -209,7 +209,9 @@ class _Planner:
             self._stay(code, component.path, "a file with an unsafe pickle is never edited")
             return False
         if changes and _family(component) in self.incomplete:
-            self._stay(code, component.path, "a shard is missing or unreadable, its names could tell otherwise")
+            self._stay(
+                code, component.path, "a shard is missing or unreadable, its names could tell otherwise"
+            )
             return False
         is_safetensors = isinstance(component.content, SafetensorsFile)
         action = RewriteNames(
@@ -230,9 +232,7 @@ class _Planner:
         return NestedPrefix.code if NestedPrefix in kinds else WrapperPrefix.code
 
     def plan_indexes(self, maps: Mapping[ScopeKey, KeyMap]) -> None:
-        broken = {
-            finding.path: finding for finding in self.findings if isinstance(finding, IndexMismatch)
-        }
+        broken = {finding.path: finding for finding in self.findings if isinstance(finding, IndexMismatch)}
         for index_path, shards in shard_groups(self.folder).items():
             finding = broken.get(index_path)
             if finding is not None and not finding.is_fixable:

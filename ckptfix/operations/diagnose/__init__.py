@@ -53,7 +53,11 @@ def diagnose(
     order = {kind: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
-        key=lambda finding: (severities.index(finding.severity.value), order[type(finding)], str(finding.path))
+        key=lambda finding: (
+            severities.index(finding.severity.value),
+            order[type(finding)],
+            str(finding.path),
+        )
     )
     return Diagnosis(
         folder=folder, findings=tuple(findings), not_checked=_not_checked(folder, findings, data=data)

@@ -101,7 +101,9 @@ def _missing(
             name = f"{stem}-{number:05}-of-{total:05}{suffix}"
             if name not in tensors and name not in present:
                 findings.append(
-                    MissingShard(path=PurePosixPath(name), named_by=f"the name of {shards[0].path}", tensors=0)
+                    MissingShard(
+                        path=PurePosixPath(name), named_by=f"the name of {shards[0].path}", tensors=0
+                    )
                 )
     return findings
 
@@ -110,5 +112,8 @@ def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapp
     """Whether the index has the same tensors under names with another wrapper chain, as after a hand-made rename."""
     if not lost:
         return False
-    strip_actual, strip_listed = KeyMap(remove=common_wrappers(actual)), KeyMap(remove=common_wrappers(listed))
+    strip_actual, strip_listed = (
+        KeyMap(remove=common_wrappers(actual)),
+        KeyMap(remove=common_wrappers(listed)),
+    )
     return {strip_actual(fqn) for fqn in actual} == {strip_listed(fqn) for fqn in listed}

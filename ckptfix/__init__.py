@@ -1,0 +1,85 @@
+"""ckptfix: the fsck of Hugging Face Accelerate checkpoints.
+
+>>> from ckptfix import check, repair, undo
+>>> report = check("./checkpoint_dir")        # reads headers and samples, changes nothing
+>>> receipt = repair("./checkpoint_dir")      # journaled in ./checkpoint_dir/.ckptfix
+>>> undo("./checkpoint_dir")                  # every byte back
+
+Public names are resolved when they are first used, so that importing the package costs nothing; none of them
+imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptfix.errors import (
+        ChangedError,
+        CkptfixError,
+        FormatError,
+        JournalError,
+        LockedError,
+        OperationError,
+        RolledBackError,
+        UsageError,
+    )
+    from ckptfix.operations.check import CheckReport, check
+    from ckptfix.operations.findings import Finding, Severity
+    from ckptfix.operations.policy import Keys, Policy
+    from ckptfix.operations.repair import Receipt, repair
+    from ckptfix.operations.undo import UndoReceipt, undo
+
+_HOMES = {
+    "check": "operations.check",
+    "CheckReport": "operations.check",
+    "repair": "operations.repair",
+    "Receipt": "operations.repair",
+    "undo": "operations.undo",
+    "UndoReceipt": "operations.undo",
+    "Keys": "operations.policy",
+    "Policy": "operations.policy",
+    "Finding": "operations.findings",
+    "Severity": "operations.findings",
+    "ChangedError": "errors",
+    "CkptfixError": "errors",
+    "FormatError": "errors",
+    "JournalError": "errors",
+    "LockedError": "errors",
+    "OperationError": "errors",
+    "RolledBackError": "errors",
+    "UsageError": "errors",
+}
+
+__all__ = [
+    "ChangedError",
+    "CheckReport",
+    "CkptfixError",
+    "Finding",
+    "FormatError",
+    "JournalError",
+    "Keys",
+    "LockedError",
+    "OperationError",
+    "Policy",
+    "Receipt",
+    "RolledBackError",
+    "Severity",
+    "UndoReceipt",
+    "UsageError",
+    "check",
+    "repair",
+    "undo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

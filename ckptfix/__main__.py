@@ -1,0 +1,5 @@
+"""``python -m ckptfix``."""
+
+from ckptfix.cli import main
+
+main()

@@ -1,0 +1,100 @@
+"""A repaired copy: the checkpoint is copied under a temporary name, repaired there, and renamed when it is whole."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.operations.plan import Plan
+from ckptfix.operations.target import Target
+from ckptfix.storage.atomic import sync_folder
+from ckptfix.storage.building import build
+from ckptfix.storage.journal import transactions
+from ckptfix.storage.recipes import Range, Recipe
+
+
+@contextmanager
+def copy_checkpoint(target: Target, output: Path, plan: Plan, progress: Progress | None) -> Iterator[Target]:
+    """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
+
+    Links become files of their own. The journal of the source is not copied, that of the copy is removed. Whatever
+    fails, ``output`` is there whole or not at all.
+
+    Raises UsageError when something stands at ``output``, OperationError when there is too little space.
+    """
+    if os.path.lexists(output):
+        raise UsageError(f"{output} exists; name a folder that does not")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"{output.absolute().parent} is no folder")
+    if output.absolute().is_relative_to(target.root.absolute()) and target.only is None:
+        raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
+    _check_space(target, output)
+    staging = _staging_folder(output)
+    try:
+        staging.mkdir()
+        _copy_tree(target, staging, progress)
+        copy = Target(staging, target.only)
+        yield copy
+        if transactions(staging):
+            shutil.rmtree(staging / JOURNAL_FOLDER)
+        _sync_tree(staging)
+        os.rename(copy.path, output)
+        sync_folder(output.absolute().parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging_folder(output: Path) -> Path:
+    """Return a new name beside ``output``; never inside ``checkpoints/``, where Accelerate reads every name."""
+    parent = output.absolute().parent
+    while parent.name == "checkpoints":
+        parent = parent.parent
+    return parent / f".{output.name}.ckptfix-{os.getpid()}"
+
+
+def _check_space(target: Target, output: Path) -> None:
+    if target.only is not None:
+        need = os.stat(target.path).st_size
+    else:
+        need = sum(
+            os.stat(Path(root) / name).st_size
+            for root, _, names in os.walk(target.root)
+            for name in names
+            if os.path.exists(Path(root) / name)
+        )
+    status = os.statvfs(output.absolute().parent)
+    free = status.f_bavail * status.f_frsize
+    if need > free:
+        raise OperationError(f"{output}: the copy needs {need} bytes of free space, there are {free}")
+
+
+def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
+    names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
+    for name in names:
+        source = target.root / name
+        if name == JOURNAL_FOLDER:
+            continue
+        if source.is_dir():
+            shutil.copytree(source, staging / name)
+        elif source.is_file():
+            pieces = (Range(PurePosixPath(name), 0, source.stat().st_size),) if source.stat().st_size else ()
+            build(Recipe.like(source, pieces), target.root, staging / name, progress=progress)
+        elif source.is_symlink():
+            os.symlink(os.readlink(source), staging / name)
+
+
+def _sync_tree(staging: Path) -> None:
+    for root, _, names in os.walk(staging):
+        for name in names:
+            path = Path(root) / name
+            if path.is_file() and not path.is_symlink():
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        sync_folder(Path(root))

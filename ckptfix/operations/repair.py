@@ -1,0 +1,242 @@
+"""``repair``: plan, show, journal, act, prove, commit. The folder is the old one or the new one, never between."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.scan import fingerprint, scan_folder
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.operations.check import interrupted, status_of
+from ckptfix.operations.diagnose import Diagnosis, diagnose
+from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed
+from ckptfix.operations.findings import Finding
+from ckptfix.operations.output import copy_checkpoint
+from ckptfix.operations.plan import Plan, make_plan
+from ckptfix.operations.policy import Policy
+from ckptfix.operations.steps import Step, Unplanned
+from ckptfix.operations.target import Target, find_target
+from ckptfix.operations.verify import verify_repair
+from ckptfix.storage.copying import supports_reflink
+from ckptfix.storage.journal import commit, recover, transactions
+from ckptfix.storage.lock import folder_lock
+
+OnPlan = Callable[[tuple[Step, ...], tuple[Unplanned, ...]], None]
+"""Called with the steps and with what stays, before anything is touched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a repair did.
+
+    ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
+    told apart, so all). ``transaction`` is the number that ``undo`` takes back, None when nothing was changed.
+    ``recovered``: an interrupted earlier run was rolled back first.
+    """
+
+    path: Path
+    found: tuple[Finding, ...]
+    steps: tuple[Step, ...]
+    unplanned: tuple[Unplanned, ...]
+    left: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+    transaction: int | None = None
+    recovered: bool = False
+    dry_run: bool = False
+    output: Path | None = None
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 when no error or warning is left, else 1."""
+        return status_of(self.left)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the receipt as JSON values."""
+        return {
+            "path": str(self.path),
+            "status": self.status,
+            "dry_run": self.dry_run,
+            "output": None if self.output is None else str(self.output),
+            "recovered": self.recovered,
+            "transaction": self.transaction,
+            "found": [finding.as_json() for finding in self.found],
+            "steps": [step.as_json() for step in self.steps],
+            "unplanned": [
+                {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
+            ],
+            "left": [finding.as_json() for finding in self.left],
+            "not_checked": list(self.not_checked),
+        }
+
+
+def repair(
+    path: str | os.PathLike[str],
+    *,
+    policy: Policy | None = None,
+    dry_run: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+) -> Receipt:
+    """Repair a checkpoint folder or file in place, or write a repaired copy to ``output``.
+
+    Every byte of what is dropped is compared first. Changes are journaled in ``.ckptfix/`` inside the folder;
+    ``undo`` takes them back. ``progress`` is called with byte counts, ``on_plan`` before anything is touched.
+
+    Raises UsageError for a path or a policy that makes no sense, OperationError (LockedError, ChangedError,
+    JournalError, RolledBackError) when it could not finish: the folder is then as it was. OSError when the folder
+    cannot be read.
+    """
+    target = find_target(path)
+    policy = policy or Policy()
+    pending = interrupted(target)
+    if output is not None:
+        if pending:
+            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
+        return _repair_copy(target, Path(output), policy, dry_run, progress, on_plan)
+    diagnosis, plan = _plan(target, policy, progress)
+    if dry_run:
+        return _dry_run(target, diagnosis, plan, policy, pending, on_plan)
+    if plan.is_empty and not transactions(target.root):
+        return _nothing_done(target, diagnosis, plan, on_plan)
+    with folder_lock(target.root):
+        recovered = recover(target.root)
+        if recovered is not None and recovered.rolled_back is not None:
+            diagnosis, plan = _plan(target, policy, progress)
+        new_files = policy.atomic or (not plan.is_empty and supports_reflink(target.root))
+        compiled = compile_plan(plan, new_files=new_files)
+        receipt = _apply(target, diagnosis, plan, compiled, policy, progress, on_plan)
+    if recovered is not None and recovered.rolled_back is not None:
+        receipt = _replace(receipt, recovered=True)
+    return receipt
+
+
+def _plan(target: Target, policy: Policy, progress: Progress | None) -> tuple[Diagnosis, Plan]:
+    folder = scan_folder(target.root, target.only)
+    diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
+    return diagnosis, make_plan(diagnosis, policy)
+
+
+def _dry_run(
+    target: Target,
+    diagnosis: Diagnosis,
+    plan: Plan,
+    policy: Policy,
+    pending: tuple[Finding, ...],
+    on_plan: OnPlan | None,
+) -> Receipt:
+    compiled = compile_plan(plan, new_files=policy.atomic)
+    stays = (*plan.unplanned, *compiled.refused)
+    if on_plan is not None:
+        on_plan(tuple(compiled.steps), stays)
+    return Receipt(
+        path=target.path,
+        found=pending + diagnosis.findings,
+        steps=tuple(compiled.steps),
+        unplanned=stays,
+        left=pending + diagnosis.findings,
+        not_checked=diagnosis.not_checked,
+        dry_run=True,
+    )
+
+
+def _nothing_done(target: Target, diagnosis: Diagnosis, plan: Plan, on_plan: OnPlan | None) -> Receipt:
+    if on_plan is not None:
+        on_plan((), plan.unplanned)
+    return Receipt(
+        path=target.path,
+        found=diagnosis.findings,
+        steps=(),
+        unplanned=plan.unplanned,
+        left=diagnosis.findings,
+        not_checked=diagnosis.not_checked,
+    )
+
+
+def _apply(
+    target: Target,
+    diagnosis: Diagnosis,
+    plan: Plan,
+    compiled: Compiled,
+    policy: Policy,
+    progress: Progress | None,
+    on_plan: OnPlan | None,
+) -> Receipt:
+    stays = (*plan.unplanned, *compiled.refused)
+    if on_plan is not None:
+        on_plan(tuple(compiled.steps), stays)
+    number: int | None = None
+    if compiled.edits:
+        _check_unchanged(target.root, compiled)
+        _check_space(target.root, compiled)
+        number = commit(
+            target.root,
+            compiled.edits,
+            target=target.only or "",
+            summary=[str(step) for step in compiled.steps],
+            verify=lambda: _verify(plan, compiled, stays, policy),
+            progress=progress,
+        )
+    after = diagnose(scan_folder(target.root, target.only))
+    return Receipt(
+        path=target.path,
+        found=diagnosis.findings,
+        steps=tuple(compiled.steps),
+        unplanned=stays,
+        left=after.findings,
+        not_checked=after.not_checked,
+        transaction=number,
+    )
+
+
+def _verify(plan: Plan, compiled: Compiled, stays: tuple[Unplanned, ...], policy: Policy) -> None:
+    verify_repair(plan, compiled.steps, compiled.edits, stays, policy)
+
+
+def _check_unchanged(root: Path, compiled: Compiled) -> None:
+    """Re-check every file that a step relies on: a job may have saved into the folder since the scan."""
+    for step in compiled.steps:
+        for path, was in step.before.items():
+            try:
+                now = fingerprint(root / path)
+            except OSError as error:
+                raise ChangedError(
+                    f"{root / path}: {error.strerror} since it was read; nothing was changed"
+                ) from None
+            if now != was:
+                raise ChangedError(
+                    f"{root / path} changed while it was read: {was.size} bytes then, {now.size} now; nothing was "
+                    f"changed; run ckptfix again when nothing writes to the folder"
+                )
+
+
+def _check_space(root: Path, compiled: Compiled) -> None:
+    need, free = space_needed(compiled.edits), free_space(root)
+    if need > free:
+        raise OperationError(f"{root}: the repair needs {need} bytes of free space, there are {free}")
+
+
+def _repair_copy(
+    target: Target,
+    output: Path,
+    policy: Policy,
+    dry_run: bool,
+    progress: Progress | None,
+    on_plan: OnPlan | None,
+) -> Receipt:
+    diagnosis, plan = _plan(target, policy, progress)
+    if dry_run:
+        return _replace(_dry_run(target, diagnosis, plan, policy, (), on_plan), output=output)
+    if on_plan is not None:
+        compiled = compile_plan(plan, new_files=False)
+        on_plan(tuple(compiled.steps), (*plan.unplanned, *compiled.refused))
+    with copy_checkpoint(target, output, plan, progress) as copy:
+        receipt = repair(copy.path, policy=policy)
+    return _replace(receipt, path=target.path, found=diagnosis.findings, transaction=None, output=output)
+
+
+def _replace(receipt: Receipt, **changes: object) -> Receipt:
+    from dataclasses import replace
+
+    return replace(receipt, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""``undo``: take the last repair of a folder or file back, byte for byte."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import UsageError
+from ckptfix.operations.target import find_target
+from ckptfix.storage.journal import State, TransactionInfo, recover, transactions
+from ckptfix.storage.journal import undo as undo_transaction
+from ckptfix.storage.lock import folder_lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndoReceipt:
+    """What was taken back: the transaction's number and its steps in words; ``remaining`` can be undone next.
+
+    ``recovered``: an interrupted run was rolled back, and that was all there was to do.
+    """
+
+    path: Path
+    transaction: int
+    steps: tuple[str, ...]
+    remaining: int
+    recovered: bool = False
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0, for a failure is an exception."""
+        return 0
+
+    def as_json(self) -> dict[str, object]:
+        """Return the receipt as JSON values."""
+        return {
+            "path": str(self.path),
+            "status": self.status,
+            "transaction": self.transaction,
+            "steps": list(self.steps),
+            "remaining": self.remaining,
+            "recovered": self.recovered,
+        }
+
+
+def undo(
+    path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
+) -> UndoReceipt:
+    """Take back the last repair of a folder, or of a lone file.
+
+    A repair that was killed is rolled back instead. ``force`` accepts files whose modification time changed since
+    the repair while their size and their first and last bytes did not.
+
+    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair, LockedError
+    and JournalError as ``repair`` does. Nothing is touched then.
+    """
+    target = find_target(path)
+    wanted = target.only or ""
+    if not transactions(target.root):
+        raise UsageError(f"{target.path}: there is no repair to undo")
+    with folder_lock(target.root):
+        recovered = recover(target.root, progress=progress)
+        if recovered is not None and recovered.rolled_back is not None:
+            return _receipt(
+                target.path, recovered.rolled_back, len(_done(target.root, wanted)), recovered=True
+            )
+        done = _done(target.root, wanted)
+        if not done:
+            others = ", ".join(sorted({info.target or "the folder" for info in transactions(target.root)}))
+            raise UsageError(f"{target.path}: there is no repair of it to undo; there is one of {others}")
+        last = done[-1]
+        undo_transaction(target.root, last.number, force=force, progress=progress)
+    return _receipt(target.path, last, len(done) - 1, recovered=False)
+
+
+def _done(root: Path, target: str) -> list[TransactionInfo]:
+    return [info for info in transactions(root) if info.state is State.DONE and info.target == target]
+
+
+def _receipt(path: Path, info: TransactionInfo, remaining: int, *, recovered: bool) -> UndoReceipt:
+    steps = info.summary if isinstance(info.summary, list) else []
+    return UndoReceipt(
+        path=path,
+        transaction=info.number,
+        steps=tuple(str(step) for step in steps),
+        remaining=remaining,
+        recovered=recovered,
+    )
