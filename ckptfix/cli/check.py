@@ -35,9 +35,7 @@ def print_check(report: Report, result: CheckReport) -> None:
     components = result.folder.components
     tensors = sum(len(component.tensors) for component in components)
     report.line(f"{result.path}: {len(components)} files, {tensors} tensors", bold=True)
-    for finding in result.findings:
-        advice = finding.advice.replace("DIR", str(result.path))
-        report.finding(finding.severity.value, finding.code, str(finding), advice)
+    report.findings(result.findings, str(result.path))
     fixable = any(finding.action.value == "fix" for finding in result.findings) and result.status
     if not components:
         report.line("nothing in it is part of a checkpoint", colour="yellow")

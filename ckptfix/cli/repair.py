@@ -77,9 +77,7 @@ def print_receipt(report: Report, receipt: Receipt) -> None:
         report.line(f"done and verified: {len(receipt.steps)} steps in {where}", colour="green")
     at = str(receipt.output or receipt.path)
     if not receipt.dry_run:
-        for finding in receipt.left:
-            advice = finding.advice.replace("DIR", at)
-            report.finding(finding.severity.value, finding.code, str(finding), advice)
+        report.findings(receipt.left, at)
     if receipt.transaction is not None:
         report.line(f"to take it back: ckptfix undo {receipt.path}")
     for words in receipt.not_checked:

@@ -3,13 +3,17 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import click
 
+from ckptfix.operations.findings import Finding
+
 JSON_VERSION = 1
+_SHOWN = 3
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
@@ -33,6 +37,19 @@ class Report:
         click.echo(f"{label} {click.style(code, bold=True)}: {escape(message)}")
         if advice:
             click.echo(f"        {escape(advice)}")
+
+    def findings(self, findings: Sequence[Finding], at: str) -> None:
+        """Print findings about the checkpoint ``at``; of one code in many files, as of shards, only the first few."""
+        for _, group in groupby(findings, key=lambda finding: finding.code):
+            same = list(group)
+            shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
+            for finding in shown:
+                advice = finding.advice.replace("DIR", at) if finding is shown[-1] else ""
+                self.finding(finding.severity.value, finding.code, str(finding), advice)
+            if len(shown) < len(same):
+                self.line(
+                    f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"
+                )
 
     def message(self, text: str) -> None:
         """Print a message that is no result, to stderr."""

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.checkpoint.scan import paused_gc, scan_folder
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
 from ckptfix.operations.target import Target, find_target
@@ -59,8 +59,9 @@ def check(
     Raises UsageError when nothing is at ``path``, OSError when the folder cannot be read.
     """
     target = find_target(path)
-    folder = scan_folder(target.root, target.only)
-    diagnosis = diagnose(folder, data=data, progress=progress)
+    with paused_gc():
+        folder = scan_folder(target.root, target.only)
+        diagnosis = diagnose(folder, data=data, progress=progress)
     return CheckReport(
         path=target.path,
         folder=folder,

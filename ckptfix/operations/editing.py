@@ -199,8 +199,11 @@ class _Writer:
         return Replace(path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous)
 
 
-def space_needed(edits: list[Edit]) -> int:
-    """Return an upper bound of the bytes that a transaction needs on disk, journal and new files together."""
+def space_needed(edits: list[Edit], *, shares_blocks: bool) -> int:
+    """Return an upper bound of the bytes that a transaction needs on disk, journal and new files together.
+
+    ``shares_blocks``: the file system lets a new file share the blocks that it copies.
+    """
     total = 1 << 20
     for edit in edits:
         match edit:
@@ -211,7 +214,8 @@ def space_needed(edits: list[Edit]) -> int:
             case Truncate():
                 total += edit.old_size - edit.new_size
             case Replace():
-                total += edit.content.size + _literal_size(edit.content) + _literal_size(edit.previous)
+                copied = 0 if shares_blocks else edit.content.size
+                total += copied + 2 * _literal_size(edit.content) + _literal_size(edit.previous)
             case Remove():
                 total += _literal_size(edit.previous)
             case Move():

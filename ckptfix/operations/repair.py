@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import fingerprint, scan_folder
+from ckptfix.checkpoint.scan import fingerprint, paused_gc, scan_folder
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.check import interrupted, status_of
 from ckptfix.operations.diagnose import Diagnosis, diagnose
@@ -104,8 +104,9 @@ def repair(
         recovered = recover(target.root)
         if recovered is not None and recovered.rolled_back is not None:
             diagnosis, plan = _plan(target, policy, progress)
-        new_files = policy.atomic or (not plan.is_empty and supports_reflink(target.root))
-        compiled = compile_plan(plan, new_files=new_files)
+        shares_blocks = not plan.is_empty and supports_reflink(target.root)
+        compiled = compile_plan(plan, new_files=policy.atomic or shares_blocks)
+        _check_space(target.root, compiled, shares_blocks)
         receipt = _apply(target, diagnosis, plan, compiled, policy, progress, on_plan)
     if recovered is not None and recovered.rolled_back is not None:
         receipt = _replace(receipt, recovered=True)
@@ -113,9 +114,10 @@ def repair(
 
 
 def _plan(target: Target, policy: Policy, progress: Progress | None) -> tuple[Diagnosis, Plan]:
-    folder = scan_folder(target.root, target.only)
-    diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
-    return diagnosis, make_plan(diagnosis, policy)
+    with paused_gc():
+        folder = scan_folder(target.root, target.only)
+        diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
+        return diagnosis, make_plan(diagnosis, policy)
 
 
 def _dry_run(
@@ -169,7 +171,6 @@ def _apply(
     number: int | None = None
     if compiled.edits:
         _check_unchanged(target.root, compiled)
-        _check_space(target.root, compiled)
         number = commit(
             target.root,
             compiled.edits,
@@ -211,9 +212,9 @@ def _check_unchanged(root: Path, compiled: Compiled) -> None:
                 )
 
 
-def _check_space(root: Path, compiled: Compiled) -> None:
-    need, free = space_needed(compiled.edits), free_space(root)
-    if need > free:
+def _check_space(root: Path, compiled: Compiled, shares_blocks: bool) -> None:
+    need, free = space_needed(compiled.edits, shares_blocks=shares_blocks), free_space(root)
+    if compiled.edits and need > free:
         raise OperationError(f"{root}: the repair needs {need} bytes of free space, there are {free}")
 
 
@@ -237,6 +238,4 @@ def _repair_copy(
 
 
 def _replace(receipt: Receipt, **changes: object) -> Receipt:
-    from dataclasses import replace
-
     return replace(receipt, **changes)  # type: ignore[arg-type]

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.operations.diagnose.entries import Proof, diagnose_entries
 from ckptfix.operations.diagnose.files import diagnose_files
 from ckptfix.operations.diagnose.names import diagnose_names
 from ckptfix.operations.diagnose.shards import diagnose_shards
-from ckptfix.operations.findings import CATALOGUE, DoubledModel, Finding, InterruptedRepair
+from ckptfix.operations.findings import CATALOGUE, DoubledModel, Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +76,11 @@ def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: boo
     if sampled:
         words.append(f"{sampled} comparisons read samples only; --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits)")
-    if not data:
+    if not data and any(isinstance(component.content, TorchFile) for component in folder.components):
         words.append("checksums of tensor records in torch zip files (--data checks them)")
     if folder.strays and folder.only is None:
         words.append(f"{len(folder.strays)} files that are no part of a checkpoint")
     return tuple(words)
 
 
-__all__ = ["Diagnosis", "InterruptedRepair", "diagnose"]
+__all__ = ["Diagnosis", "diagnose"]
