@@ -54,6 +54,7 @@ class Node:
     __slots__ = ("args", "entries", "head", "items", "kind", "states")
 
     def __init__(self, kind: Kind, head: Any = None, args: Any = None) -> None:
+        """Make a node without items, entries and states."""
         self.kind = kind
         self.head = head
         self.args = args

@@ -1,11 +1,11 @@
 """Which entries are doubled, identical, in conflict, moved or missing, and what a repair makes of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from ckptfix import Keys, Policy, check, repair, undo
+from ckptfix import Finding, Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
 
@@ -29,8 +29,12 @@ def models_of(folder: Path) -> dict[str, dict[str, bytes]]:
     return {path.name: read_safetensors_bytes(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
+def codes_of(findings: Iterable[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
 def codes(folder: Path) -> list[str]:
-    return [finding.code for finding in check(folder).findings]
+    return codes_of(check(folder).findings)
 
 
 @pytest.mark.parametrize("chain", ["module.", "module.module.", "_orig_mod.", "module._orig_mod."])
@@ -81,9 +85,9 @@ def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", one, wrapped({"w": bytes(weight)}))
     assert codes(folder) == ["doubled-model"]  # sampled, and the report says so
     assert "sampled" in str(check(folder).findings[0])
-    assert [finding.code for finding in check(folder, data=True).findings][0] == "conflicting-models"
+    assert codes_of(check(folder, data=True).findings)[0] == "conflicting-models"
     receipt = repair(folder)
-    assert [finding.code for finding in receipt.found][0] == "conflicting-models"
+    assert codes_of(receipt.found)[0] == "conflicting-models"
     assert len(models_of(folder)) == 2
 
 

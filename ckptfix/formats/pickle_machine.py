@@ -1,0 +1,93 @@
+"""The state of the symbolic pickle machine, and the errors it raises."""
+
+import pickletools
+from typing import Any
+
+from ckptfix.errors import FormatError, TruncatedError
+from ckptfix.formats.pickle_tree import Node, PickleTree, Text
+
+PADDING = bytes(16)
+"""Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
+
+MAX_DEPTH = 1_000_000
+"""Most open marks. An honest pickle has as many as its objects nest."""
+
+
+class Machine:
+    """The state of a symbolic unpickler."""
+
+    def __init__(self, data: bytes) -> None:
+        """Start at the first byte of ``data``."""
+        self.data = data
+        self.position = 0
+        self.protocol = 0
+        self.stack: list[Any] = []
+        self.meta: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.globals: dict[tuple[str, str], int] = {}
+        self.texts: list[Text] = []
+        self.persistent: list[Node] = []
+        self.frames: list[tuple[int, int]] = []
+        self.duplicated: set[int] = set()
+        self.refused: set[int] = set()
+        self.containers = 0
+
+    def truncated(self) -> TruncatedError:
+        """Return the error for data that ends inside the pickle."""
+        size = len(self.data)
+        return TruncatedError(f"the pickle does not end within its {size} bytes", have=size)
+
+    def malformed(self, problem: str) -> FormatError:
+        """Return the error for the opcode at the present position."""
+        code = self.data[self.position] if self.position < len(self.data) else 0
+        return FormatError(f"the pickle opcode {opcode_name(code)} at byte {self.position} {problem}")
+
+    def tree(self, start: int) -> PickleTree:
+        """Return what was read, once STOP was reached."""
+        if not self.stack:
+            raise FormatError(f"the pickle ends at byte {self.position} without a value")
+        root = self.stack.pop()
+        return PickleTree(
+            root=root,
+            data=self.data[: self.position],
+            end=start + self.position,
+            protocol=self.protocol,
+            globals=self.globals,
+            texts=tuple(self.texts),
+            persistent=tuple(self.persistent),
+            frames=tuple(self.frames),
+            duplicated=frozenset(self.duplicated),
+            refused_opcodes=tuple(sorted(opcode_name(code) for code in self.refused)),
+            leftover=bool(self.stack or self.meta),
+        )
+
+    def pop_mark(self) -> list[Any]:
+        """Return what was pushed since the last mark, and go back to the stack below it."""
+        items = self.stack
+        self.stack = self.meta.pop()
+        return items
+
+    def operand(self, length: int, width: int) -> bytes:
+        """Return ``length`` bytes that follow an opcode and ``width`` bytes of length, and step over them."""
+        begin = self.position + 1 + width
+        if length > len(self.data) - begin:
+            raise self.truncated()
+        self.position = begin + length
+        return self.data[begin : begin + length]
+
+    def line(self) -> bytes:
+        """Return the line that follows an opcode, without its end, and step over it."""
+        end = self.data.find(b"\n", self.position + 1)
+        if end < 0:
+            raise self.truncated()
+        line = self.data[self.position + 1 : end]
+        self.position = end + 1
+        return line
+
+
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+
+
+def opcode_name(code: int) -> str:
+    """Return the name of an opcode as pickletools has it, or its number in hexadecimal."""
+    return _NAMES.get(code, f"0x{code:02x}")

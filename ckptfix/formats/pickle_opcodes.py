@@ -1,0 +1,363 @@
+"""The pickle opcodes that the fast loop of ``pickle_stream`` leaves out, one small function each.
+
+Each is called with ``machine.position`` on its opcode and leaves it on the next one. What an opcode does to the stack
+and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
+"""
+
+import codecs
+import warnings
+from collections.abc import Callable
+from struct import unpack_from
+from typing import Any
+
+from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.pickle_machine import Machine
+from ckptfix.formats.pickle_tree import UNRESOLVABLE, Kind, Node, Text
+
+MAX_CONTAINERS = 4_000_000
+"""Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""
+
+MAX_INTEGER = 4096
+"""Longest integer in bytes or digits; torch's own magic number has 10 bytes."""
+
+WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
+"""What ``torch/_weights_only_unpickler.py`` of torch 2.13 reads; it refuses a file with any other opcode."""
+
+
+def _global(machine: Machine, module: str, name: str) -> Node:
+    machine.globals.setdefault((module, name), machine.position)
+    return Node(Kind.GLOBAL, (module, name))
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        machine.stack.append(value)
+        machine.position += 1
+
+    return push
+
+
+def _container(kind: Kind) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        machine.containers += 1
+        if machine.containers > MAX_CONTAINERS:
+            raise UnsupportedFormat(f"the pickle holds more than {MAX_CONTAINERS} lists and dicts")
+        machine.stack.append(Node(kind))
+        machine.position += 1
+
+    return push
+
+
+def _filled(kind: Kind) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        items = machine.pop_mark()
+        node = Node(kind)
+        if kind is Kind.DICT:
+            _add_entries(machine, node, items)
+        else:
+            node.items = items
+        machine.stack.append(node)
+        machine.position += 1
+
+    return push
+
+
+def _add_entries(machine: Machine, node: Node, entries: list[Any]) -> None:
+    if len(entries) % 2:
+        raise machine.malformed("sets a key without a value")
+    if node.entries is None:
+        node.entries = entries
+    else:
+        node.entries += entries
+
+
+def _setitem(machine: Machine) -> None:
+    value = machine.stack.pop()
+    key = machine.stack.pop()
+    _add_entries(machine, machine.stack[-1], [key, value])
+    machine.position += 1
+
+
+def _setitems(machine: Machine) -> None:
+    entries = machine.pop_mark()
+    _add_entries(machine, machine.stack[-1], entries)
+    machine.position += 1
+
+
+def _append(machine: Machine) -> None:
+    item = machine.stack.pop()
+    _add_items(machine.stack[-1], [item])
+    machine.position += 1
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _add_items(machine.stack[-1], items)
+    machine.position += 1
+
+
+def _add_items(node: Node, items: list[Any]) -> None:
+    if node.items is None:
+        node.items = items
+    else:
+        node.items += items
+
+
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    node: Node = machine.stack[-1]
+    if node.states is None:
+        node.states = []
+    node.states.append(state)
+    machine.position += 1
+
+
+def _tuple3(machine: Machine) -> None:
+    stack = machine.stack
+    stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+    machine.position += 1
+
+
+def _newobj(machine: Machine) -> None:
+    args = machine.stack.pop()
+    machine.stack[-1] = Node(Kind.NEW, machine.stack[-1], args)
+    machine.position += 1
+
+
+def _newobj_ex(machine: Machine) -> None:
+    keywords = machine.stack.pop()
+    args = machine.stack.pop()
+    machine.stack[-1] = Node(Kind.NEW_EX, machine.stack[-1], (args, keywords))
+    machine.position += 1
+
+
+def _obj(machine: Machine) -> None:
+    head, *args = machine.pop_mark()
+    machine.stack.append(Node(Kind.CALL, head, tuple(args)))
+    machine.position += 1
+
+
+def _inst(machine: Machine) -> None:
+    head = _read_global(machine)
+    args = tuple(machine.pop_mark())
+    machine.stack.append(Node(Kind.CALL, head, args))
+
+
+def _global_line(machine: Machine) -> None:
+    machine.stack.append(_read_global(machine))
+
+
+def _read_global(machine: Machine) -> Node:
+    offset = machine.position
+    module = machine.line().decode()
+    machine.position -= 1  # the second line has no opcode in front
+    name = machine.line().decode()
+    machine.globals.setdefault((module, name), offset)
+    return Node(Kind.GLOBAL, (module, name))
+
+
+def _stack_global(machine: Machine) -> None:
+    name = machine.stack.pop()
+    module = machine.stack.pop()
+    # A name that is computed, or read out of another object, is known only to who executes it.
+    known = type(name) is Text and type(module) is Text
+    head = (module.value, name.value) if known else UNRESOLVABLE
+    machine.stack.append(_global(machine, *head))
+    machine.position += 1
+
+
+def _extension(width: int) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        node = _global(machine, *UNRESOLVABLE)
+        node.args = int.from_bytes(machine.operand(width, 0), "little")
+        machine.stack.append(node)
+
+    return push
+
+
+def _persid(machine: Machine) -> None:
+    node = Node(Kind.PERSISTENT, machine.line().decode("ascii"))
+    machine.persistent.append(node)
+    machine.stack.append(node)
+
+
+def _long_binput(machine: Machine) -> None:
+    machine.memo[unpack_from("<I", machine.operand(4, 0))[0]] = machine.stack[-1]
+
+
+def _put(machine: Machine) -> None:
+    machine.memo[_integer(machine.line())] = machine.stack[-1]
+
+
+def _memoize(machine: Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.position += 1
+
+
+def _get(machine: Machine) -> None:
+    site = machine.position
+    value = machine.memo[_integer(machine.line())]
+    if type(value) is Text:
+        value = Text(value.value, site, value.site)
+        machine.texts.append(value)
+    machine.stack.append(value)
+
+
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_mark()  # POP of a mark drops the mark
+    machine.position += 1
+
+
+def _pop_mark(machine: Machine) -> None:
+    machine.pop_mark()
+    machine.position += 1
+
+
+def _dup(machine: Machine) -> None:
+    value = machine.stack[-1]
+    if type(value) is Text:
+        machine.duplicated.add(value.site)
+    machine.stack.append(value)
+    machine.position += 1
+
+
+def _proto(machine: Machine) -> None:
+    (machine.protocol,) = machine.operand(1, 0)
+    if machine.protocol > 5:
+        raise FormatError(f"pickle protocol {machine.protocol}; 5 is the newest that is known")
+
+
+def _frame(machine: Machine) -> None:
+    offset = machine.position
+    (length,) = unpack_from("<Q", machine.operand(8, 0))
+    if length > len(machine.data) - machine.position:
+        raise machine.truncated()
+    machine.frames.append((offset, length))
+
+
+def _text(width: int, errors: str) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        site = machine.position
+        _push_text(machine, site, _sized(machine, width).decode("utf-8", errors))
+
+    return push
+
+
+def _push_text(machine: Machine, site: int, value: str) -> None:
+    text = Text(value, site, site)
+    machine.texts.append(text)
+    machine.stack.append(text)
+
+
+def _unicode_line(machine: Machine) -> None:
+    site = machine.position
+    _push_text(machine, site, machine.line().decode("raw-unicode-escape"))
+
+
+def _string_line(machine: Machine) -> None:
+    site = machine.position
+    line = machine.line().strip()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise machine.malformed("holds a string without quotes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pickle, too, reads an unknown escape as it stands
+        raw: bytes = codecs.escape_decode(line[1:-1])[0]
+    _push_text(machine, site, raw.decode("utf-8", "surrogateescape"))
+
+
+def _bytes(width: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(_sized(machine, width))
+
+
+def _bytearray(machine: Machine) -> None:
+    machine.stack.append(Node(Kind.BYTEARRAY, _sized(machine, 8)))
+
+
+def _sized(machine: Machine, width: int) -> bytes:
+    """Return the bytes whose length stands in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
+    raw = machine.data[machine.position + 1 : machine.position + 1 + (width or 4)]
+    if len(raw) < (width or 4):
+        raise machine.truncated()
+    length = int.from_bytes(raw, "little", signed=width == 0)
+    if length < 0:
+        raise machine.malformed(f"has length {length}")
+    return machine.operand(length, width or 4)
+
+
+def _float(machine: Machine) -> None:
+    machine.stack.append(unpack_from(">d", machine.operand(8, 0))[0])
+
+
+def _float_line(machine: Machine) -> None:
+    machine.stack.append(float(machine.line()))
+
+
+def _long(width: int) -> Callable[[Machine], None]:
+    def push(machine: Machine) -> None:
+        raw = _sized(machine, width)
+        if len(raw) > MAX_INTEGER:
+            raise UnsupportedFormat(f"the pickle holds an integer of {len(raw)} bytes")
+        machine.stack.append(int.from_bytes(raw, "little", signed=True))
+
+    return push
+
+
+def _int_line(machine: Machine) -> None:
+    line = machine.line()
+    booleans = {b"00": False, b"01": True}
+    machine.stack.append(booleans[line] if line in booleans else _integer(line))
+
+
+def _long_line(machine: Machine) -> None:
+    machine.stack.append(_integer(machine.line().removesuffix(b"L")))
+
+
+def _integer(line: bytes) -> int:
+    if len(line) > MAX_INTEGER:  # int() takes time that grows with the square of the digits
+        raise UnsupportedFormat(f"the pickle holds an integer of {len(line)} digits")
+    return int(line)
+
+
+def _buffer(machine: Machine) -> None:
+    machine.stack.append(Node(Kind.BUFFER))
+    machine.position += 1
+
+
+def _readonly_buffer(machine: Machine) -> None:
+    machine.stack[-1] = Node(Kind.CALL, Node(Kind.BUFFER), (machine.stack[-1],))
+    machine.position += 1
+
+
+_ALL: dict[bytes, Callable[[Machine], None]] = {
+    b"N": _constant(None), b"\x88": _constant(True), b"}": _container(Kind.DICT), b"]": _container(Kind.LIST),
+    b"\x8f": _container(Kind.SET), b"d": _filled(Kind.DICT), b"l": _filled(Kind.LIST),
+    b"\x91": _filled(Kind.FROZENSET), b"s": _setitem, b"u": _setitems, b"a": _append, b"e": _appends,
+    b"\x90": _appends, b"b": _build, b"\x87": _tuple3, b"\x81": _newobj, b"\x92": _newobj_ex, b"o": _obj,
+    b"i": _inst, b"c": _global_line, b"\x93": _stack_global, b"\x82": _extension(1), b"\x83": _extension(2),
+    b"\x84": _extension(4), b"P": _persid, b"r": _long_binput, b"p": _put, b"\x94": _memoize, b"g": _get,
+    b"0": _pop, b"1": _pop_mark, b"2": _dup, b"\x80": _proto, b"\x95": _frame,
+    b"\x8c": _text(1, "surrogatepass"), b"\x8d": _text(8, "surrogatepass"), b"V": _unicode_line,
+    # A str of Python 2: bytes, which torch.load reads as UTF-8.
+    b"U": _text(1, "surrogateescape"), b"T": _text(0, "surrogateescape"), b"S": _string_line,
+    b"C": _bytes(1), b"B": _bytes(4), b"\x8e": _bytes(8), b"\x96": _bytearray, b"G": _float, b"F": _float_line,
+    b"\x8a": _long(1), b"\x8b": _long(0), b"I": _int_line, b"L": _long_line, b"\x97": _buffer,
+    b"\x98": _readonly_buffer,
+}  # fmt: skip
+
+
+def _recording_refusal(code: int, handler: Callable[[Machine], None]) -> Callable[[Machine], None]:
+    def handle(machine: Machine) -> None:
+        machine.refused.add(code)
+        handler(machine)
+
+    return handle
+
+
+HANDLERS = {
+    code[0]: handler if code[0] in WEIGHTS_ONLY_OPCODES else _recording_refusal(code[0], handler)
+    for code, handler in _ALL.items()
+}
+"""Every opcode that the fast loop leaves out -> what it does."""
