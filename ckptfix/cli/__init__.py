@@ -1,19 +1,33 @@
 """The command line: one module a verb; ``report`` alone prints."""
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
-from ckptfix.cli.check import check_command
-from ckptfix.cli.repair import repair_command
 from ckptfix.cli.report import JSON_VERSION, escape
-from ckptfix.cli.undo import undo_command
 from ckptfix.errors import CkptfixError, UsageError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Verbs(click.Group):
+    """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
+
+    verbs = ("check", "repair", "undo")
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.verbs:
+            return None
+        command: click.Command = getattr(import_module(f"ckptfix.cli.{cmd_name}"), f"{cmd_name}_command")
+        return command
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckptfix")
 def cli() -> None:
     """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
@@ -23,13 +37,10 @@ def cli() -> None:
     """
 
 
-cli.add_command(check_command)
-cli.add_command(repair_command)
-cli.add_command(undo_command)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
+    # The process is short, and collecting among the millions of values of a large pickle takes longer than parsing it.
+    gc.disable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(run(given))
 

@@ -25,7 +25,7 @@ def _names(module: str, names: str) -> set[tuple[str, str]]:
     return {(module, name) for name in names.split()}
 
 
-_TYPES = "Double Float Half Long Int Short Char Byte Bool BFloat16".split()
+_TYPES = ("Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "BFloat16")
 _DTYPES = """
     bfloat16 float16 float32 float64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu
     float4_e2m1fn_x2 complex32 complex64 complex128 bool qint8 qint32 quint8 quint4x2 quint2x4
@@ -63,17 +63,16 @@ _SAFE_IN_RNG_STATE = frozenset(
     | _names("numpy._core.multiarray", "_reconstruct")
 )
 
-_UNSAFE_MODULES = frozenset(
-    """
+_UNSAFE_MODULES_TEXT = """
     os posix nt posixpath ntpath sys subprocess _posixsubprocess commands popen2 pty tty signal _signal atexit threading
     _thread multiprocessing _multiprocessing concurrent asyncio _asyncio sched
     importlib _frozen_importlib _frozen_importlib_external imp _imp runpy pkgutil zipimport site zipapp
     code codeop marshal types inspect gc ctypes _ctypes cffi mmap sysconfig _sysconfig
     _interpreters _xxsubinterpreters _testcapi _pyrepl _osx_support _aix_support
-    pickle _pickle cPickle pickletools shelve dbm dill cloudpickle joblib jsonpickle copyreg_hooks
+    pickle _pickle cPickle pickletools shelve dbm dill cloudpickle joblib jsonpickle
     socket _socket socketserver ssl _ssl select selectors http httplib urllib urllib2 urllib3 requests aiohttp httpx
     ftplib poplib imaplib smtplib smtpd telnetlib nntplib xmlrpc xmlrpclib webbrowser antigravity cgi wsgiref
-    shutil tempfile pathlib glob fileinput filecmp linecache mailbox sqlite3 _sqlite3 syslog
+    shutil tempfile glob fileinput filecmp linecache mailbox sqlite3 _sqlite3 syslog
     zipfile tarfile gzip bz2 lzma py_compile compileall distutils setuptools pip pkg_resources ensurepip venv
     pdb bdb cProfile _lsprof profile timeit trace tracemalloc doctest unittest test pytest pydoc idlelib lib2to3
     turtledemo pipes pexpect paramiko fabric rlcompleter cmd uuid platform getpass curses readline
@@ -86,8 +85,8 @@ _UNSAFE_MODULES = frozenset(
     torch.distributed.elastic torch.distributed.run torch.distributed.launch torch.testing torch._ops torch.ops
     torch._classes torch.classes torch._library torch.library torch.utils.tensorboard torch.monitor torch.onnx
     torch.os torch.sys torch._weights_only_unpickler
-    """.split()
-)
+"""
+_UNSAFE_MODULES = frozenset(_UNSAFE_MODULES_TEXT.split())
 """Modules of which nothing may be called, nor of any module below them."""
 
 _UNSAFE_NAMES = frozenset(
@@ -121,11 +120,12 @@ _UNSAFE_NAMES = frozenset(
 )
 _UNSAFE_BELOW = ("logging.config", "logging.handlers", "encodings.", "ctypes.", "sympy.parsing")
 
-_HARMLESS_BUILTINS = frozenset(
-    """bool bytes bytearray complex dict enumerate float frozenset int list map object range reversed set slice str
-    tuple zip type NotImplemented Ellipsis None True False abs len max min sum sorted round property staticmethod
-    classmethod super""".split()
-) - {"map", "property", "super", "type"}  # these call, or make classes
+_HARMLESS_TEXT = """
+    bool bytes bytearray complex dict enumerate float frozenset int list object range reversed set slice str tuple zip
+    NotImplemented Ellipsis None True False abs len max min sum sorted round"""
+_HARMLESS_BUILTINS = frozenset(_HARMLESS_TEXT.split())
+_HARMLESS = frozenset(_names("types", "SimpleNamespace MappingProxyType") | _names("uuid", "UUID SafeUUID"))
+_RUNNERS = frozenset({"eval", "exec", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"})
 
 
 def classify(module: str, name: str) -> GlobalSafety:
@@ -144,6 +144,8 @@ def classify(module: str, name: str) -> GlobalSafety:
 
 def _is_unsafe(module: str, name: str) -> bool:
     # A name may be a path of attributes ("system.__call__"), and a module an attribute of another ("torch", "os").
+    if (module, name) in _HARMLESS:
+        return False
     parts = module.split(".")
     if any(".".join(parts[: end + 1]) in _UNSAFE_MODULES for end in range(len(parts))):
         return True
@@ -158,9 +160,6 @@ def _is_unsafe(module: str, name: str) -> bool:
     if f"{module}.".startswith(_UNSAFE_BELOW):
         return True
     return any(step in _UNSAFE_MODULES or step.startswith("__") or step in _RUNNERS for step in path)
-
-
-_RUNNERS = frozenset({"eval", "exec", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"})
 
 
 def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
