@@ -4,6 +4,31 @@ import pytest
 
 from ckptfix.formats.pickle_globals import SAFE, GlobalSafety, classify, safe_globals_line
 
+UNSAFE = """
+os system; posix system; nt system; subprocess Popen; builtins eval; builtins exec; __builtin__ eval; __builtin__ apply;
+__builtin__ execfile; builtins getattr; builtins __import__; builtins open; builtins dict.__class__; sys modules;
+importlib import_module; runpy _run_code; pty spawn; socket create_connection; shutil rmtree; ctypes CDLL; pickle loads;
+_pickle loads; cPickle loads; operator attrgetter; _operator methodcaller; functools partial; types CodeType;
+types FunctionType; cloudpickle.cloudpickle _make_function; torch load; torch hub.load; torch.hub load; torch.jit load;
+torch.serialization load; torch.storage _load_from_bytes; numpy load; numpy.testing._private.utils runstring;
+numpy.f2py.crackfortran getlincoef; webbrowser open; code InteractiveInterpreter.runcode; pdb run; timeit timeit;
+cProfile run; bdb Bdb; pip main; pydoc locate; asyncio run; multiprocessing.util spawnv_passfds; urllib.request urlopen;
+urllib urlopen; httplib HTTPConnection; requests.api get; os system.__call__; torch os.system; torch.utils.data sys;
+collections OrderedDict.__init__.__globals__; commands getoutput; ? ?; torch._utils _import_dotted_name;
+numpy.core.multiarray fromfile; logging FileHandler; uuid _get_command_stdout; builtins ValueError.__init__
+"""
+UNKNOWN = """
+mypackage.models Net; omegaconf.listconfig ListConfig; numpy.core.multiarray scalar; copyreg _reconstructor;
+builtins dict; builtins ValueError; torch.nn.modules.linear Linear; argparse Namespace; pkg Outer.Inner;
+torch.optim.lr_scheduler LambdaLR; accelerate.data_loader SeedableRandomSampler; datetime datetime; uuid UUID;
+torch.utils.data.sampler RandomSampler; deepspeed.runtime.fp16.loss_scaler LossScaler; pathlib PosixPath;
+types SimpleNamespace
+"""
+
+
+def _paths(text: str) -> list[str]:
+    return [path.strip() for path in text.split(";")]
+
 
 def test_safe_is_what_the_installed_torch_allows() -> None:
     from torch._weights_only_unpickler import _get_allowed_globals
@@ -21,41 +46,12 @@ def test_rng_state_globals_are_what_the_installed_accelerate_allows() -> None:
         )
 
 
-UNSAFE = (
-    ",
-    [
-        ", "posix system", "nt system", "subprocess Popen", "builtins eval", "builtins exec",
-    "__builtin__ eval", "__builtin__ apply", "__builtin__ execfile", "builtins getattr",
-    "builtins __import__", "builtins open", "builtins dict.__class__", "sys modules",
-    "importlib import_module", "runpy _run_code", "pty spawn", "socket create_connection", "shutil rmtree",
-    "ctypes CDLL", "pickle loads", "_pickle loads", "cPickle loads", "operator attrgetter",
-    "_operator methodcaller", "functools partial", "types CodeType", "types FunctionType",
-    "cloudpickle.cloudpickle _make_function", "torch load", "torch hub.load", "torch.hub load",
-    "torch.jit load", "torch.serialization load", "torch.storage _load_from_bytes", "numpy load",
-    "numpy.testing._private.utils runstring", "numpy.f2py.crackfortran getlincoef", "webbrowser open",
-    "code InteractiveInterpreter.runcode", "pdb run", "timeit timeit", "cProfile run", "bdb Bdb",
-    "pip main", "pydoc locate", "asyncio run", "multiprocessing.util spawnv_passfds",
-    "urllib.request urlopen", "urllib urlopen", "httplib HTTPConnection", "requests.api get",
-    "os system.__call__", "collections OrderedDict.__init__.__globals__", "torch os.system",
-    "torch.utils.data sys", "commands getoutput", "? ?", "torch._utils _import_dotted_name",
-)  # fmt: skip
-UNKNOWN = (
-    ",
-    [", "omegaconf.listconfig ListConfig", "numpy.core.multiarray scalar", "copyreg _reconstructor",
-    "builtins dict", "builtins ValueError", "torch.nn.modules.linear Linear", "argparse Namespace",
-    "pkg Outer.Inner", "torch.optim.lr_scheduler LambdaLR", "accelerate.data_loader SeedableRandomSampler",
-    "datetime datetime", "torch.utils.data.sampler RandomSampler",
-    "deepspeed.runtime.fp16.loss_scaler LossScaler", "pathlib PosixPath", "uuid UUID",
-    "types SimpleNamespace",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("path", UNSAFE)
+@pytest.mark.parametrize("path", _paths(UNSAFE))
 def test_what_can_run_code_is_unsafe(path: str) -> None:
     assert classify(*path.split()) is GlobalSafety.UNSAFE
 
 
-@pytest.mark.parametrize("path", UNKNOWN)
+@pytest.mark.parametrize("path", _paths(UNKNOWN))
 def test_a_class_of_anybodys_is_unknown(path: str) -> None:
     assert classify(*path.split()) is GlobalSafety.UNKNOWN
 

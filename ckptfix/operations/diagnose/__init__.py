@@ -74,7 +74,8 @@ def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: boo
     ]
     sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
     if sampled:
-        words.append(f"{sampled} comparisons read samples only; --data reads every byte")
+        comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
+        words.append(f"{comparisons} read samples only; --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits)")
     if not data and any(isinstance(component.content, TorchFile) for component in folder.components):
         words.append("checksums of tensor records in torch zip files (--data checks them)")

@@ -1,0 +1,207 @@
+"""What torch pickles say: state dicts, names, storages."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.torch_compare import same_structure
+from ckptfix.formats.torch_pickle import name_lists, state_dicts, storages, tensor_infos
+from tests.formats.making import Strip, model, nested_state_dict, parsed, saved, wrapped
+
+DTYPES = [
+    (torch.float32, "F32"), (torch.float64, "F64"), (torch.float16, "F16"), (torch.bfloat16, "BF16"),
+    (torch.int64, "I64"), (torch.int32, "I32"), (torch.int16, "I16"), (torch.int8, "I8"), (torch.uint8, "U8"),
+    (torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.complex128, "C128"), (torch.float8_e4m3fn, "F8_E4M3"),
+    (torch.float8_e5m2, "F8_E5M2"), (torch.uint16, "U16"), (torch.uint32, "U32"), (torch.uint64, "U64"),
+    (torch.float8_e8m0fnu, "F8_E8M0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_dtypes_shapes_and_offsets(tmp_path: Path, options: dict[str, Any]) -> None:
+    value = {noun: torch.zeros(2, 3, dtype=dtype) for dtype, noun in DTYPES}
+    data = saved(value, **options)
+    file = parsed(tmp_path, data)
+    infos = {info.fqn: info for info in tensor_infos(file)}
+    assert {name: info.dtype for name, info in infos.items()} == {noun: noun for _, noun in DTYPES}
+    for info in infos.values():
+        assert info.shape == (2, 3)
+        assert info.data_offsets is not None
+        begin, end = info.data_offsets
+        assert end - begin == value[info.fqn].element_size() * 6
+
+
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_the_bytes_at_the_offsets_are_the_tensor(tmp_path: Path, options: dict[str, Any]) -> None:
+    base = torch.arange(24, dtype=torch.int32)
+    value = {
+        "view": base[4:10].view(2, 3),
+        "across": base.view(4, 6).t(),
+        "empty": base[:0],
+        "scalar": base[3],
+        "w": base,
+    }
+    data = saved(value, **options)
+    infos = {info.fqn: info for info in tensor_infos(parsed(tmp_path, data))}
+    for name, tensor in value.items():
+        offsets = infos[name].data_offsets
+        if name == "across":
+            assert offsets is None
+            continue
+        assert offsets is not None
+        assert data[slice(*offsets)] == tensor.contiguous().numpy().tobytes()
+
+
+def test_state_dicts_at_the_root_and_under_names() -> None:
+    state = nested_state_dict()
+    for path, value in {
+        (): state,
+        ("model",): {"model": state, "epoch": 3},
+        ("a", "b"): {"a": {"b": state}},
+    }.items():
+        (found,) = state_dicts(parse(data_pkl(value)))
+        assert found.path == path
+        assert [tensor.fqn for tensor in found.tensors] == list(state)
+
+
+def data_pkl(value: Any, **options: Any) -> bytes:
+    import io
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(saved(value, **options))) as archive:
+        return archive.read("archive/data.pkl")
+
+
+def test_parameters_extra_state_and_unknown_values() -> None:
+    value = {
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "sparse": torch.ones(2, 2).to_sparse(),
+        "layer._extra_state": {"amax": torch.ones(3)},
+        "text": "x",
+    }
+    (found,) = state_dicts(parse(data_pkl(value)))
+    assert [tensor.fqn for tensor in found.tensors] == ["weight"]
+    assert found.opaque_keys == ("sparse", "layer._extra_state", "text")
+    (names,) = name_lists(parse(data_pkl(value)))
+    assert [name for name, _ in names.names] == list(value)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_names_of_a_model(protocol: int) -> None:
+    tree = parse(data_pkl({"state_dict": nested_state_dict()}, pickle_protocol=protocol))
+    keys, metadata = name_lists(tree)
+    assert (keys.kind, metadata.kind) == ("state dict", "metadata")
+    assert keys.path == metadata.path == ("state_dict",)
+    assert [name for name, _ in keys.names] == list(nested_state_dict())
+    assert [name for name, _ in metadata.names] == list(nested_state_dict()._metadata)  # type: ignore[attr-defined]
+
+
+def test_names_of_optimizers() -> None:
+    net = wrapped(model(), 1)
+    optimizer = torch.optim.Adam(net.named_parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    value = {"optimizer": optimizer.state_dict(), "others": [optimizer.state_dict()]}
+    tree = parse(data_pkl(value))
+    assert state_dicts(tree) == ()
+    places = name_lists(tree)
+    assert [(place.path, place.kind) for place in places] == [
+        (("optimizer", "param_groups", "0"), "param_names"),
+        (("others", "0", "param_groups", "0"), "param_names"),
+    ]
+    assert [name for name, _ in places[0].names] == [name for name, _ in net.named_parameters()]
+
+
+def test_names_of_an_fsdp_optimizer() -> None:
+    value = {
+        "state": {"module.a": {"exp_avg": torch.ones(1)}, "module.b": {"exp_avg": torch.ones(1)}},
+        "param_groups": [{"lr": 1, "params": ["module.a", "module.b"]}],
+    }
+    places = name_lists(parse(data_pkl(value)))
+    assert [(place.path, place.kind) for place in places] == [
+        (("param_groups", "0"), "params"),
+        (("state",), "optimizer state"),
+    ]
+    assert all([name for name, _ in place.names] == ["module.a", "module.b"] for place in places)
+    assert state_dicts(parse(data_pkl(value))) == ()
+
+
+def test_an_ordered_dict_of_python_2() -> None:
+    tensor = b"ctorch._utils\n_rebuild_tensor\n((U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x02tQK\x00(K\x02t(K\x01ttR"
+    data = b"\x80\x02ccollections\nOrderedDict\n](](U\x08module.a" + tensor + b"ee\x85R."
+    tree = parse(data)
+    (found,) = state_dicts(tree)
+    assert [(t.fqn, t.dtype, t.shape) for t in found.tensors] == [("module.a", "F32", (2,))]
+    assert name_lists(tree)[0].names == (("module.a", data.index(b"U\x08module")),)
+
+
+def test_storages() -> None:
+    (storage,) = storages(parse(data_pkl({"a": torch.ones(3, dtype=torch.float64)}))).values()
+    assert storage == ("DoubleStorage", "cpu", 3, 24)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"K\x00K\x02K\x03\x86", b"K\x07K\x02K\x03\x86"), (b"K\x02K\x03\x86", b"K\xffK\xff\x86"), (b"K\x03K\x01\x86", b"K\xffK\x01\x86")],
+)  # fmt: skip
+def test_a_tensor_beyond_its_storage_is_malformed(old: bytes, new: bytes) -> None:
+    data = data_pkl({"a": torch.ones(2, 3)})
+    assert old in data
+    with pytest.raises(FormatError, match="beyond its storage"):
+        state_dicts(parse(data.replace(old, new)))
+
+
+def test_hostile_persistent_ids() -> None:
+    for data in (b"X\x01\0\0\0aQ.", b"NQ.", b"Pabc\n.", b"(NNNNNtQ.", b"K\x01Q."):
+        with pytest.raises(FormatError, match="no storage"):
+            storages(parse(data))
+
+
+def pair(depth_one: int, depth_other: int, **changes: Any) -> object:
+    one, other = nested_state_dict(depth_one), nested_state_dict(depth_other)
+    other.update(changes)
+    strips = Strip("module." * depth_one), Strip("module." * depth_other)
+    return same_structure(parse(data_pkl(one)), parse(data_pkl(other)), *strips)
+
+
+@pytest.mark.parametrize("depths", [(0, 0), (0, 1), (0, 2), (2, 0), (1, 3)])
+def test_a_wrapped_double_has_the_same_structure(depths: tuple[int, int]) -> None:
+    pairs = pair(*depths)
+    assert isinstance(pairs, tuple)
+    assert len(pairs) == len(set(pairs)) == 8  # the tied weight shares one storage
+
+
+def test_structures_that_differ() -> None:
+    assert pair(0, 1, **{"module.0.bias": torch.ones(4, dtype=torch.float64)}) is None
+    assert pair(0, 1, **{"module.0.bias": torch.ones(5)}) is None
+    assert pair(0, 1, **{"module.2.weight": torch.ones(4, 3)}) is None  # no longer tied
+    assert pair(0, 1, **{"module.more": 1}) is None
+    assert pair(0, 1, **{"module.0.bias": torch.nn.Parameter(torch.ones(4))}) is None
+    one, other = nested_state_dict(0), nested_state_dict(0)
+    other._metadata["1"]["version"] = 1  # type: ignore[attr-defined]
+    assert same_structure(parse(data_pkl(one)), parse(data_pkl(other)), Strip(""), Strip("")) is None
+
+
+def test_equal_optimizers_have_the_same_structure() -> None:
+    def optimizer(learning_rate: float) -> dict[str, Any]:
+        net = model()
+        result = torch.optim.Adam(net.parameters(), lr=learning_rate)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        result.step()
+        return result.state_dict()
+
+    trees = [parse(data_pkl(optimizer(rate))) for rate in (0.1, 0.1, 0.2)]
+    assert same_structure(trees[0], trees[1], Strip(""), Strip("")) is not None
+    assert same_structure(trees[0], trees[2], Strip(""), Strip("")) is None
+
+
+def test_a_dict_met_twice_is_reported_once() -> None:
+    state = OrderedDict(a=torch.ones(1))
+    assert [found.path for found in state_dicts(parse(data_pkl({"x": state, "y": state})))] == [("x",)]
