@@ -1,0 +1,116 @@
+"""Every golden folder, and every real one: check, repair, check again, repair again, undo."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix import check
+from ckptfix.cli import run
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+GOLDEN = sorted((FIXTURES / "golden").iterdir())
+REAL = sorted(path for version in FIXTURES.glob("accelerate-*") for path in version.iterdir())
+HEALTHY = [path for path in REAL if path.name.startswith(("clean-", "lone-bare", "single-level", "sharded-"))]
+HEALTHY = [path for path in HEALTHY if "nested" not in path.name and "distinct-equal" not in path.name]
+
+
+def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(root)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mode)
+        for path in sorted(root.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+def test_golden(tmp_path: Path, golden: Path) -> None:
+    case: dict[str, Any] = json.loads((golden / "case.json").read_text())
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(golden / "checkpoint", folder)
+    before = snapshot(folder)
+    arguments = case["check_args"]
+    data = "--data" in arguments
+    found = [finding.code for finding in check(folder, data=data).findings]
+    assert case["code"] in found
+    assert run(["check", str(folder), *arguments]) == case["check_status"]
+    assert snapshot(folder) == before, "check changed something"
+
+    if case["repair_args"] is None:
+        # A repair reads no more than a plain check does, so what only --data finds changes no status.
+        assert run(["repair", str(folder)]) == (0 if data else case["after_status"])
+        assert snapshot(folder) == before, "there was nothing to repair"
+        return
+    assert run(["repair", str(folder), "--dry-run", *case["repair_args"]]) == case["check_status"]
+    assert snapshot(folder) == before, "a dry run changed something"
+    assert run(["repair", str(folder), *case["repair_args"]]) == case["after_status"]
+    repaired = snapshot(folder)
+    assert repaired != before
+    assert run(["check", str(folder), *arguments]) == case["after_status"]
+    left = [finding.code for finding in check(folder, data=data).findings]
+    assert left.count(case["code"]) < found.count(case["code"])
+    if "--keep" not in case["repair_args"]:  # which names one role, and other roles may have the same finding
+        assert case["code"] not in left
+    run(["repair", str(folder), *case["repair_args"]])
+    assert snapshot(folder) == repaired, "a second repair found something to do"
+    assert run(["undo", str(folder)]) == 0
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
+@pytest.mark.parametrize("how", ["--atomic", "--output"])
+def test_other_ways_give_the_same_checkpoint(tmp_path: Path, golden: Path, how: str) -> None:
+    case: dict[str, Any] = json.loads((golden / "case.json").read_text())
+    arguments = case["repair_args"] or []
+    folder, other, target = tmp_path / "checkpoint", tmp_path / "other", tmp_path / "target"
+    shutil.copytree(golden / "checkpoint", folder)
+    shutil.copytree(golden / "checkpoint", other)
+    before = snapshot(other)
+    status = run(["repair", str(folder), *arguments])
+    if how == "--output":
+        assert run(["repair", str(other), *arguments, "--output", str(target)]) == status
+        assert snapshot(other) == before
+        assert not (target / ".ckptfix").exists()
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "other", "target"}
+    else:
+        target = other
+        assert run(["repair", str(other), *arguments, "--atomic"]) == status
+    assert described(target) == described(folder)
+
+
+@pytest.mark.parametrize("real", HEALTHY, ids=lambda path: f"{path.parent.name[11:]}-{path.name}")
+def test_a_healthy_folder_has_no_error_and_no_warning(real: Path) -> None:
+    report = check(real / "checkpoint", data=True)
+    assert {finding.code for finding in report.findings} <= {"wrapper-prefix", "identical-states"}
+    assert report.status == 0
+
+
+@pytest.mark.parametrize("real", REAL, ids=lambda path: f"{path.parent.name[11:]}-{path.name}")
+def test_every_real_folder_comes_back(tmp_path: Path, real: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(real / "checkpoint", folder)
+    before = snapshot(folder)
+    run(["repair", str(folder)])
+    changed = snapshot(folder) != before
+    assert not any(finding.action.value == "fix" for finding in check(folder).findings)
+    assert run(["undo", str(folder)]) == (0 if changed else 2)
+    assert snapshot(folder) == before
+
+
+def described(folder: Path) -> list[tuple[object, ...]]:
+    """Name, role, and every tensor with its bytes, of every component."""
+    result: list[tuple[object, ...]] = []
+    for component in check(folder).folder.components:
+        data = (folder / component.path).read_bytes()
+        tensors = tuple(
+            (
+                tensor.fqn,
+                tensor.dtype,
+                tensor.shape,
+                tensor.data_offsets and data[slice(*tensor.data_offsets)],
+            )
+            for tensor in component.tensors
+        )
+        result.append((component.path, component.scopes, tensors))
+    return result

@@ -1,0 +1,74 @@
+"""The layers, read off the syntax tree: imports point down, and nothing outside runtime/ needs torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ckptfix"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+BELOW = {
+    "storage": {"storage"},
+    "formats": {"formats", "storage"},
+    "checkpoint": {"checkpoint", "formats", "storage"},
+    "operations": {"operations", "checkpoint", "formats", "storage"},
+    "runtime": {"runtime", "checkpoint", "formats", "storage"},
+    "cli": {"cli", "operations", "runtime", "checkpoint", "formats", "storage"},
+}
+HEAVY = {"torch", "accelerate", "numpy", "transformers"}
+EXECUTES = {"pickle", "marshal", "shelve", "runpy"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0]
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "ckptfix" and layer in BELOW and parts[1] not in ("errors", "__init__"):
+            assert parts[1] in BELOW[layer], f"{layer} may not import {name}: it would know what is above it"
+        if layer != "runtime":
+            assert parts[0] not in HEAVY, (
+                f"{name}: torch takes a second to import, and a broken driver must not stop a repair"
+            )
+            assert not name.startswith("safetensors.torch"), f"{name} imports torch"
+        assert parts[0] not in EXECUTES, f"{name} can run what a file says; pickles are read by their opcodes"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_stay_small_and_are_named_for_what_they_hold(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 350, "split it: a module should be read in one go"
+    assert path.stem not in {"utils", "helpers", "common", "core", "manager"}
+
+
+def test_only_report_prints() -> None:
+    for path in MODULES:
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        prints = any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+        assert not prints, f"{path.name} prints"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-c", "import ckptfix; ckptfix.check"], ["-m", "ckptfix", "check", "fixtures"]]
+)
+def test_no_torch_is_imported(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        check=False,
+    )
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert any(name.startswith("ckptfix") for name in loaded)
+    assert not loaded & {"torch", "accelerate", "numpy"}
