@@ -1,6 +1,7 @@
 """The state of the symbolic pickle machine, and the errors it raises."""
 
 import pickletools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptfix.errors import FormatError, TruncatedError
@@ -13,17 +14,22 @@ MAX_DEPTH = 1_000_000
 """Most open marks. An honest pickle has as many as its objects nest."""
 
 
+MISSING = object()
+"""What an entry of the memo is before it is written."""
+
+
 class Machine:
     """The state of a symbolic unpickler."""
 
-    def __init__(self, data: bytes) -> None:
-        """Start at the first byte of ``data``."""
+    def __init__(self, data: bytes, memo: Any, handlers: "Mapping[int, Callable[[Machine], None]]") -> None:
+        """Start at the first byte of ``data``; ``memo`` is a dict, or a list filled with ``MISSING``."""
+        self.handlers = handlers
         self.data = data
         self.position = 0
         self.protocol = 0
         self.stack: list[Any] = []
         self.meta: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo = memo
         self.globals: dict[tuple[str, str], int] = {}
         self.texts: list[Text] = []
         self.persistent: list[Node] = []
@@ -31,6 +37,21 @@ class Machine:
         self.duplicated: set[int] = set()
         self.refused: set[int] = set()
         self.containers = 0
+
+    def step(self) -> None:
+        """Do what the opcode at the present position says."""
+        position = self.position
+        handler = self.handlers.get(self.data[position]) if position < len(self.data) else None
+        if handler is None:
+            raise self.truncated() if position >= len(self.data) else self.malformed("is unknown")
+        handler(self)
+
+    def recall(self, index: int) -> Any:
+        """Return what the memo holds. Raises KeyError or IndexError when that was never written."""
+        value = self.memo[index] if index >= 0 else MISSING
+        if value is MISSING:
+            raise KeyError(index)
+        return value
 
     def truncated(self) -> TruncatedError:
         """Return the error for data that ends inside the pickle."""

@@ -4,21 +4,29 @@ Each is called with ``machine.position`` on its opcode and leaves it on the next
 and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
 """
 
-import codecs
-import warnings
 from collections.abc import Callable
 from struct import unpack_from
 from typing import Any
 
 from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.pickle_literals import (
+    binary_float,
+    binary_long,
+    byte_array,
+    byte_string,
+    float_line,
+    int_line,
+    integer,
+    long_line,
+    string_line,
+    text,
+    unicode_line,
+)
 from ckptfix.formats.pickle_machine import Machine
 from ckptfix.formats.pickle_tree import UNRESOLVABLE, Kind, Node, Text
 
 MAX_CONTAINERS = 4_000_000
 """Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""
-
-MAX_INTEGER = 4096
-"""Longest integer in bytes or digits; torch's own magic number has 10 bytes."""
 
 WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
 """What ``torch/_weights_only_unpickler.py`` of torch 2.13 reads; it refuses a file with any other opcode."""
@@ -186,17 +194,22 @@ def _long_binput(machine: Machine) -> None:
 
 
 def _put(machine: Machine) -> None:
-    machine.memo[_integer(machine.line())] = machine.stack[-1]
+    index = integer(machine.line())
+    if index < 0:
+        raise machine.malformed(f"writes memo entry {index}")
+    machine.memo[index] = machine.stack[-1]
 
 
 def _memoize(machine: Machine) -> None:
+    if type(machine.memo) is not dict:
+        raise machine.malformed("counts on the memo of protocol 4")
     machine.memo[len(machine.memo)] = machine.stack[-1]
     machine.position += 1
 
 
 def _get(machine: Machine) -> None:
     site = machine.position
-    value = machine.memo[_integer(machine.line())]
+    value = machine.recall(integer(machine.line()))
     if type(value) is Text:
         value = Text(value.value, site, value.site)
         machine.texts.append(value)
@@ -238,89 +251,6 @@ def _frame(machine: Machine) -> None:
     machine.frames.append((offset, length))
 
 
-def _text(width: int, errors: str) -> Callable[[Machine], None]:
-    def push(machine: Machine) -> None:
-        site = machine.position
-        _push_text(machine, site, _sized(machine, width).decode("utf-8", errors))
-
-    return push
-
-
-def _push_text(machine: Machine, site: int, value: str) -> None:
-    text = Text(value, site, site)
-    machine.texts.append(text)
-    machine.stack.append(text)
-
-
-def _unicode_line(machine: Machine) -> None:
-    site = machine.position
-    _push_text(machine, site, machine.line().decode("raw-unicode-escape"))
-
-
-def _string_line(machine: Machine) -> None:
-    site = machine.position
-    line = machine.line().strip()
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise machine.malformed("holds a string without quotes")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pickle, too, reads an unknown escape as it stands
-        raw: bytes = codecs.escape_decode(line[1:-1])[0]
-    _push_text(machine, site, raw.decode("utf-8", "surrogateescape"))
-
-
-def _bytes(width: int) -> Callable[[Machine], None]:
-    return lambda machine: machine.stack.append(_sized(machine, width))
-
-
-def _bytearray(machine: Machine) -> None:
-    machine.stack.append(Node(Kind.BYTEARRAY, _sized(machine, 8)))
-
-
-def _sized(machine: Machine, width: int) -> bytes:
-    """Return the bytes whose length stands in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
-    raw = machine.data[machine.position + 1 : machine.position + 1 + (width or 4)]
-    if len(raw) < (width or 4):
-        raise machine.truncated()
-    length = int.from_bytes(raw, "little", signed=width == 0)
-    if length < 0:
-        raise machine.malformed(f"has length {length}")
-    return machine.operand(length, width or 4)
-
-
-def _float(machine: Machine) -> None:
-    machine.stack.append(unpack_from(">d", machine.operand(8, 0))[0])
-
-
-def _float_line(machine: Machine) -> None:
-    machine.stack.append(float(machine.line()))
-
-
-def _long(width: int) -> Callable[[Machine], None]:
-    def push(machine: Machine) -> None:
-        raw = _sized(machine, width)
-        if len(raw) > MAX_INTEGER:
-            raise UnsupportedFormat(f"the pickle holds an integer of {len(raw)} bytes")
-        machine.stack.append(int.from_bytes(raw, "little", signed=True))
-
-    return push
-
-
-def _int_line(machine: Machine) -> None:
-    line = machine.line()
-    booleans = {b"00": False, b"01": True}
-    machine.stack.append(booleans[line] if line in booleans else _integer(line))
-
-
-def _long_line(machine: Machine) -> None:
-    machine.stack.append(_integer(machine.line().removesuffix(b"L")))
-
-
-def _integer(line: bytes) -> int:
-    if len(line) > MAX_INTEGER:  # int() takes time that grows with the square of the digits
-        raise UnsupportedFormat(f"the pickle holds an integer of {len(line)} digits")
-    return int(line)
-
-
 def _buffer(machine: Machine) -> None:
     machine.stack.append(Node(Kind.BUFFER))
     machine.position += 1
@@ -339,11 +269,12 @@ _ALL: dict[bytes, Callable[[Machine], None]] = {
     b"i": _inst, b"c": _global_line, b"\x93": _stack_global, b"\x82": _extension(1), b"\x83": _extension(2),
     b"\x84": _extension(4), b"P": _persid, b"r": _long_binput, b"p": _put, b"\x94": _memoize, b"g": _get,
     b"0": _pop, b"1": _pop_mark, b"2": _dup, b"\x80": _proto, b"\x95": _frame,
-    b"\x8c": _text(1, "surrogatepass"), b"\x8d": _text(8, "surrogatepass"), b"V": _unicode_line,
+    b"\x8c": text(1, "surrogatepass"), b"\x8d": text(8, "surrogatepass"), b"V": unicode_line,
     # A str of Python 2: bytes, which torch.load reads as UTF-8.
-    b"U": _text(1, "surrogateescape"), b"T": _text(0, "surrogateescape"), b"S": _string_line,
-    b"C": _bytes(1), b"B": _bytes(4), b"\x8e": _bytes(8), b"\x96": _bytearray, b"G": _float, b"F": _float_line,
-    b"\x8a": _long(1), b"\x8b": _long(0), b"I": _int_line, b"L": _long_line, b"\x97": _buffer,
+    b"U": text(1, "surrogateescape"), b"T": text(0, "surrogateescape"), b"S": string_line,
+    b"C": byte_string(1), b"B": byte_string(4), b"\x8e": byte_string(8), b"\x96": byte_array,
+    b"G": binary_float, b"F": float_line,
+    b"\x8a": binary_long(1), b"\x8b": binary_long(0), b"I": int_line, b"L": long_line, b"\x97": _buffer,
     b"\x98": _readonly_buffer,
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_compare import same_tree
-from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
 
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
@@ -36,11 +36,11 @@ def rewrite(tree: PickleTree, new_names: Mapping[int, str]) -> bytes:
     """
     if tree.leftover:
         raise UnsupportedFormat("the pickle leaves values on the stack")
-    changes = _changes(tree, new_names)
-    data = _apply(tree, changes)
-    again = parse(data)
-    if again.end != len(data) or not same_tree(tree, again, new_names):
-        raise FormatError("the rewritten pickle is not the old one with new names; nothing was changed")
+    with paused_gc():
+        data = _apply(tree, _changes(tree, new_names))
+        again = parse(data)
+        if again.end != len(data) or not same_tree(tree, again, new_names):
+            raise FormatError("the rewritten pickle is not the old one with new names; nothing was changed")
     return data
 
 

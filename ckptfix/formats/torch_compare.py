@@ -6,7 +6,8 @@ from typing import Protocol
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_compare import TreeWalk
 from ckptfix.formats.pickle_tree import Node, PickleTree, Text
-from ckptfix.formats.torch_pickle import name_lists, read_storage
+from ckptfix.formats.torch_pickle import name_lists
+from ckptfix.formats.torch_tensors import read_storage
 
 
 class NameMap(Protocol):

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats import torch_legacy, torch_zip
 from ckptfix.formats.pickle_rewrite import rewrite
-from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
 from ckptfix.formats.torch_compare import NameMap, same_structure
 from ckptfix.formats.torch_legacy import LegacyFile, PatchedBytes
-from ckptfix.formats.torch_pickle import PickledStateDict, PickledTensor, state_dicts, storages
+from ckptfix.formats.torch_pickle import PickledStateDict, state_dicts
+from ckptfix.formats.torch_tensors import PickledTensor, storages
 from ckptfix.formats.torch_zip import AppendedBytes, TorchZip
 from ckptfix.storage.reading import FileReader
 
@@ -71,6 +72,11 @@ def read_torch_file(reader: FileReader) -> TorchFile:
     Raises TruncatedError when it ends too early, UnsupportedFormat for TorchScript, tar (before 0.4) and big-endian
     files, FormatError for anything else that torch.load could not read.
     """
+    with paused_gc():
+        return _read(reader)
+
+
+def _read(reader: FileReader) -> TorchFile:
     head = reader.read(0, min(4, reader.size))
     if head == b"PK\3\4":
         return _read_zip(reader)
@@ -114,7 +120,8 @@ def same_storages(
 
     None when their pickles differ already (``same_structure``), or a storage is compressed.
     """
-    keys = same_structure(one.tree, other.tree, rename_one, rename_other)
+    with paused_gc():
+        keys = same_structure(one.tree, other.tree, rename_one, rename_other)
     if keys is None:
         return None
     ranges = []
@@ -135,14 +142,12 @@ def _read_zip(reader: FileReader) -> TorchFile:
     if known and archive.big_endian:
         raise UnsupportedFormat("it was written on a big-endian machine")
     records = torch_zip.storage_records(archive)
+    ranges = {}
     for key, storage in known.items():
         record = records.get(key)
         if record is None or record.size < storage.nbytes:
             have = "no record" if record is None else f"a record of {record.size} bytes"
             raise FormatError(f"the storage {key!r} takes {storage.nbytes} bytes and has {have}")
-    ranges = {
-        key: (records[key].data_offset, storage.nbytes)
-        for key, storage in known.items()
-        if records[key].is_stored
-    }
-    return TorchFile(archive, tree, state_dicts(tree), ranges, archive.trailing)
+        if record.is_stored:
+            ranges[key] = (record.data_offset, storage.nbytes)
+    return TorchFile(archive, tree, state_dicts(tree, known), ranges, archive.trailing)

@@ -5,12 +5,12 @@ version 1001, a dict about the system, the object, the list of storage keys; the
 number of elements, and the elements. Nothing is aligned and the next pickle follows at once, so nothing can move.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, child
-from ckptfix.formats.torch_pickle import PickledStorage, storages
+from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import MAX_PICKLE
 from ckptfix.storage.reading import FileReader
 
@@ -90,7 +90,11 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     keys_offset = offset + tree.end
     key_list = read_pickle(reader, keys_offset)
     ranges, end = _ranges(reader, storages(tree), _keys(key_list), keys_offset + key_list.end)
-    return LegacyFile(tree, offset, ranges, end)
+    # torch.load executes all five: what any of them names is named by the file.
+    named = {
+        name: at for part in (key_list, system, version, first, tree) for name, at in part.globals.items()
+    }
+    return LegacyFile(replace(tree, globals=named), offset, ranges, end)
 
 
 def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:

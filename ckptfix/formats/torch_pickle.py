@@ -1,73 +1,22 @@
-"""What a pickle of torch says: its state dicts, its tensors, its storages, and every place where names live.
+"""What a pickle of torch says: its state dicts, and every place where names live.
 
-Facts from torch 2.13: ``torch/_utils.py`` (``_rebuild_*``), ``torch/serialization.py`` (``persistent_id``),
-``torch/optim/optimizer.py`` (``state_dict``).
+Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimizer.py`` (``state_dict``).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, attribute, child, is_dict_like, pairs
-from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
 
 MAX_NESTING = 4
 """How many dicts deep a state dict is looked for: ``checkpoint["state"]["model"]`` is 2."""
 
 MAX_LIST = 64
 """Longest list that is looked into: a few optimizers, not a data set."""
-
-STORAGE_DTYPES = {
-    "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128",
-}  # fmt: skip
-"""Typed storage classes -> dtype in safetensors' nouns."""
-
-TORCH_DTYPES = {
-    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "complex64": "C64", "complex128": "C128", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
-"""``torch.dtype`` names -> dtype in safetensors' nouns. Types below a byte have none here."""
-
-_OTHER_SIZES = {
-    "UntypedStorage": 1, "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1,
-    "QUInt2x4Storage": 1,
-}  # fmt: skip
-_PLAIN_TENSOR_TYPES = frozenset(
-    {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
-)
-_MAX_WRAPPED = 8
-
-
-class PickledTensor(NamedTuple):
-    """A tensor under a string key.
-
-    ``stride`` and ``storage_offset`` count elements, ``begin`` and ``end`` bytes from the start of the storage: what
-    the tensor spans when it is contiguous, else both None. ``site`` is where the key was pushed.
-    """
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_key: str
-    storage_offset: int
-    begin: int | None
-    end: int | None
-    site: int
-
-
-class PickledStorage(NamedTuple):
-    """A storage: its class (``FloatStorage``), where it lived (``cpu``), its elements and its bytes."""
-
-    type: str
-    location: str
-    numel: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +55,15 @@ class HasTensors(Protocol):
         """Where the storages are."""
 
 
-def state_dicts(tree: PickleTree) -> tuple[PickledStateDict, ...]:
-    """Return every state dict, at the root or under string keys.
+@paused_gc()
+def state_dicts(
+    tree: PickleTree, known: Mapping[str, PickledStorage] | None = None
+) -> tuple[PickledStateDict, ...]:
+    """Return every state dict, at the root or under string keys. ``known``: what ``storages`` returns.
 
     Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does.
     """
-    known = storages(tree)
+    known = storages(tree) if known is None else known
     found = []
     for path, node in _dicts(tree):
         if is_optimizer(node):
@@ -122,7 +74,7 @@ def state_dicts(tree: PickleTree) -> tuple[PickledStateDict, ...]:
         for key, value in pairs(node):
             if type(key) is not Text:
                 continue
-            tensor = _tensor(key, value, known) if type(value) is Node else None
+            tensor = read_tensor(key, value, known) if type(value) is Node else None
             if tensor is not None:
                 tensors.append(tensor)
             else:
@@ -133,6 +85,7 @@ def state_dicts(tree: PickleTree) -> tuple[PickledStateDict, ...]:
     return tuple(found)
 
 
+@paused_gc()
 def name_lists(tree: PickleTree) -> tuple[NameList, ...]:
     """Return every place where names live, with the sites to rewrite."""
     found: list[NameList] = []
@@ -147,36 +100,7 @@ def name_lists(tree: PickleTree) -> tuple[NameList, ...]:
     return tuple(found)
 
 
-def storages(tree: PickleTree) -> dict[str, PickledStorage]:
-    """Return every storage that the pickle refers to, by its key.
-
-    Raises FormatError for a persistent id that is none of torch's, or a key with two meanings.
-    """
-    found: dict[str, PickledStorage] = {}
-    for node in tree.persistent:
-        key, storage = read_storage(node)
-        if found.setdefault(key, storage) != storage:
-            raise FormatError(f"the storage {key!r} is {found[key]} in one place and {storage} in another")
-    return found
-
-
-def read_storage(node: Node) -> tuple[str, PickledStorage]:
-    """Return the key and the storage of a persistent id ``("storage", class, key, location, numel)``.
-
-    Legacy files add a sixth value, the view into a larger storage, which no torch since 0.4 writes.
-    Raises FormatError for anything else.
-    """
-    pid = node.head
-    if type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is Text and pid[0][0] == "storage":
-        _, cls, key, location, numel = pid[:5]
-        if type(cls) is Node and cls.kind is Kind.GLOBAL and type(key) is Text and type(location) is Text:
-            name = cls.head[1]
-            size = _element_size(name)
-            if size and type(numel) is int and numel >= 0 and pid[5:] in ((), (None,)):
-                return key[0], PickledStorage(name, location[0], numel, numel * size)
-    raise FormatError("the pickle holds a persistent id that is no storage of torch's")
-
-
+@paused_gc()
 def tensor_infos(file: HasTensors) -> tuple[TensorInfo, ...]:
     """Return the tensors of every state dict with the offsets of their bytes in the file."""
     infos = []
@@ -197,17 +121,6 @@ def is_optimizer(node: Node) -> bool:
         return False
     keys = {key.value for key, _ in pairs(node) if type(key) is Text}
     return keys >= {"state", "param_groups"}
-
-
-def is_tensor(value: object) -> bool:
-    """Whether a value is made by one of torch's rebuild functions, known here or not."""
-    if type(value) is not Node or value.kind is not Kind.CALL:
-        return False
-    head = value.head
-    if type(head) is not Node or head.kind is not Kind.GLOBAL:
-        return False
-    module, name = head.head
-    return module in ("torch._utils", "torch._tensor") and name.startswith("_rebuild_")
 
 
 def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:
@@ -234,7 +147,7 @@ def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], 
         ((*path, key.value), value)
         for key, value in pairs(node)
         if type(value) is Node
-        and (value.kind is Kind.LIST or is_dict_like(value))
+        and (value.kind is not Kind.CALL or not is_tensor(value))
         and type(key) is Text
         and not key.value.endswith("_extra_state")
     ]
@@ -256,90 +169,3 @@ def _optimizer_names(path: tuple[str, ...], node: Node) -> Iterator[NameList]:
     state = child(node, "state")
     if is_dict_like(state) and _keys(state):
         yield NameList((*path, "state"), "optimizer state", _keys(state), state)
-
-
-def _tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
-    """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun."""
-    function, args = _unwrapped(node)
-    storage_node = args[0] if args else None
-    if type(storage_node) is not Node or storage_node.kind is not Kind.PERSISTENT:
-        return None
-    storage_key = storage_node.head[2].value  # read_storage has checked its form
-    storage = known[storage_key]
-    dtype = STORAGE_DTYPES.get(storage.type)
-    if function == "_rebuild_tensor_v3":
-        dtype = _dtype(args[6]) if len(args) > 6 else None
-    elif function != "_rebuild_tensor_v2" and function != "_rebuild_tensor":
-        return None
-    if dtype is None or len(args) < 4:
-        return None
-    offset, shape, stride = args[1], _integers(args[2]), _integers(args[3])
-    if type(offset) is not int or shape is None or stride is None or len(shape) != len(stride):
-        return None
-    begin, end = _span(key, dtype, offset, shape, stride, storage.nbytes)
-    return PickledTensor(key.value, dtype, shape, stride, storage_key, offset, begin, end, key.site)
-
-
-def _unwrapped(node: Node) -> tuple[str, tuple[Any, ...]]:
-    """Return the rebuild function and its arguments, out of a Parameter or a tensor with attributes."""
-    for _ in range(_MAX_WRAPPED):
-        args = node.args
-        if not is_tensor(node) or type(args) is not tuple:
-            break
-        name = node.head.head[1]
-        if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is Node:
-            node = args[0]
-        elif name == "_rebuild_from_type_v2" and len(args) == 4 and _is_plain(args[1]):
-            node = Node(Kind.CALL, args[0], args[2])
-        else:
-            return name, args
-    return "", ()
-
-
-def _is_plain(cls: object) -> bool:
-    return type(cls) is Node and cls.kind is Kind.GLOBAL and cls.head in _PLAIN_TENSOR_TYPES
-
-
-def _dtype(value: object) -> str | None:
-    if type(value) is Node and value.kind is Kind.GLOBAL and value.head[0] == "torch":
-        return TORCH_DTYPES.get(value.head[1])
-    return None
-
-
-def _integers(value: Any) -> tuple[int, ...] | None:
-    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
-        value = value.args[0] if type(value.head) is Node and value.head.is_global("torch", "Size") else None
-    if type(value) is not tuple:
-        return None
-    for item in value:
-        if type(item) is not int or item < 0:
-            return None
-    return value
-
-
-def _span(
-    key: Text, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int
-) -> tuple[int | None, int | None]:
-    """Return the bytes of its storage that a tensor spans, (None, None) when it is not contiguous."""
-    size = DTYPE_BITS[dtype] // 8
-    last, count, contiguous = offset, 1, True
-    for length, step in zip(reversed(shape), reversed(stride), strict=True):
-        if length != 1 and step != count:
-            contiguous = False
-        count *= length
-        last += (length - 1) * step
-        if count > nbytes or last * size > nbytes:  # also keeps the numbers small, however many dimensions
-            break
-    else:
-        if 0 in shape:
-            return offset * size, offset * size
-        if offset >= 0 and (last + 1) * size <= nbytes:
-            return (offset * size, (offset + count) * size) if contiguous else (None, None)
-    if 0 in shape:
-        return 0, 0
-    raise FormatError(f"the tensor {key.value!r} reaches beyond its storage of {nbytes} bytes")
-
-
-def _element_size(storage_type: str) -> int:
-    dtype = STORAGE_DTYPES.get(storage_type)
-    return DTYPE_BITS[dtype] // 8 if dtype else _OTHER_SIZES.get(storage_type, 0)

@@ -6,6 +6,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,7 +16,9 @@ from ckptfix.storage.extents import same_extents
 # With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from 2 MiB on the
 # blocks fall out of the cores' caches before memcmp sees them.
 _BLOCK = 1 << 20  # per file and thread
-_SEGMENT = 1 << 23  # what a thread takes at a time
+_SEGMENT = (
+    1 << 26
+)  # what a thread takes at a time: a stretch long enough for the kernel's readahead to run ahead
 _MOST_THREADS = 8
 _PAGE = 4096
 
@@ -162,22 +165,25 @@ class _Work:
 
     def run(self) -> None:
         try:
-            blocks = _Blocks(self.fd_a, self.fd_b)
-            while (segment := self._next()) is not None:
-                number, index, part = segment
-                done = 0
-                while done < part.length and number < self.stop:
-                    length = min(_BLOCK, part.length - done)
-                    position = blocks.differ(part.offset_a + done, part.offset_b + done, length)
-                    if position is not None:
-                        self._differs(number, index, part, done + position)
-                    done += length
-                if self.progress is not None:
-                    with self.lock:
-                        self.progress(2 * done)
+            with _reopened(self.fd_a) as fd_a, _reopened(self.fd_b) as fd_b:
+                blocks = _Blocks(fd_a, fd_b)
+                while (segment := self._next()) is not None:
+                    self._compare(blocks, *segment)
         except BaseException as error:
             self.error = error
             self.stop_all()
+
+    def _compare(self, blocks: "_Blocks", number: int, index: int, part: Run) -> None:
+        done = 0
+        while done < part.length and number < self.stop:
+            length = min(_BLOCK, part.length - done)
+            position = blocks.differ(part.offset_a + done, part.offset_b + done, length)
+            if position is not None:
+                self._differs(number, index, part, done + position)
+            done += length
+        if self.progress is not None:
+            with self.lock:
+                self.progress(2 * done)
 
     def _next(self) -> tuple[int, int, Run] | None:
         with self.lock:
@@ -191,6 +197,24 @@ class _Work:
                 self.found = Difference(
                     run=index, offset_a=part.offset_a + position, offset_b=part.offset_b + position
                 )
+
+
+@contextmanager
+def _reopened(fd: int) -> Iterator[int]:
+    """Yield a descriptor of the same file with a readahead of its own.
+
+    Readahead is kept per open file: threads that read from one descriptor at several places switch it off for each
+    other. Measured cold on 2 files of 2 GiB: 3.0 GB/s with one descriptor, 3.3 to 3.5 with one a thread.
+    """
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # no /proc, or the file is gone from its folder
+        own = os.dup(fd)
+    try:
+        os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield own
+    finally:
+        os.close(own)
 
 
 class _Blocks:

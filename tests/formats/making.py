@@ -64,7 +64,7 @@ def parsed(folder: Path, data: bytes) -> TorchFile:
 
 
 def new_names(file: TorchFile, strip: Strip) -> dict[int, str]:
-    result = {}
+    result: dict[int, str] = {}
     for place in name_lists(file.tree):
         rename: Callable[[str], str] = strip.module if place.kind == "metadata" else strip
         result |= {site: rename(name) for name, site in place.names}

@@ -1,12 +1,13 @@
 """Rewriting: identity is byte-identical, a rename changes exactly the strings asked for."""
 
+import io
 import pickle
 import pickletools
 from collections import OrderedDict
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import FormatError, UnsupportedFormat
@@ -55,8 +56,12 @@ def test_any_single_push_can_be_changed_alone(value: Any, protocol: int, random:
     text = random.choice(tree.texts)
     try:
         data = rewrite(tree, {text.site: new})
-    except FormatError as error:  # the site was part of a global's name, or of a py2-style bytes codec name
-        assert tree.globals, error
+    except FormatError:
+        # The site was part of a global's name, which must not change.
+        named = {part for name in tree.globals for part in name}
+        event("refused")
+        if text.value not in named:
+            raise
         return
     changed = [t.value for t in parse(data).texts]
     assert changed == [new if t.site == text.site else t.value for t in tree.texts]
@@ -85,7 +90,7 @@ def test_a_shared_string_changes_only_where_it_is_a_key(value: dict[Any, Any], p
     added = {op.name for op, _, _ in pickletools.genops(data)} - old
     assert added <= {"BINUNICODE"}
     if protocol >= 4:
-        pickletools.dis(data, out=open("/dev/null", "w"))  # noqa: SIM115  checks frames
+        pickle._Unpickler(io.BytesIO(data)).load()  # checks the frames
 
 
 def keys_renamed_of_text(data: bytes, old: str, new: str) -> bytes:

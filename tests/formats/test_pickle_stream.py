@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
 
 def agree(left: Any, right: Any) -> bool:
     if isinstance(left, float):
-        return struct.pack("<d", left) == struct.pack("<d", right)
+        return struct.pack("<d", left) == struct.pack("<d", right) or (left != left and right != right)
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(agree, left, right))
     if isinstance(left, dict):
@@ -238,3 +238,16 @@ def test_children_and_attributes() -> None:
     assert child(root, "b") is None
     assert is_dict_like(attribute(root, "_metadata"))
     assert attribute(root, "other") is None
+
+
+@pytest.mark.parametrize("index", [0, 300, 20_000, 10**9])
+def test_long_streams_with_any_memo_index(index: int) -> None:
+    put, get = struct.pack("<cI", b"r", index), struct.pack("<cI", b"j", index)
+    data = b"\x80\x02(X\x01\0\0\0a" + put + b"B" + struct.pack("<I", 90_000) + bytes(90_000) + get + b"t."
+    root = parse(data).root
+    assert [root[0].value, root[2].value, root[2].source] == ["a", "a", 3]
+    with pytest.raises(FormatError, match="never written"):
+        parse(data.replace(get, struct.pack("<cI", b"j", index + 1)))
+    with pytest.raises(FormatError, match="never written"):
+        parse(data.replace(get, b"g-1\n"))
+    assert parse(data.replace(put, b"\x94")).root[0].value == "a" if index == 0 else True

@@ -10,7 +10,8 @@ import torch
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.torch_compare import same_structure
-from ckptfix.formats.torch_pickle import name_lists, state_dicts, storages, tensor_infos
+from ckptfix.formats.torch_pickle import name_lists, state_dicts, tensor_infos
+from ckptfix.formats.torch_tensors import storages
 from tests.formats.making import Strip, model, nested_state_dict, parsed, saved, wrapped
 
 DTYPES = [
@@ -133,7 +134,8 @@ def test_names_of_an_fsdp_optimizer() -> None:
 
 
 def test_an_ordered_dict_of_python_2() -> None:
-    tensor = b"ctorch._utils\n_rebuild_tensor\n((U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x02tQK\x00(K\x02t(K\x01ttR"
+    storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x02tQ"
+    tensor = b"".join([b"ctorch._utils\n_rebuild_tensor\n(", storage, b"K\x00(K\x02t(K\x01ttR"])
     data = b"\x80\x02ccollections\nOrderedDict\n](](U\x08module.a" + tensor + b"ee\x85R."
     tree = parse(data)
     (found,) = state_dicts(tree)
@@ -148,8 +150,12 @@ def test_storages() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [(b"K\x00K\x02K\x03\x86", b"K\x07K\x02K\x03\x86"), (b"K\x02K\x03\x86", b"K\xffK\xff\x86"), (b"K\x03K\x01\x86", b"K\xffK\x01\x86")],
-)  # fmt: skip
+    [
+        (b"K\x00K\x02K\x03\x86", b"K\x07K\x02K\x03\x86"),
+        (b"K\x02K\x03\x86", b"K\xffK\xff\x86"),
+        (b"K\x03K\x01\x86", b"K\xffK\x01\x86"),
+    ],
+)
 def test_a_tensor_beyond_its_storage_is_malformed(old: bytes, new: bytes) -> None:
     data = data_pkl({"a": torch.ones(2, 3)})
     assert old in data
@@ -195,7 +201,8 @@ def test_equal_optimizers_have_the_same_structure() -> None:
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         result.step()
-        return result.state_dict()
+        state: dict[str, Any] = result.state_dict()
+        return state
 
     trees = [parse(data_pkl(optimizer(rate))) for rate in (0.1, 0.1, 0.2)]
     assert same_structure(trees[0], trees[1], Strip(""), Strip("")) is not None

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.keys import collapse
 from ckptfix.checkpoint.pairing import Pairing, pair_up
 from ckptfix.operations.findings import (
     ConflictingModels,
@@ -70,7 +71,7 @@ def _models(entries: tuple[Component, ...], proof: Proof, drop: bool) -> list[Fi
     findings: list[Finding] = []
     doubled: set[PurePosixPath] = set()
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    ranked = sorted(entries, key=lambda entry: (len(_chain(entry)), entry.name.index))
+    ranked = sorted(entries, key=lambda entry: (_depth(entry), entry.name.index))
     originals: list[Component] = []
     for entry in ranked:
         if entry.whole is None:
@@ -93,7 +94,7 @@ def _match(entry: Component, originals: list[Component], proof: Proof, drop: boo
         pairing = pair_up(original, entry)
         if pairing is None:
             continue
-        is_wrapped = len(_chain(entry)) > len(_chain(original))
+        is_wrapped = _depth(entry) > _depth(original)
         must_prove = is_wrapped or drop
         difference = proof.differs(pairing, must_prove)
         sampled = not proof.reads_all(must_prove)
@@ -165,6 +166,11 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
             findings.append(EntryGap(path=entry.path, missing=missing))
         expected = entry.name.index + 1
     return findings
+
+
+def _depth(entry: Component) -> tuple[int, int]:
+    """How wrapped an entry is: by what a repair of its names would leave first, so that a second repair agrees."""
+    return len(collapse(_chain(entry))), len(_chain(entry))
 
 
 def _chain(entry: Component) -> tuple[str, ...]:

@@ -1,0 +1,209 @@
+"""Tensors and storages as a pickle of torch names them.
+
+Facts from torch 2.13: ``torch/_utils.py`` (``_rebuild_*``), ``torch/serialization.py`` (``persistent_id``).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
+from ckptfix.formats.tensor import DTYPE_BITS
+
+STORAGE_DTYPES = {
+    "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "ComplexDoubleStorage": "C128",
+}  # fmt: skip
+"""Typed storage classes -> dtype in safetensors' nouns."""
+
+TORCH_DTYPES = {
+    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "complex64": "C64", "complex128": "C128", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+"""``torch.dtype`` names -> dtype in safetensors' nouns. Types below a byte have none here."""
+
+_OTHER_SIZES = {
+    "UntypedStorage": 1, "QUInt8Storage": 1, "QInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}  # fmt: skip
+_PLAIN_TENSOR_TYPES = frozenset(
+    {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer")}
+)
+_MAX_WRAPPED = 8
+_MANY = 1 << 62
+_REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
+
+
+class PickledTensor(NamedTuple):
+    """A tensor under a string key.
+
+    ``stride`` and ``storage_offset`` count elements, ``begin`` and ``end`` bytes from the start of the storage: what
+    the tensor spans when it is contiguous, else both None. ``site`` is where the key was pushed.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_key: str
+    storage_offset: int
+    begin: int | None
+    end: int | None
+    site: int
+
+
+class PickledStorage(NamedTuple):
+    """A storage: its class (``FloatStorage``), where it lived (``cpu``), its elements and its bytes."""
+
+    type: str
+    location: str
+    numel: int
+    nbytes: int
+
+
+def storages(tree: PickleTree) -> dict[str, PickledStorage]:
+    """Return every storage that the pickle refers to, by its key.
+
+    Raises FormatError for a persistent id that is none of torch's, or a key with two meanings.
+    """
+    found: dict[str, PickledStorage] = {}
+    for node in tree.persistent:
+        key, storage = read_storage(node)
+        if found.setdefault(key, storage) != storage:
+            raise FormatError(f"the storage {key!r} is {found[key]} in one place and {storage} in another")
+    return found
+
+
+def read_storage(node: Node) -> tuple[str, PickledStorage]:
+    """Return the key and the storage of a persistent id ``("storage", class, key, location, numel)``.
+
+    Legacy files add a sixth value, the view into a larger storage, which no torch since 0.4 writes.
+    Raises FormatError for anything else.
+    """
+    pid = node.head
+    if type(pid) is tuple and len(pid) in (5, 6) and type(pid[0]) is Text and pid[0][0] == "storage":
+        _, cls, key, location, numel = pid[:5]
+        if type(cls) is Node and cls.kind is Kind.GLOBAL and type(key) is Text and type(location) is Text:
+            name = cls.head[1]
+            size = _element_size(name)
+            if size and type(numel) is int and numel >= 0 and pid[5:] in ((), (None,)):
+                return key[0], PickledStorage(name, location[0], numel, numel * size)
+    raise FormatError("the pickle holds a persistent id that is no storage of torch's")
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is made by one of torch's rebuild functions, known here or not."""
+    if type(value) is not Node or value.kind is not Kind.CALL:
+        return False
+    head = value.head
+    if type(head) is not Node or head.kind is not Kind.GLOBAL:
+        return False
+    module, name = head.head
+    return name.startswith("_rebuild_") and module in ("torch._utils", "torch._tensor")
+
+
+def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
+    """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun."""
+    head, args = node.head, node.args
+    function = "_rebuild_tensor_v2"  # nearly every tensor: no detour for it
+    if (
+        node.kind is not Kind.CALL
+        or type(head) is not Node
+        or head.head != _REBUILD_V2
+        or type(args) is not tuple
+    ):
+        function, args = _unwrapped(node)
+    storage_node = args[0] if len(args) >= 4 else None
+    if type(storage_node) is not Node or storage_node.kind is not Kind.PERSISTENT:
+        return None
+    storage_key = storage_node.head[2].value  # read_storage has checked its form
+    storage = known[storage_key]
+    dtype = STORAGE_DTYPES.get(storage.type)
+    if function == "_rebuild_tensor_v3":
+        dtype = _dtype(args[6]) if len(args) > 6 else None
+    elif function != "_rebuild_tensor_v2" and function != "_rebuild_tensor":
+        return None
+    offset, shape, stride = args[1], _sizes(args[2]), _sizes(args[3])
+    if dtype is None or type(offset) is not int or offset < 0 or len(shape) != len(stride):
+        return None
+    span = _span(DTYPE_BITS[dtype] // 8, offset, shape, stride, storage.nbytes)
+    if span is None:
+        return None
+    begin, end = span
+    if end is not None and end > storage.nbytes:
+        raise FormatError(f"the tensor {key.value!r} reaches beyond its storage of {storage.nbytes} bytes")
+    made: PickledTensor = tuple.__new__(  # half the time of a call of the class
+        PickledTensor, (key.value, dtype, shape, stride, storage_key, offset, begin, end, key.site)
+    )
+    return made
+
+
+def _unwrapped(node: Node) -> tuple[str, tuple[Any, ...]]:
+    """Return the rebuild function and its arguments, out of a Parameter or a tensor with attributes."""
+    for _ in range(_MAX_WRAPPED):
+        args = node.args
+        if not is_tensor(node) or type(args) is not tuple:
+            break
+        name = node.head.head[1]
+        if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args and type(args[0]) is Node:
+            node = args[0]
+        elif name == "_rebuild_from_type_v2" and len(args) == 4 and _is_plain(args[1]):
+            node = Node(Kind.CALL, args[0], args[2])
+        else:
+            return name, args
+    return "", ()
+
+
+def _is_plain(cls: object) -> bool:
+    return type(cls) is Node and cls.kind is Kind.GLOBAL and cls.head in _PLAIN_TENSOR_TYPES
+
+
+def _dtype(value: object) -> str | None:
+    if type(value) is Node and value.kind is Kind.GLOBAL and value.head[0] == "torch":
+        return TORCH_DTYPES.get(value.head[1])
+    return None
+
+
+def _sizes(value: Any) -> tuple[Any, ...]:
+    """Return a tuple as it stands, or the one inside a ``torch.Size``."""
+    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
+        value = value.args[0] if type(value.head) is Node and value.head.is_global("torch", "Size") else None
+    return value if type(value) is tuple else (None,)
+
+
+def _span(
+    size: int, offset: int, shape: tuple[Any, ...], stride: tuple[Any, ...], nbytes: int
+) -> tuple[int | None, int | None] | None:
+    """Return the bytes of its storage that a tensor spans.
+
+    (None, None) when it is not contiguous, None when shape or stride are no sizes. An end beyond ``nbytes`` stands for
+    any tensor, contiguous or not, that needs more than its storage has.
+    """
+    count, last, contiguous, empty = 1, offset, True, False
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
+        if type(length) is not int or type(step) is not int or length < 0 or step < 0:
+            return None
+        if length > 1:
+            if step != count:
+                contiguous = False
+            count *= length
+            last += (length - 1) * step
+            if (
+                count > _MANY or last > _MANY
+            ):  # hostile, unless empty: the numbers must not grow without bound
+                return (0, 0) if 0 in shape else (0, nbytes + 1)
+        elif length == 0:
+            empty = True
+    if empty:
+        return offset * size, offset * size
+    if (last + 1) * size > nbytes:
+        return 0, nbytes + 1
+    return (offset * size, (offset + count) * size) if contiguous else (None, None)
+
+
+def _element_size(storage_type: str) -> int:
+    dtype = STORAGE_DTYPES.get(storage_type)
+    return DTYPE_BITS[dtype] // 8 if dtype else _OTHER_SIZES.get(storage_type, 0)

@@ -1,0 +1,37 @@
+"""Print every ratio that the README promises, from one run: ``python -m tests.benchmarks.run [--quick]``."""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests.benchmarks.checking import check
+from tests.benchmarks.proving import prove
+from tests.benchmarks.renaming import rename, sparse
+
+
+def main() -> None:
+    """Make the files, measure, print, and delete the files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="1 GiB instead of 8 and 4, fewer rounds")
+    parser.add_argument(
+        "--folder", default=".", help="where the files go; 24 GB are needed, 3 GB with --quick"
+    )
+    parser.add_argument("--part", choices=("check", "rename", "prove"), help="one part only")
+    options = parser.parse_args()
+    need = (3 if options.quick else 24) << 30
+    if shutil.disk_usage(options.folder).free < need:
+        parser.error(f"{options.folder} has less than {need >> 30} GiB free")
+    with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=options.folder) as name:
+        folder = Path(name)
+        if options.part in (None, "check"):
+            check(folder)
+        if options.part in (None, "rename"):
+            sparse(folder)
+            rename(folder, (1 if options.quick else 8) << 30)
+        if options.part in (None, "prove"):
+            prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
+
+
+if __name__ == "__main__":
+    main()

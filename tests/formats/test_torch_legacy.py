@@ -1,0 +1,150 @@
+"""Legacy files, plain pickles, tar: what is read, and the patch of the same length."""
+
+import os
+import pickle
+import tarfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.formats import torch_legacy
+from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.storage.reading import FileReader
+from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
+
+LEGACY = {"_use_new_zipfile_serialization": False}
+
+
+def test_a_patched_file_as_torch_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "legacy.pt"
+    torch.save(nested_state_dict(), path, **LEGACY)
+    size = path.stat().st_size
+    path.write_bytes(edited(path, Strip("module.module.")))
+    assert path.stat().st_size == size
+    plain = model().state_dict()
+    for weights_only in (True, False):
+        loaded = torch.load(path, weights_only=weights_only)
+        assert list(loaded) == list(plain)
+        assert all(torch.equal(loaded[name], plain[name]) for name in plain)
+        assert loaded._metadata == plain._metadata
+    assert read(path).state_dicts[0].path == ()
+
+
+@pytest.mark.parametrize("shorter", range(12))
+def test_every_slack_but_one_and_three(tmp_path: Path, shorter: int) -> None:
+    path = tmp_path / "legacy.pt"
+    torch.save({"x" * 12 + "a": torch.ones(3)}, path, **LEGACY)
+    if shorter in (1, 3):
+        with pytest.raises(UnsupportedFormat, match=f"{shorter} bytes shorter"):
+            edited(path, Strip("x" * shorter))
+        return
+    path.write_bytes(edited(path, Strip("x" * shorter)))
+    assert list(torch.load(path)) == ["x" * (12 - shorter) + "a"]
+
+
+def test_growing_and_frames_are_refused(tmp_path: Path) -> None:
+    class Longer(Strip):
+        def __call__(self, fqn: str) -> str:
+            return "longer." + fqn
+
+    path = tmp_path / "legacy.pt"
+    torch.save({"module.module.a": torch.ones(3)}, path, **LEGACY)
+    with pytest.raises(UnsupportedFormat, match="7 bytes longer"):
+        edited(path, Longer(""))
+    torch.save({"module.module.a": torch.ones(3)}, path, pickle_protocol=4, **LEGACY)
+    with pytest.raises(UnsupportedFormat, match="protocol 4"):
+        edited(path, Strip("module."))
+
+
+def test_trailing_bytes(tmp_path: Path) -> None:
+    assert parsed(tmp_path, saved({"a": torch.ones(2)}, **LEGACY) + b"junk").trailing == 4
+
+
+def test_every_truncation_is_a_format_error(tmp_path: Path) -> None:
+    data = saved({"a": torch.ones(2), "b": torch.ones(3, dtype=torch.int8)}, **LEGACY)
+    for length in range(len(data)):
+        with pytest.raises(FormatError) as caught:
+            parsed(tmp_path, data[:length])
+        assert length < 20 or isinstance(caught.value, TruncatedError), length
+    with pytest.raises(TruncatedError) as caught:
+        parsed(tmp_path, data[:-1])
+    assert (caught.value.have, caught.value.need) == (len(data) - 1, len(data))
+
+
+def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
+    data = saved({"a": torch.ones(2)}, **LEGACY)
+    path = tmp_path / "flip.bin"
+    path.write_bytes(data)
+    with path.open("r+b", buffering=0) as stream:
+        for place in range(len(data)):
+            for flip in (0xFF, 0x01, 0x80):
+                os.pwrite(stream.fileno(), bytes([data[place] ^ flip]), place)
+                with suppress(FormatError):
+                    read_torch_file(FileReader(stream.fileno(), len(data)))
+            os.pwrite(stream.fileno(), data[place : place + 1], place)
+
+
+def test_pickles_longer_than_a_window(tmp_path: Path) -> None:
+    value: dict[str, Any] = {f"module.module.layer.{index}.weight": torch.ones(1) for index in range(1500)}
+    data = saved(value, **LEGACY)
+    file = parsed(tmp_path, data)
+    assert file.tree.end > torch_legacy._FIRST_WINDOW
+    assert len(file.state_dicts[0].tensors) == 1500
+    assert len(parsed(tmp_path, pickle.dumps(list(range(100_000)), 2)).tree.root.items) == 100_000
+
+
+def test_a_plain_pickle_is_read_and_not_edited(tmp_path: Path) -> None:
+    path = tmp_path / "plain.pkl"
+    path.write_bytes(pickle.dumps({"module.a": 1}, 4) + b"more")
+    file = read(path)
+    assert (file.kind, file.trailing, file.state_dicts) == ("a plain pickle", 4, ())
+    with pytest.raises(UnsupportedFormat, match="plain pickle"):
+        edited(path, Strip("module."))
+
+
+def test_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "old.tar"
+    with tarfile.open(path, "w") as archive:
+        (tmp_path / "storages").write_bytes(b"x")
+        archive.add(tmp_path / "storages", "storages")
+    with pytest.raises(UnsupportedFormat, match="tar"):
+        read(path)
+    for data in (
+        b"",
+        b"P",
+        b"hello",
+        bytes(1000),
+        b"\x80",
+        b"\x80\x02",
+        b"{}",
+        b"PK\3\4",
+        b"PK\5\6" + bytes(18),
+    ):
+        with pytest.raises(FormatError):
+            parsed(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"M\xe9\x03.\x80", b"M\xe8\x03.\x80", "version 1000"),
+        (b"little_endianq\x02\x88", b"little_endianq\x02\x89", "big-endian"),
+        (b"\x02\0\0\0\0\0\0\0\0\0\x80?", b"\x03\0\0\0\0\0\0\0\0\0\x80?", "has 3 elements"),
+        (b"\x80\x02]q\x00", b"\x80\x02Nq\x00", "reads|stack|cannot|list"),
+    ],
+)
+def test_contradictions(tmp_path: Path, old: bytes, new: bytes, message: str) -> None:
+    data = saved({"a": torch.ones(2)}, **LEGACY)
+    assert old in data
+    with pytest.raises(FormatError, match=message):
+        parsed(tmp_path, data.replace(old, new))
+
+
+def test_globals_hidden_in_the_pickles_around_the_object_are_listed(tmp_path: Path) -> None:
+    data = saved({"a": torch.ones(2)}, **LEGACY)
+    hidden = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02cos\nsystem\n0\x88")
+    assert ("os", "system") in parsed(tmp_path, hidden).tree.globals
