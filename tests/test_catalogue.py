@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfix import check
+from ckptfix.cli.repair import repair_command
 from ckptfix.errors import UsageError
 from ckptfix.operations.findings import CATALOGUE, CODES, Action, Finding
 from ckptfix.operations.policy import Policy
@@ -45,3 +47,30 @@ def test_what_is_only_told_cannot_be_allowed(kind: type[Finding]) -> None:
             Policy(allow=frozenset({kind.code}))
     else:
         Policy(allow=frozenset({kind.code}))
+
+
+@pytest.mark.parametrize(
+    "case", sorted(ROOT.glob("fixtures/golden/*/checkpoint")), ids=lambda path: path.parent.name
+)
+def test_every_finding_is_json_and_says_what_to_do(case: Path) -> None:
+    for finding in check(case, data=True).findings:
+        document = json.loads(json.dumps(finding.as_json()))
+        assert document["code"] == finding.code
+        assert document["severity"] == finding.severity.value
+        assert document["action"] == finding.action.value
+        assert document["path"] == str(finding.path)
+        assert document["message"] == str(finding)
+        assert str(finding.path) in str(finding)
+        if finding.action is Action.ASK:
+            assert finding.option.split()[0] in finding.advice
+        elif finding.action is Action.TELL:
+            assert finding.advice, "what cannot be repaired needs a next step"
+
+
+def test_an_option_in_the_catalogue_is_one_of_the_command() -> None:
+    options = {name for parameter in repair_command.params for name in parameter.opts}
+    for kind in CATALOGUE:
+        if kind.action is Action.ASK:
+            assert kind.option.split()[0] in options
+        else:
+            assert kind.option == ""

@@ -114,3 +114,38 @@ def described(folder: Path) -> list[tuple[object, ...]]:
         )
         result.append((component.path, component.scopes, tensors))
     return result
+
+
+SAID = [
+    # The first pattern that matches the name of a scenario: what check must say, and (in turn) may say as well.
+    ("clean-distinct-equal", ["identical-models"], set()),
+    ("clean-submodule-*", [], {"wrapper-prefix"}),
+    ("clean-*", [], set()),
+    ("lone-bare-*", [], set()),
+    ("lone-nested-*", ["nested-prefix"], set()),
+    ("sharded-*-nested*", ["nested-prefix"], set()),
+    ("sharded-*", [], set()),
+    ("single-level-*", ["wrapper-prefix"], set()),
+    ("raw-*", ["identical-models"], {"identical-states"}),
+    ("student-teacher-raw-*", ["identical-models"], {"identical-states"}),
+    ("student-teacher-wrapper-*", ["doubled-model", "shifted-entries"], {"identical-states"}),
+    ("states-twice", ["identical-states"], set()),
+    ("compiled-first", [], {"wrapper-prefix"}),
+    ("own-ddp-first", [], {"wrapper-prefix"}),
+    ("*", ["doubled-model"], {"wrapper-prefix", "identical-states"}),
+]
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["sampled", "data"])
+@pytest.mark.parametrize("real", REAL, ids=lambda path: f"{path.parent.name[11:]}-{path.name}")
+def test_check_says_what_the_run_did(real: Path, data: bool) -> None:
+    wanted, also = next((want, more) for glob, want, more in SAID if Path(real.name).match(glob))
+    found = {finding.code for finding in check(real / "checkpoint", data=data).findings}
+    assert set(wanted) <= found <= {*wanted, *also}
+
+
+def test_a_third_prepare_is_a_third_entry_in_1_12_only() -> None:
+    for version, doubles in (("1.12.0", 2), ("1.15.0", 1)):
+        for kind in ("bin", "safetensors"):
+            findings = check(FIXTURES / f"accelerate-{version}" / f"triple-{kind}" / "checkpoint").findings
+            assert [finding.code for finding in findings] == ["doubled-model"] * doubles

@@ -180,6 +180,8 @@ LYING_HEADERS: dict[str, bytes | Mapping[str, object]] = {
     "shape that overflows": {"a": entry(0, 4, shape=(2**33, 2**33, 2**33))},
     "shape of many dimensions": {"a": entry(0, 4, shape=[2**62] * 20_000)},
     "shape of strings": {"a": entry(shape="four")},
+    "shape that is an empty string": {"a": entry(0, 1, shape="")},
+    "shape that is an object": {"a": entry(0, 1, shape={})},
     "shape of nulls": {"a": entry(shape=[None])},
     "shape not there": {"a": {"dtype": "U8", "data_offsets": [0, 4]}},
     "three offsets": {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4, 8]}},
@@ -539,3 +541,19 @@ def test_shard_numbers_that_make_no_sense(
     assert examined(folder) is not None
     repaired_and_back(folder, folder)
     cli(["repair", str(folder)], capsys)
+
+
+@pytest.mark.parametrize("depth", [100, 300, 450, 600, 800, *range(880, 1000, 8)])
+def test_json_that_can_be_read_and_hardly_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], depth: int
+) -> None:
+    """Writing nests deeper than reading: what was read a moment ago may be too deep for the way back."""
+    deep = '{"a":' * depth + '"\\u00e9"' + "}" * depth
+    write_safetensors(folder / "model-00001-of-00001.safetensors", {"w": b"1"})
+    index = f'{{"metadata": {deep}, "weight_map": {{}}}}'  # so that it has to be written again
+    (folder / "model.safetensors.index.json").write_text(index)
+    header = f'{{"module.module.w":{{"dtype":"U8","shape":[0],"data_offsets":[0,0],"later":{deep}}}}}'
+    raw_safetensors(folder / "ema.safetensors", header.encode())
+    assert examined(folder) is not None
+    repaired_and_back(folder, folder)
+    assert cli(["repair", str(folder)], capsys)["status"] in (0, 1, 3)

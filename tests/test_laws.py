@@ -206,7 +206,7 @@ def saved(value: object, *, legacy: bool) -> bytes:
 
 
 def equal(left: Any, right: Any) -> bool:
-    return (
+    return bool(
         left.dtype == right.dtype
         and left.shape == right.shape
         and left.stride() == right.stride()
@@ -315,3 +315,61 @@ def test_another_name_of_a_file_keeps_its_bytes(
         assert snapshot(root) == before
         assert other.read_bytes() == kept
         assert (root / name).samefile(other)
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("keys", [Keys.BARE, Keys.DDP])
+def test_names_of_two_shards_that_would_become_one_are_refused(
+    tmp_path: Path, keys: Keys, with_index: bool
+) -> None:
+    """Shards are one state dict: a name in one shard and another in the next must not fall together."""
+    files: dict[str, Tensors] = {SHARDS[0]: {"a.fc": b"1", "x": b"2"}, SHARDS[1]: {"a._orig_mod.fc": b"3"}}
+    write(tmp_path, files, is_save_state=False)
+    if with_index:
+        weight_map = {fqn: name for name, tensors in files.items() for fqn in tensors}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    repair(tmp_path, policy=Policy(keys=keys))
+    names = [fqn for name in SHARDS for fqn in read_safetensors(tmp_path / name)]
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("keys", Keys)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_wrappers_below_a_wrapper_need_no_second_repair(tmp_path: Path, keys: Keys, sharded: bool) -> None:
+    """With the private wrapper gone all names carry ``module.``, which they did not before."""
+    one, two = {"module.fc": b"1"}, {"_checkpoint_wrapped_module.module.out": b"2"}
+    if sharded:
+        write(tmp_path, {SHARDS[0]: one, SHARDS[1]: two}, is_save_state=False)
+    else:
+        write(tmp_path, {"m.safetensors": {**one, **two}}, is_save_state=False)
+    before = snapshot(tmp_path)
+    policy = Policy(keys=keys)
+    receipt = repair(tmp_path, policy=policy)
+    assert repair(tmp_path, policy=policy).steps == ()
+    names = {fqn for path in tmp_path.glob("*.safetensors") for fqn in read_safetensors(path)}
+    if keys is not Keys.AUTO:
+        prefix = "module." if keys is Keys.DDP else ""
+        assert names == {f"{prefix}fc", f"{prefix}out"}
+    if receipt.transaction is not None:
+        undo(tmp_path)
+    assert snapshot(tmp_path) == before
+
+
+def test_allowing_single_wrappers_takes_nested_ones_off_in_one_repair(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"module.module.fc": b"1"})
+    policy = Policy(allow=frozenset({"wrapper-prefix"}))
+    assert repair(tmp_path, policy=policy).status == 0
+    assert repair(tmp_path, policy=policy).steps == ()
+    assert list(read_safetensors(tmp_path / "m.safetensors")) == ["fc"]
+
+
+def test_shards_without_a_tensor_need_no_index(tmp_path: Path) -> None:
+    write(tmp_path, {SHARDS[0]: {}, SHARDS[1]: {}}, is_save_state=False)
+    receipt = repair(tmp_path)
+    assert repair(tmp_path).steps == ()
+    if receipt.transaction is not None:
+        undo(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.*")} - {".ckptfix"} == set(SHARDS)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptfix
+
 PACKAGE = Path(__file__).parents[1] / "ckptfix"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
@@ -72,3 +74,31 @@ def test_no_torch_is_imported(arguments: list[str]) -> None:
     loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert any(name.startswith("ckptfix") for name in loaded)
     assert not loaded & {"torch", "accelerate", "numpy"}
+
+
+def test_errors_know_nothing_of_the_package() -> None:
+    names = list(imports(PACKAGE / "errors.py"))
+    assert not [name for name in names if name.startswith("ckptfix")], "every layer imports errors: a circle"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_evaluated(path: Path) -> None:
+    called = {
+        node.func.id
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not called & {"eval", "exec", "compile", "__import__"}, "text of a file could become code"
+
+
+def test_every_layer_is_known() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(BELOW), "a new layer needs a place in the order, or its imports go unchecked"
+
+
+def test_public_names() -> None:
+    assert sorted(ckptfix.__all__) == dir(ckptfix)
+    for name in ckptfix.__all__:
+        assert getattr(ckptfix, name).__name__ == name
+    with pytest.raises(AttributeError):
+        ckptfix.no_such_name  # noqa: B018

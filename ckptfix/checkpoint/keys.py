@@ -33,7 +33,7 @@ def common_wrappers(names: Iterable[str]) -> tuple[str, ...]:
     chain: tuple[str, ...] | None = None
     prefix = ""
     for fqn in names:
-        if chain is not None and fqn.startswith(prefix) and len(fqn) > len(prefix):
+        if chain is not None and fqn.startswith(prefix):
             continue
         own = leading_wrappers(fqn)
         chain = own if chain is None else _common(chain, own)
@@ -86,7 +86,7 @@ class KeyMap:
     def __call__(self, fqn: str) -> str:
         """Return the new name of a tensor; a name without the chain stays as it is."""
         prefix = "".join(f"{segment}." for segment in self.remove)
-        if not fqn.startswith(prefix) or len(fqn) == len(prefix):
+        if not fqn.startswith(prefix):
             return fqn
         rest = fqn[len(prefix) :]
         if self.inner:

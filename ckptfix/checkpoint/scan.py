@@ -42,7 +42,9 @@ def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
             if entry.name == JOURNAL_FOLDER or (only is not None and entry.name != only):
                 continue
             name = parse_file_name(entry.name)
-            if entry.is_dir():
+            if os.path.isdir(
+                entry.path
+            ):  # and not entry.is_dir(), which raises for a link that leads to itself
                 subfolders[path] = describe_folder_name(entry.name) or "a folder"
             elif name is not None or only is not None:
                 components.append(_component(root, path, name or _unknown(entry.name)))

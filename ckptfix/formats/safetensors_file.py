@@ -135,6 +135,11 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise FormatError(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise FormatError("the header is not a JSON object")
+    if b"\\u" in raw:
+        try:
+            json.dumps(header, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise FormatError("a name in the header holds half of a surrogate pair") from None
     return header
 
 
@@ -142,8 +147,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise FormatError(f"the header names {twice!r} more than once")
     return result
 
@@ -180,9 +185,12 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
             continue
         try:
             begin, end = entry["data_offsets"]
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            dtype, sizes = entry["dtype"], entry["shape"]
         except (TypeError, KeyError, ValueError):
             raise FormatError(f"the entry of {fqn!r} lacks dtype, shape or two data_offsets") from None
+        if type(sizes) is not list:
+            raise FormatError(f"the shape of {fqn!r} is no list")
+        shape = tuple(sizes)
         _check_entry(fqn, dtype, shape, begin, end)
         found.append(TensorInfo(fqn, dtype, shape, (start + begin, start + end)))
     found.sort(key=_offsets)

@@ -43,6 +43,11 @@ def parse_index(data: bytes) -> WeightsIndex:
             raise FormatError(
                 f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
             )
+    if b"\\u" in data:
+        try:
+            json.dumps(document, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise FormatError("a name in the index holds half of a surrogate pair") from None
     return WeightsIndex(document, weight_map)
 
 

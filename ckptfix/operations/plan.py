@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, Fingerprint
-from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, inner_wrappers
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, Fingerprint, NameScope
+from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, inner_wrappers
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
 from ckptfix.operations.diagnose import Diagnosis
 from ckptfix.operations.diagnose.entries import GAPLESS_ROLES, renumbered
@@ -170,7 +170,7 @@ class _Planner:
             if isinstance(finding, NestedPrefix)
         }
         keys = self.policy.keys
-        strip_single = "wrapper-prefix" in self.policy.allow
+        strip_single = "wrapper-prefix" in self.policy.allow and self.policy.wants("wrapper-prefix")
         for component in self.folder.components:
             for scope in component.scopes:
                 key = scope_key(component, scope)
@@ -179,7 +179,7 @@ class _Planner:
                 finding = nested.get((component.path, str(scope)))
                 if keys is Keys.DDP and (is_state_dict or chain):
                     key_map = KeyMap(remove=chain, insert=DDP_CHAIN, inner=is_state_dict)
-                elif keys is Keys.BARE or (strip_single and not finding):
+                elif keys is Keys.BARE or strip_single:
                     key_map = KeyMap(remove=chain, inner=is_state_dict)
                 elif finding is not None:
                     key_map = KeyMap(remove=chain, insert=finding.target)
@@ -196,13 +196,10 @@ class _Planner:
             key_map = key_maps.get(scope_key(component, scope))
             if key_map is None:
                 continue
-            for first, second, new in collisions(scope.names, key_map):
-                self._stay(code, component.path, f"{first!r} and {second!r} would both become {new!r}")
+            if objection := _objection(self._joint_names(component, scope), key_map):
+                self._stay(code, component.path, objection)
                 return False
             changes += [(fqn, key_map(fqn)) for fqn in scope.names if key_map(fqn) != fqn]
-        if any(new == METADATA_KEY for _, new in changes):
-            self._stay(code, component.path, f"a name would become {METADATA_KEY!r}")
-            return False
         if not changes and not add_format:
             return False
         if changes and component.path in self.unsafe:
@@ -224,6 +221,20 @@ class _Planner:
         asked = self.policy.keys is not Keys.AUTO or code in self.policy.allow or add_format
         self._add(action, (code,), Safety.LOSSY if asked else Safety.SAFE, (component.path,))
         return True
+
+    def _joint_names(self, component: Component, scope: NameScope) -> tuple[str, ...]:
+        """Return the names that must stay distinct: of all shards of a model together, else of the scope alone."""
+        family = _family(component)
+        if family is None:
+            return scope.names
+        return tuple(
+            fqn
+            for other in self.folder.components
+            if _family(other) == family
+            for place in other.scopes
+            if (place.path, place.kind) == (scope.path, scope.kind)
+            for fqn in place.names
+        )
 
     def _code_of(self, component: Component, key_maps: Mapping[ScopeKey, KeyMap]) -> str:
         if not key_maps:
@@ -284,6 +295,18 @@ class _Planner:
 
     def _stay(self, code: str, path: PurePosixPath, reason: str) -> None:
         self.unplanned.append(Unplanned(code=code, path=path, reason=reason))
+
+
+def _objection(names: tuple[str, ...], key_map: KeyMap) -> str | None:
+    """Return why these names cannot be mapped, or None when they can."""
+    for first, second, new in collisions(names, key_map):
+        return f"{first!r} and {second!r} would both become {new!r}"
+    renamed = [key_map(fqn) for fqn in names]
+    if METADATA_KEY in renamed:
+        return f"a name would become {METADATA_KEY!r}"
+    if key_map.inner and common_wrappers(renamed) != key_map.insert:
+        return "without its inner wrappers every name would begin with a wrapper again: what is real is not clear"
+    return None
 
 
 def _incomplete_families(diagnosis: Diagnosis) -> set[tuple[str, str]]:

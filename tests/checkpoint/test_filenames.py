@@ -101,8 +101,8 @@ def test_every_weight_file_is_a_component_whatever_its_name(suffix: str) -> None
 
 
 PARTS = st.sampled_from(
-    ["model", "pytorch_model", "optimizer", "custom_checkpoint", "random_states", "scaler", "_", "-", "of", "0", "00001",
-     "1", "12", ".", ".safetensors", ".bin", ".pkl", ".pt", ".index.json", "\n", "fsdp"]
+    ["model", "pytorch_model", "optimizer", "custom_checkpoint", "random_states", "scaler", "_", "-", "of", "0",
+     "00001", "1", "12", ".", ".safetensors", ".bin", ".pkl", ".pt", ".index.json", "\n", "fsdp"]
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Names and maps between them: what counts as a wrapper, and what a map may change."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptfix.checkpoint.keys import (
@@ -133,6 +133,7 @@ def test_names_of_modules_in_metadata(insert: tuple[str, ...], module: str, new:
 @given(NAMES, CHAINS, CHAINS)
 def test_a_module_follows_its_parameters(fqn: str, remove: tuple[str, ...], insert: tuple[str, ...]) -> None:
     key_map = KeyMap(remove=remove, insert=insert)
+    assume(not fqn.startswith("."))  # a module with an empty name cannot be told from the root
     module = (joined(remove) + fqn).rpartition(".")[0]
     assert key_map.module(module) == key_map(joined(remove) + fqn).rpartition(".")[0]
 

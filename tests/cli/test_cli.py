@@ -1,7 +1,10 @@
 """Exit statuses, JSON, and what is printed of names that nobody should trust."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +114,160 @@ def test_human_size() -> None:
         "1.5 KiB",
         "10.0 TiB",
     ]
+
+
+def test_quiet_prints_only_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "--quiet", str(folder)]) == 1
+    assert "doubled-model" in capsys.readouterr().out
+    assert run(["repair", str(folder)]) == 0
+    capsys.readouterr()
+    assert run(["check", "--quiet", str(folder)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_the_worst_of_many_is_the_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder, folder.parent / "whole")
+    assert run(["repair", str(folder.parent / "whole")]) == 0
+    capsys.readouterr()
+    assert run(["check", str(folder.parent / "whole"), str(folder), "--json"]) == 1
+    assert [checked["status"] for checked in printed(capsys)["checkpoints"]] == [0, 1]
+
+
+def test_recursive_finds_nothing_in_a_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["repair", str(folder)]) == 0
+    capsys.readouterr()
+    assert run(["check", "-r", str(folder.parent), "--json"]) == 0
+    assert len(printed(capsys)["checkpoints"]) == 1
+    assert run(["check", "-r", str(folder / "model.safetensors"), "--json"]) == 2
+    assert printed(capsys)["error"]
+
+
+@pytest.mark.parametrize("verb", ["repair", "undo"])
+def test_an_interrupt_is_130_and_the_folder_is_as_it_was(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    if verb == "undo":
+        assert run(["repair", str(folder)]) == 0
+    before = files(folder)
+    capsys.readouterr()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", interrupt)
+        assert run([verb, str(folder), "--json"]) == 130
+    assert printed(capsys)["status"] == 130
+    assert files(folder) == before
+    assert run([verb, str(folder)]) == 0
+
+
+def test_only_restricts_and_reports_what_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    assert run(["repair", str(folder), "--only", "nested-prefix", "--json"]) == 1
+    document = printed(capsys)
+    assert (document["steps"], document["transaction"]) == ([], None)
+    assert [finding["code"] for finding in document["left"]] == ["doubled-model"]
+    assert files(folder) == before
+
+
+def test_messages_and_json_never_mix(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["check"], ["repair", "--dry-run"], ["repair"], ["repair"], ["undo"], ["undo"]):
+        run([arguments[0], str(folder), *arguments[1:], "--json"])
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert out.count("\n") == 1
+        json.loads(out)
+
+
+def test_the_plan_says_what_to_type_to_take_it_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["repair", str(folder)])
+    out = capsys.readouterr().out
+    assert f"ckptfix undo {folder}" in out
+    run(["undo", str(folder)])
+    assert "undone: drop model_1.safetensors" in capsys.readouterr().out
+
+
+def test_undo_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(folder)
+    assert run(["undo", str(folder)]) == 2
+    assert "no repair to undo" in capsys.readouterr().err
+    assert files(folder) == before
+
+
+def test_undo_refuses_a_file_that_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["repair", str(folder)]) == 0
+    model = folder / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"!")
+    before = files(folder)
+    for force in ([], ["--force"]):
+        capsys.readouterr()
+        assert run(["undo", str(folder), *force, "--json"]) == 3
+        assert "model.safetensors" in printed(capsys)["error"]
+        assert files(folder) == before
+
+
+def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
+    """``ckptfix check | head -0``: whoever reads has gone, and that is all that happened."""
+    for option in ([], ["--json"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        result = subprocess.run(
+            [sys.executable, "-m", "ckptfix", "check", folder, *option],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            check=False,
+        )
+        os.close(writer)
+        assert "Traceback" not in result.stderr
+        assert result.returncode != 0
+
+
+def test_the_module_is_the_command(folder: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "ckptfix", "check", folder, "--json"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["version"] == 1
+
+
+def test_no_colour_and_no_bar_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["repair", str(folder)])
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out
+    assert err == ""
+
+
+def test_many_broken_files_are_collapsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(1, 31):
+        (tmp_path / f"model-{number:05}-of-00030.safetensors").write_bytes(b"")
+    assert run(["check", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 15
+    assert "27 more files" in out
+    assert run(["check", str(tmp_path), "--json"]) == 1
+    assert len(printed(capsys)["checkpoints"][0]["findings"]) == 30
+
+
+def test_a_lost_layer_range_is_collapsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = "model-00001-of-00001.safetensors"
+    write_safetensors(tmp_path / shard, {"head": b"1"})
+    lost = {f"layers.{layer}.w": shard for layer in range(48)}
+    index = {"metadata": {}, "weight_map": {"head": shard, **lost}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run(["check", str(tmp_path)]) == 1
+    assert len(capsys.readouterr().out) < 1500
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent == folder
+    }

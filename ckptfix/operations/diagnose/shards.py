@@ -65,8 +65,8 @@ def _diagnose_group(
     unlisted = len(actual.keys() - listed.keys())
     if index is not None and not (doubled or lost or misplaced or unlisted):
         return []
-    if index is None and (len(shards) == 1 and shards[0].name.shard == (1, 1)):
-        return []  # one shard of one: loaders take it by name
+    if index is None and (not actual or (len(shards) == 1 and shards[0].name.shard == (1, 1))):
+        return []  # nothing to list, or one shard of one, which loaders take by name
     renamed = _only_renamed(lost, actual, listed)
     return [
         IndexMismatch(
