@@ -70,8 +70,8 @@ def inner_wrappers(names: Iterable[str]) -> bool:
 class KeyMap:
     """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
 
-    ``remove``: the wrapper chain that every name begins with. ``insert``: what takes its place. ``inner``:
-    private wrapper segments elsewhere in a name go as well.
+    ``inner``: private wrapper segments go first, wherever they stand in a name. ``remove``: the wrapper chain that
+    every name then begins with. ``insert``: what takes its place.
     """
 
     remove: tuple[str, ...]
@@ -84,15 +84,13 @@ class KeyMap:
         return self.remove == self.insert and not self.inner
 
     def __call__(self, fqn: str) -> str:
-        """Return the new name of a tensor; a name without the chain stays as it is."""
+        """Return the new name of a tensor; a name without the chain keeps its beginning."""
+        if self.inner:
+            fqn = without_private_wrappers(fqn)
         prefix = "".join(f"{segment}." for segment in self.remove)
         if not fqn.startswith(prefix):
             return fqn
-        rest = fqn[len(prefix) :]
-        if self.inner:
-            *path, last = rest.split(".")
-            rest = ".".join([segment for segment in path if segment not in PRIVATE_WRAPPERS] + [last])
-        return "".join(f"{segment}." for segment in self.insert) + rest
+        return "".join(f"{segment}." for segment in self.insert) + fqn[len(prefix) :]
 
     def module(self, name: str) -> str:
         """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
@@ -102,15 +100,20 @@ class KeyMap:
         innermost module, the right one.
         """
         segments = tuple(name.split(".")) if name else ()
+        if self.inner:
+            segments = tuple(segment for segment in segments if segment not in PRIVATE_WRAPPERS)
         depth = len(self.remove)
         if segments[:depth] == self.remove:
-            rest = segments[depth:]
-            if self.inner:
-                rest = tuple(segment for segment in rest if segment not in PRIVATE_WRAPPERS)
-            return ".".join(self.insert + rest)
+            return ".".join(self.insert + segments[depth:])
         if segments == self.remove[: len(segments)]:
             return ".".join(self.insert[: len(segments)])
-        return name
+        return ".".join(segments)
+
+
+def without_private_wrappers(fqn: str) -> str:
+    """Return a name without its private wrapper segments; the last segment stays."""
+    *path, last = fqn.split(".")
+    return ".".join([segment for segment in path if segment not in PRIVATE_WRAPPERS] + [last])
 
 
 def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, str], ...]:

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, Fingerprint, NameScope
-from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, inner_wrappers
+from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
 from ckptfix.operations.diagnose import Diagnosis
 from ckptfix.operations.diagnose.entries import GAPLESS_ROLES, renumbered
@@ -177,15 +177,18 @@ class _Planner:
                 chain = chain_of[key]
                 is_state_dict = scope.kind == "state dict"
                 finding = nested.get((component.path, str(scope)))
-                if keys is Keys.DDP and (is_state_dict or chain):
-                    key_map = KeyMap(remove=chain, insert=DDP_CHAIN, inner=is_state_dict)
-                elif keys is Keys.BARE or strip_single:
-                    key_map = KeyMap(remove=chain, inner=is_state_dict)
+                if is_state_dict and (keys is not Keys.AUTO or strip_single):
+                    # Private wrappers go first: what they hid may be a wrapper that every name carries.
+                    joint = map(without_private_wrappers, self._joint_names(component, scope))
+                    insert = DDP_CHAIN if keys is Keys.DDP else ()
+                    key_map = KeyMap(remove=common_wrappers(joint), insert=insert, inner=True)
+                elif chain and (keys is not Keys.AUTO or strip_single):
+                    key_map = KeyMap(remove=chain, insert=DDP_CHAIN if keys is Keys.DDP else ())
                 elif finding is not None:
                     key_map = KeyMap(remove=chain, insert=finding.target)
                 else:
                     continue
-                if key_map.remove != key_map.insert or (key_map.inner and inner_wrappers(scope.names)):
+                if any(key_map(fqn) != fqn for fqn in scope.names):
                     result[key] = key_map
         return result
 
