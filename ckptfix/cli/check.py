@@ -5,6 +5,7 @@ import click
 from ckptfix.cli.report import Report
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.target import find_checkpoints
+from ckptfix.wording import human_size
 
 
 @click.command("check")
@@ -34,7 +35,8 @@ def print_check(report: Report, result: CheckReport) -> None:
     """Print what is wrong with one checkpoint, and what was not looked at."""
     components = result.folder.components
     tensors = sum(len(component.tensors) for component in components)
-    report.line(f"{result.path}: {len(components)} files, {tensors} tensors", bold=True)
+    size = human_size(sum(component.size for component in components))
+    report.line(f"{result.path}: {len(components)} files, {tensors} tensors, {size}", bold=True)
     report.findings(result.findings, str(result.path))
     fixable = any(finding.action.value == "fix" for finding in result.findings) and result.status
     if not components:

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -88,41 +88,3 @@ class Report:
 def escape(text: str) -> str:
     """Make text from a file safe to print: control and invisible characters become backslash escapes."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
-
-
-def human_size(count: int) -> str:
-    """Return a size for people: 1.5 GiB."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit returns")
-
-
-def collapse_layers(names: Iterable[str]) -> list[str]:
-    """Collapse names that differ in one number only: ``layers.{0...31}.mlp.weight``. The order is kept."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        match = re.search(r"\.([0-9]+)\.", name)
-        key = (name[: match.start(1)], name[match.end(1) :]) if match else (name, "")
-        numbers = groups.setdefault(key, [])
-        if match:
-            numbers.append(int(match[1]))
-    return [before + _ranges(numbers) + after for (before, after), numbers in groups.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    if not numbers:
-        return ""
-    ordered = sorted(set(numbers))
-    if len(ordered) == 1:
-        return str(ordered[0])
-    parts = []
-    start = last = ordered[0]
-    for number in [*ordered[1:], -1]:
-        if number != last + 1:
-            parts.append(str(start) if start == last else f"{start}...{last}")
-            start = number
-        last = number
-    return "{" + ",".join(parts) + "}"

@@ -286,7 +286,8 @@ class _Planner:
                         self._add(Renumber(source=entry.path, target=target), (code,), safety, (entry.path,))
 
     def _drop(self, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety) -> None:
-        self._add(DropEntry(path=path, kept=kept), (code,), safety, (path, kept))
+        action = DropEntry(path=path, kept=kept, size=self.components[path].size)
+        self._add(action, (code,), safety, (path, kept))
 
     def _add(
         self, action: StepAction, fixes: tuple[str, ...], safety: Safety, paths: tuple[PurePosixPath, ...]

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.wording import human_size
 
 
 class Safety(Enum):
@@ -22,9 +23,10 @@ class DropEntry:
 
     path: PurePosixPath
     kept: PurePosixPath
+    size: int
 
     def __str__(self) -> str:
-        return f"drop {self.path}, the same bytes stay in {self.kept}"
+        return f"drop {self.path} ({human_size(self.size)}), the same bytes stay in {self.kept}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.cli.report import collapse_layers, escape, human_size
+from ckptfix.cli.report import escape
 from ckptfix.storage.lock import folder_lock
 from tests.operations.builders import write_safetensors
 
@@ -100,20 +100,6 @@ def test_a_dry_run_changes_nothing_and_shows_the_plan(
 def test_escape_leaves_plain_text_alone() -> None:
     assert escape("layers.0.größe.重み") == "layers.0.größe.重み"
     assert escape("a\ud800b\x00") == "a\\ud800b\\x00"
-
-
-def test_collapse_layers() -> None:
-    names = [f"layers.{index}.w" for index in range(32)] + ["head", "layers.40.w"]
-    assert collapse_layers(names) == ["layers.{0...31,40}.w", "head"]
-
-
-def test_human_size() -> None:
-    assert [human_size(size) for size in (0, 1023, 1536, 10 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "10.0 TiB",
-    ]
 
 
 def test_quiet_prints_only_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.operations.findings.base import Action, Finding, Severity, dotted
+from ckptfix.wording import human_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class DoubledModel(Finding):
     def __str__(self) -> str:
         how = "equal in every sampled byte" if self.sampled else "equal in every byte"
         return (
-            f"{self.path} is {self.original} again: {self.tensors} tensors with "
+            f"{self.path} is {self.original} again: {self.tensors} tensors ({human_size(self.bytes)}) with "
             f"'{dotted(self.chain)}' before every name, {how}"
         )
 
@@ -49,7 +50,8 @@ class IdenticalModels(Finding):
 
     def __str__(self) -> str:
         how = "every sampled byte" if self.sampled else "every byte"
-        return f"{self.path} equals {self.original} in names and in {how} ({self.tensors} tensors)"
+        size = f"{self.tensors} tensors, {human_size(self.bytes)}"
+        return f"{self.path} equals {self.original} in names and in {how} ({size})"
 
     @property
     def advice(self) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ckptfix.operations.findings.base import Action, Finding, Severity
+from ckptfix.wording import list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,9 @@ class IndexMismatch(Finding):
         if self.absent:
             return f"{self.path} is missing, its shards are there"
         if self.lost:
-            return f"{self.path} names {len(self.lost)} tensors that no shard holds, first {self.lost[0]!r}"
+            return f"{self.path} names {len(self.lost)} tensors that no shard holds: {list_names(self.lost)}"
         if self.doubled:
-            return f"{len(self.doubled)} tensors of {self.path} are in two shards, first {self.doubled[0]!r}"
+            return f"{len(self.doubled)} tensors of {self.path} are in two shards: {list_names(self.doubled)}"
         return f"{self.path}: {self.misplaced} tensors are in another shard, {self.unlisted} are not listed"
 
     @property
@@ -166,7 +167,7 @@ class CrcMismatch(Finding):
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        used = f" (tensor {self.tensors[0]!r})" if self.tensors else ""
+        used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
         return f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
 
     @property
