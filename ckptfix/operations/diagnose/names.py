@@ -1,6 +1,6 @@
 """Names: wrappers that are there once, twice, or in the middle, and what the names should be."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
@@ -70,19 +70,19 @@ def _target(
     """Return the chain that names should have: none where a bare reference says so, else each wrapper once."""
     if scope.path == () and scope.kind == "state dict":
         strip = KeyMap(remove=chain)
-        bare = {strip(fqn) for fqn in scope.names}
-        if any(bare <= names for names in _references(folder, component)):
+        # Looked up name by name, so that the first name that is not there ends it: an index speaks of all shards.
+        if any(all(strip(fqn) in names for fqn in scope.names) for names in _references(folder, component)):
             return ()
     return collapse(chain)
 
 
-def _references(folder: CheckpointFolder, component: Component) -> Iterable[set[str]]:
+def _references(folder: CheckpointFolder, component: Component) -> Iterable[Container[str]]:
     """Yield the key sets that speak of the same model: its index, and the same entry in the other container."""
     name = component.name
     for other in folder.components:
         if isinstance(other.content, WeightsIndex) and other.name.stem == name.stem:
             if other.name.suffix == f"{name.suffix}.index.json":
-                yield set(other.content.weight_map)
+                yield other.content.weight_map
         elif (
             name.role is Role.MODEL
             and other.role is Role.MODEL

@@ -1,0 +1,41 @@
+"""From findings to steps. Pure: the same diagnosis and policy give the same plan, and nothing is touched."""
+
+from dataclasses import dataclass
+
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.operations.diagnose import Diagnosis
+from ckptfix.operations.plan.draft import Draft
+from ckptfix.operations.plan.entries import plan_drops, plan_moves
+from ckptfix.operations.plan.files import plan_indexes, plan_trims
+from ckptfix.operations.plan.names import plan_names
+from ckptfix.operations.policy import Policy
+from ckptfix.operations.steps import Step, Unplanned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps in the order in which they are applied, and what stays although it could be repaired."""
+
+    folder: CheckpointFolder
+    steps: tuple[Step, ...]
+    unplanned: tuple[Unplanned, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.steps
+
+
+def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
+    """Plan the repair of a diagnosed folder.
+
+    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come last, so that
+    every other step names files as the user knows them.
+    """
+    draft = Draft(diagnosis, policy)
+    dropped = plan_drops(draft)
+    plan_trims(draft, dropped)
+    maps = plan_names(draft, dropped)
+    plan_indexes(draft, maps)
+    plan_moves(draft, dropped)
+    return Plan(folder=diagnosis.folder, steps=tuple(draft.steps), unplanned=tuple(draft.unplanned))
