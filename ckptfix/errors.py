@@ -7,7 +7,7 @@
     ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
-    └── OperationError           could not finish; the folder is as it was (exit status 3)
+    └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
         ├── JournalError         the journal in .ckptfix/ cannot be used
@@ -41,7 +41,11 @@ class UnsupportedFormat(FormatError):
 
 
 class OperationError(CkptfixError):
-    """An operation could not finish; the folder is as it was before it."""
+    """An operation could not finish.
+
+    The folder is as it was before it. Only after a JournalError a transaction may still be unfinished: then the
+    next repair or undo takes the folder back first, or says what is in the way.
+    """
 
 
 class LockedError(OperationError):
@@ -53,7 +57,7 @@ class ChangedError(OperationError):
 
 
 class JournalError(OperationError):
-    """The journal is damaged, or the folder is in a state that the journal does not explain."""
+    """The journal is damaged or cannot be read, or a roll-back met a file that the journal does not explain."""
 
 
 class RolledBackError(OperationError):

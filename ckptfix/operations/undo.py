@@ -58,7 +58,7 @@ def undo(
     if not transactions(target.root):
         raise UsageError(f"{target.path}: there is no repair to undo")
     with folder_lock(target.root):
-        recovered = recover(target.root, progress=progress)
+        recovered = recover(target.root, force=force, progress=progress)
         if recovered is not None and recovered.rolled_back is not None:
             return _receipt(
                 target.path, recovered.rolled_back, len(_done(target.root, wanted)), recovered=True

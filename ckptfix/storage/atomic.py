@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -41,9 +40,11 @@ def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> N
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of ``path``, which must not be a symbolic link."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    """Return the bytes of ``path``. Raises OSError when it is a symbolic link or a special file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO would give nothing, or never end
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
         parts = []
         while part := os.read(fd, 1 << 24):
             parts.append(part)
@@ -63,30 +64,12 @@ def keep(path: Path, kept: Path) -> None:
         os.rename(path, kept)
 
 
-def rename_back(kept: Path, path: Path) -> None:
-    """Move ``kept`` over ``path``, also when both are links to one inode already."""
-    os.rename(kept, path)
-    if os.path.lexists(kept):  # rename does nothing, and succeeds, when both names are one inode (POSIX)
-        os.unlink(kept)
-
-
-def set_owner_and_mode(path: Path, current: os.stat_result, *, uid: int, gid: int, mode: int) -> None:
-    """Change owner (where permitted) and mode bits of a regular file where ``current`` has others."""
-    moved = (current.st_uid, current.st_gid) != (uid, gid)
-    if moved:
-        with suppress(PermissionError):
-            os.chown(path, uid, gid, follow_symlinks=False)
-    if moved or stat.S_IMODE(current.st_mode) != mode:  # chown clears set-uid bits
-        os.chmod(path, mode)
-
-
-def remove_tree(folder: Path) -> None:
-    """Delete a folder of the journal and all in it; symbolic links in it are removed, not followed."""
-    with os.scandir(folder) as entries:
-        found = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for path, is_folder in found:
-        if is_folder:
-            remove_tree(path)
-        else:
-            os.unlink(path)
+def remove_folder(folder: Path) -> None:
+    """Delete a folder of the journal and the files and links in it. Raises OSError when it is itself a link."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in os.listdir(fd):
+            os.unlink(name, dir_fd=fd)  # never a folder: ckptfix makes none in there, and deletes no other
+    finally:
+        os.close(fd)
     os.rmdir(folder)

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.copying import copy_range
+from ckptfix.storage.paths import locate
 from ckptfix.storage.recipes import Literal, Recipe
 
 # The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB and not one each.
@@ -19,7 +20,7 @@ def build(recipe: Recipe, root: Path, target: Path, *, progress: Callable[[int],
     """Write the new file ``target`` from ``recipe``, whose ranges name files below ``root``, and sync it.
 
     It gets the recipe's mode, and its owner where that is permitted. Raises FileExistsError, or ChangedError when
-    a source ends before a range of it does.
+    a source ends before a range of it does, OperationError when it lies behind a link to a folder.
     """
     # 0600 until it is complete: a file that only its owner may read must not be open to others meanwhile.
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -42,7 +43,8 @@ def _sources(root: Path) -> Iterator[Callable[[PurePosixPath], int]]:
 
     def source_of(path: PurePosixPath) -> int:
         if path not in opened:
-            opened[path] = os.open(root / path, os.O_RDONLY | os.O_CLOEXEC)
+            # The file itself may be a link (a cache keeps its blobs so), the folders on the way to it may not.
+            opened[path] = os.open(locate(root, path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         return opened[path]
 
     try:

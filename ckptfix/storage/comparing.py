@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -94,12 +94,24 @@ def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> boo
     ):
         return False
     if status_a.st_ino == status_b.st_ino:
+        if not (status_a.st_nlink > 1 or _same_path(fd_a, fd_b)):
+            return False
         return all(run.offset_a == run.offset_b for run in runs)
     return all(same_extents(fd_a, run.offset_a, fd_b, run.offset_b, run.length) for run in runs)
 
 
+def _same_path(fd_a: int, fd_b: int) -> bool:
+    """True when both were opened as one name. Some FUSE and SMB mounts give two files the same inode number."""
+    with suppress(OSError):  # no /proc
+        return os.readlink(f"/proc/self/fd/{fd_a}") == os.readlink(f"/proc/self/fd/{fd_b}")
+    return False
+
+
 def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
-    """Return at most ``pages`` runs of at most 4096 bytes, spread evenly from the first byte to the last."""
+    """Return samples of at most 4096 bytes, ``pages`` at most, spread evenly from the first byte to the last.
+
+    Runs that are together no longer than all samples would be are returned whole, however many they are.
+    """
     runs = [run for run in runs if run.length]
     ends = list(accumulate(run.length for run in runs))
     if not ends or ends[-1] <= pages * _PAGE:

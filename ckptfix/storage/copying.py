@@ -4,7 +4,6 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from ckptfix.errors import ChangedError
@@ -52,17 +51,23 @@ def copy_range(
     modulo its block size. Raises ChangedError when the source ends early. ``progress`` gets bytes done.
     """
     head, middle = _cloneable(target, source_offset, target_offset, length)
-    if middle:
-        arguments = struct.pack("=qQQQ", source, source_offset + head, middle, target_offset + head)
-        with suppress(OSError):
-            fcntl.ioctl(target, _FICLONERANGE, arguments)
-            if progress:
-                progress(middle)
-            rest = head + middle
-            _copy_paced(source, source_offset, target, target_offset, head, progress)
-            _copy_paced(source, source_offset + rest, target, target_offset + rest, length - rest, progress)
-            return
-    _copy_paced(source, source_offset, target, target_offset, length, progress)
+    if not middle or not _shared(source, source_offset + head, target, target_offset + head, middle):
+        _copy_paced(source, source_offset, target, target_offset, length, progress)
+        return
+    if progress:
+        progress(middle)
+    rest = head + middle
+    _copy_paced(source, source_offset, target, target_offset, head, progress)
+    _copy_paced(source, source_offset + rest, target, target_offset + rest, length - rest, progress)
+
+
+def _shared(source: int, source_offset: int, target: int, target_offset: int, length: int) -> bool:
+    """Make ``target`` share whole blocks of ``source``. False: this file system cannot."""
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, source_offset, length, target_offset))
+    except OSError:
+        return False
+    return True
 
 
 def _cloneable(target: int, source_offset: int, target_offset: int, length: int) -> tuple[int, int]:

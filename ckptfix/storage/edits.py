@@ -4,7 +4,6 @@ Every path is relative to the folder. No edit follows a symbolic link, none crea
 place (Patch, Append, Truncate) is refused for a file that has a second hard link: the other name would change too.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -12,9 +11,8 @@ from pathlib import PurePosixPath
 from typing_extensions import assert_never
 
 from ckptfix.errors import OperationError
+from ckptfix.storage.paths import check_path
 from ckptfix.storage.recipes import Absent, Kept, Literal, Range, Recipe
-
-JOURNAL = ".ckptfix"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,31 +86,26 @@ def edited_paths(edit: "Edit | Record") -> tuple[PurePosixPath, ...]:
     return (edit.source, edit.target) if isinstance(edit, Move) else (edit.path,)
 
 
-def read_paths(edit: Edit) -> Iterator[PurePosixPath]:
+def read_paths(edit: "Edit | Record") -> Iterator[PurePosixPath]:
     """Yield the paths that the recipes of ``edit`` read, each range's path once per range."""
-    recipes: list[Recipe | Kept | Absent] = []
-    if isinstance(edit, Replace):
-        recipes = [edit.content, edit.previous]
-    elif isinstance(edit, Remove):
-        recipes = [edit.previous]
-    for recipe in recipes:
-        if isinstance(recipe, Recipe):
-            yield from (piece.path for piece in recipe.pieces if isinstance(piece, Range))
+    for recipe in _recipes(edit):
+        yield from (piece.path for piece in recipe.pieces if isinstance(piece, Range))
 
 
-def check_edit(edit: Edit) -> None:
+def check_edit(edit: "Edit | Record") -> None:
     """Raise OperationError when the edit makes no sense whatever the files are, or leaves the folder."""
     for path in (*edited_paths(edit), *dict.fromkeys(read_paths(edit))):
-        if path.is_absolute() or not path.parts or ".." in path.parts or path.parts[0] == JOURNAL:
-            raise OperationError(f"{path}: an edit must stay inside the folder and outside {JOURNAL}/")
+        check_path(path)
     match edit:
         case Patch():
             sound = edit.offset >= 0 and len(edit.old) == len(edit.new)
         case Append():
             sound = edit.old_size >= 0 and 0 <= edit.tail <= len(edit.data)
+        case Appended():
+            sound = edit.old_size >= 0 and edit.length >= 0
         case Truncate():
             sound = 0 <= edit.new_size <= edit.old_size
-        case Replace() | Remove():
+        case Replace() | Replaced() | Remove():
             sound = all(_is_sound(recipe) for recipe in _recipes(edit))
         case Move():
             sound = edit.source != edit.target
@@ -122,15 +115,16 @@ def check_edit(edit: Edit) -> None:
         raise OperationError(f"{edit!r}: the numbers of this edit contradict each other")
 
 
-def _recipes(edit: Replace | Remove) -> Iterator[Recipe]:
+def _recipes(edit: "Edit | Record") -> Iterator[Recipe]:
     if isinstance(edit, Replace):
         yield edit.content
-    if isinstance(edit.previous, Recipe):
+    if isinstance(edit, Replace | Replaced | Remove) and isinstance(edit.previous, Recipe):
         yield edit.previous
 
 
 def _is_sound(recipe: Recipe) -> bool:
-    return all(isinstance(p, Literal) or (p.offset >= 0 and p.length >= 0) for p in recipe.pieces)
+    pieces = (isinstance(p, Literal) or (p.offset >= 0 and p.length >= 0) for p in recipe.pieces)
+    return all(pieces) and recipe.size < 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +134,6 @@ class Appended:
     path: PurePosixPath
     old_size: int
     length: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +152,7 @@ def record_of(edit: Edit) -> Record:
     """Return what the journal keeps of ``edit``."""
     match edit:
         case Append():
-            digest = hashlib.sha256(edit.data).hexdigest()
-            return Appended(path=edit.path, old_size=edit.old_size, length=len(edit.data), sha256=digest)
+            return Appended(path=edit.path, old_size=edit.old_size, length=len(edit.data))
         case Replace():
             return Replaced(path=edit.path, previous=edit.previous)
         case Patch() | Truncate() | Remove() | Move():

@@ -13,6 +13,7 @@ _LAST = 1
 # UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: such an extent's place
 # says nothing about its bytes.
 _UNPROVEN = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
+_SHARED = 0x2000  # without it two files cannot lie on one place; equal numbers are then places on two devices
 _HEADER = struct.Struct("=QQLLLL")
 _EXTENT = struct.Struct("=QQQQQLLLL")
 _AT_ONCE = 256
@@ -40,7 +41,7 @@ def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int
 def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, place) of each proven extent; start and end count from ``offset``, place is on the disk.
 
-    Ends early at an extent that proves nothing; holes are left out.
+    Ends early at an extent that proves nothing or belongs to one file alone; holes are left out.
     """
     position = offset
     while position < offset + length:
@@ -54,7 +55,7 @@ def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int
             logical, place, size, _, _, flags, *_ = _EXTENT.unpack_from(
                 request, _HEADER.size + number * _EXTENT.size
             )
-            if flags & _UNPROVEN:
+            if flags & _UNPROVEN or not flags & _SHARED:
                 return
             if logical + size <= position:
                 raise OSError(errno.EIO, "FIEMAP made no progress")

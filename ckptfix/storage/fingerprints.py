@@ -1,8 +1,11 @@
 """Tell in a millisecond whether a file is still what it was."""
 
+import errno
 import hashlib
 import os
 import stat
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +26,7 @@ class Fingerprint:
     sha256: str
 
     def same_content(self, other: "Fingerprint | None") -> bool:
-        """True when only the modification time may differ."""
+        """True when only the modification time may differ, and the bytes between the ends of a file."""
         return other is not None and (self.kind, self.size, self.sha256) == (
             other.kind,
             other.size,
@@ -35,20 +38,36 @@ def fingerprint(path: Path) -> Fingerprint | None:
     """Return the fingerprint of ``path``, None when there is nothing. Raises OSError for a special file."""
     try:
         status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
+            digest = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+            return Fingerprint(kind="link", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+        if stat.S_ISDIR(status.st_mode):
+            return Fingerprint(kind="folder", size=0, mtime_ns=status.st_mtime_ns, sha256="")
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is neither a file nor a link nor a folder", str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    kind, size, digest = "file", status.st_size, ""
-    if stat.S_ISLNK(status.st_mode):
-        kind, digest = "link", hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
-    elif stat.S_ISDIR(status.st_mode):
-        kind, size = "folder", 0
-    else:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            digest = _ends_digest(fd, size)
-        finally:
-            os.close(fd)
-    return Fingerprint(kind=kind, size=size, mtime_ns=status.st_mtime_ns, sha256=digest)
+    try:
+        return fingerprint_of_open(fd)
+    finally:
+        os.close(fd)
+
+
+def fingerprint_of_open(fd: int) -> Fingerprint:
+    """Return the fingerprint of an open regular file."""
+    status = os.fstat(fd)
+    digest = ends_digest(lambda offset, length: os.pread(fd, length, offset), status.st_size)
+    return Fingerprint(kind="file", size=status.st_size, mtime_ns=status.st_mtime_ns, sha256=digest)
+
+
+def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
+    """Return the sha256 of both ends of a file of ``size`` bytes, whose bytes ``read(offset, length)`` gives."""
+    digest = hashlib.sha256(read(0, min(_ENDS, size)))
+    if size > _ENDS:
+        start = max(_ENDS, size - _ENDS)
+        digest.update(read(start, size - start))
+    return digest.hexdigest()
 
 
 def digest_before(fd: int, end: int) -> str:
@@ -57,9 +76,7 @@ def digest_before(fd: int, end: int) -> str:
     return hashlib.sha256(os.pread(fd, length, end - length)).hexdigest()
 
 
-def _ends_digest(fd: int, size: int) -> str:
-    digest = hashlib.sha256(os.pread(fd, _ENDS, 0))
-    if size > _ENDS:
-        start = max(_ENDS, size - _ENDS)
-        digest.update(os.pread(fd, size - start, start))
-    return digest.hexdigest()
+def moment(nanoseconds: int) -> str:
+    """Return a modification time as people read it, to the nanosecond."""
+    seconds = time.localtime(nanoseconds // 10**9)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', seconds)}.{nanoseconds % 10**9:09}"

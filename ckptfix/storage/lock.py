@@ -1,14 +1,16 @@
 """One writer per folder."""
 
+import errno
 import fcntl
 import os
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptfix.errors import JournalError, LockedError, OperationError
-from ckptfix.storage.edits import JOURNAL
+from ckptfix.storage.paths import JOURNAL
 
 
 @contextmanager
@@ -64,6 +66,14 @@ def _acquire(root: Path) -> int:
             raise LockedError(
                 f"{root}: {who} is working on this folder; wait until it has ended, then try again"
             ) from None
+        except OSError as error:
+            os.close(fd)
+            if error.errno == errno.EBADF:  # NFS: only files open for writing are locked, see _open
+                raise OperationError(
+                    f"{path}: left by a killed run of another user, and here only its owner can lock it; to remove it: "
+                    f"rm -f {shlex.quote(str(path))}"
+                ) from error
+            raise
         except BaseException:
             os.close(fd)
             raise
@@ -74,7 +84,9 @@ def _open(path: Path) -> int:
     flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_RDWR, 0o666)
-    except PermissionError:  # left by a killed run of somebody else: flock needs no right to write
+    except (
+        PermissionError
+    ):  # left by a killed run of somebody else: flock needs no right to write, but on NFS
         return os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
 
 
@@ -86,5 +98,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _write_pid(fd: int) -> None:
     with suppress(OSError):  # only for the message of the other side; a full disk must not stop an undo
+        if os.fstat(fd).st_nlink > 1:  # a snapshot of hard links, or a trap: the bytes are not ours alone
+            return
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -2,16 +2,18 @@
 
 import os
 import re
+import shlex
 import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import JournalError
-from ckptfix.storage.edits import JOURNAL, edited_paths
+from ckptfix.storage.edits import edited_paths
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.records import read_record
 
-_NAME = re.compile(r"(\d{4,})\.(building|pending|done)")
+_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 
 
 class State(Enum):
@@ -27,7 +29,9 @@ class TransactionInfo:
     """One transaction as the journal describes it.
 
     ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds since 1970;
-    ``paths`` are the edited files. ``problem`` says why the journal cannot be read (None: it can).
+    ``paths`` are the edited files, ``watched`` those and the files that an undo reads. ``problem`` says why the
+    journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that is no
+    problem, but nothing is known of it.
     """
 
     number: int
@@ -36,7 +40,9 @@ class TransactionInfo:
     summary: object = None
     created: float = 0.0
     paths: tuple[PurePosixPath, ...] = ()
+    watched: tuple[PurePosixPath, ...] = ()
     problem: str | None = None
+    foreign: bool = False
 
 
 def transactions(root: Path) -> tuple[TransactionInfo, ...]:
@@ -58,17 +64,29 @@ def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
     matches = [match for name in os.listdir(journal) if (match := _NAME.fullmatch(name))]
     return sorted(
         ((int(match[1]), State(match[2]), journal / match[0]) for match in matches),
-        key=lambda found: found[0],
+        key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage is in the way of a roll-back
     )
+
+
+def check_real(folder: Path) -> None:
+    """Raise JournalError when a transaction is a symbolic link, which would lead out of the journal, or a file."""
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise JournalError(
+            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove it: "
+            f"rm {shlex.quote(str(folder))}"
+        )
 
 
 def describe(folder: Path, number: int, state: State) -> TransactionInfo:
     """Read what the journal says of one transaction."""
-    if state is State.BUILDING:
-        return TransactionInfo(number=number, state=state)
     try:
+        check_real(folder)
+        if state is State.BUILDING:
+            return TransactionInfo(number=number, state=state)
         record = read_record(folder)
     except JournalError as error:
+        if state is State.DONE and isinstance(error.__cause__, PermissionError):
+            return TransactionInfo(number=number, state=state, foreign=True)
         return TransactionInfo(number=number, state=state, problem=str(error))
     edited = dict.fromkeys(path for edit in record.edits for path in edited_paths(edit))
     return TransactionInfo(
@@ -78,4 +96,5 @@ def describe(folder: Path, number: int, state: State) -> TransactionInfo:
         summary=record.summary,
         created=record.created,
         paths=tuple(edited),
+        watched=record.watched,
     )

@@ -1,8 +1,8 @@
-"""Kill, tear or fail an action at each call of ``os`` that changes something, in a child process per point.
+"""Kill, tear or fail an action at each call that changes something, in a child process per point.
 
 ``points(action)`` lists the calls an action makes; ``strike(action, at, fault)`` runs it with one fault. The action
-is any callable; what it does to the disk before it dies stays. ``ioctl`` and ``open()`` are not seen: the strace test
-shows that the storage layer changes nothing through them.
+is any callable; what it does to the disk before it dies stays. The calls are those of ``os``, and renameat2;
+``ioctl`` and ``open()`` are not seen: the strace test shows that the storage layer changes nothing through them.
 """
 
 import errno
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
+
+from ckptfix.storage import renaming
 
 WRITES = ("write", "pwrite", "writev", "pwritev")
 CALLS = (
@@ -83,6 +85,7 @@ def intercepted(
 ) -> Iterator[None]:
     """Route every changing call of ``os`` through ``at_call(name, real, args, kwargs)``."""
     real = {name: getattr(os, name) for name in CALLS if hasattr(os, name)}
+    renameat2 = renaming.renameat2
 
     def wrapper(name: str) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -94,11 +97,13 @@ def intercepted(
 
     for name in real:
         setattr(os, name, wrapper(name))
+    renaming.renameat2 = lambda *args: at_call("rename", renameat2, args, {})
     try:
         yield
     finally:
         for name, function in real.items():
             setattr(os, name, function)
+        renaming.renameat2 = renameat2
 
 
 def in_child(action: Callable[[], None]) -> tuple[Outcome, str]:

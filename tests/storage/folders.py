@@ -1,6 +1,7 @@
 """Small folders with every kind of file, and edits for them."""
 
 import os
+import signal
 import stat
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -9,6 +10,7 @@ from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Tr
 from ckptfix.storage.journal import commit, recover, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
+from tests.storage.crash import Outcome, in_child
 
 P = PurePosixPath
 LINK = os.link  # the folders have linked files even where a test takes hard links away
@@ -99,3 +101,14 @@ def undo_last(root: Path, number: int = 1) -> None:
 def run_recovery(root: Path) -> None:
     with folder_lock(root):
         recover(root)
+
+
+def killed(root: Path, *edits: Edit) -> None:
+    """Do the edits in a child that is killed before the commit."""
+
+    def run() -> None:
+        with folder_lock(root):
+            commit(root, edits, target="", summary=None, verify=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    assert in_child(run)[0] is Outcome.KILLED
+    (root / ".ckptfix" / "lock").unlink()  # left by the child; tests compare what else there is

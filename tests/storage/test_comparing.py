@@ -131,6 +131,25 @@ def test_one_inode_is_equal_only_at_equal_offsets(tmp_path: Path) -> None:
         assert not same_bytes_without_reading(a, b, [Run(0, 0, 8193)])
 
 
+def test_equal_inode_numbers_alone_prove_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some FUSE and SMB mounts number two files alike; each then has one link and a name of its own."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode() * 8192)
+    (tmp_path / "link").symlink_to("a")
+    real = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        status = list(real(fd))
+        status[1] = 7  # st_ino
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with both(tmp_path / "a", tmp_path / "b") as (a, b):
+        assert not same_bytes_without_reading(a, b, [Run(0, 0, 100)])
+    with both(tmp_path / "a", tmp_path / "link") as (a, b):
+        assert same_bytes_without_reading(a, b, [Run(0, 0, 100)])
+
+
 def test_a_copy_proves_nothing(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(bytes(range(256)) * 400)
@@ -200,6 +219,12 @@ SPLIT = [(n << 16, (1 << 30) + (n << 16), 1 << 16, SHARED) for n in range(16)]
             ([(0, 0, 1 << 20, flag)], [(0, 0, 1 << 20, flag)], False)
             for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
         ),
+        *(
+            ([(0, 0, 1 << 20, flag | SHARED)], [(0, 0, 1 << 20, flag | SHARED)], False)
+            for flag in (2, 4, 8, 0x80, 0x100, 0x200, 0x800)
+        ),
+        (WHOLE, [(0, 1 << 30, 1 << 20, 1)], False),  # the same number of a block, on another device
+        ([(0, 1 << 30, 1 << 20, 1)], [(0, 1 << 30, 1 << 20, 1)], False),
     ],
 )
 def test_extents(
@@ -236,6 +261,8 @@ def test_samples_reach_from_the_first_byte_to_the_last() -> None:
         )
     assert sample_runs([Run(1, 2, 5000)]) == (Run(1, 2, 5000),)
     assert sample_runs([]) == ()
+    small = [Run(n, n, 10) for n in range(100)]
+    assert sample_runs(small) == tuple(small)  # less to read than 24 samples
 
 
 @pytest.mark.slow

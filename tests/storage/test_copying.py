@@ -1,5 +1,6 @@
 """Copies are exact at every phase; a full disk is an error that changes nothing; nothing changes unseen."""
 
+import errno
 import os
 import re
 import shutil
@@ -44,6 +45,32 @@ def test_a_source_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
     with (tmp_path / "a").open("rb") as one, (tmp_path / "b").open("w+b") as two, pytest.raises(ChangedError):
         copy_range(one.fileno(), 0, two.fileno(), 0, 4)
+
+
+def test_a_full_disk_after_sharing_blocks_is_no_reason_to_copy_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(bytes(20_000))
+    shared: list[int] = []
+
+    def ioctl(fd: int, request: int, arguments: bytes) -> int:
+        shared.append(request)
+        return 0
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
+    monkeypatch.setattr(copying, "write_all", full)
+    written: list[int] = []
+    with (
+        (tmp_path / "a").open("rb") as one,
+        (tmp_path / "b").open("w+b") as two,
+        pytest.raises(OSError, match="full"),
+    ):
+        copy_range(one.fileno(), 0, two.fileno(), 0, 20_000, progress=written.append)
+    assert len(shared) == 1
+    assert written == [16_384]  # the blocks, once
 
 
 @pytest.fixture

@@ -188,15 +188,18 @@ def scene_is_new(scene: Scene) -> bool:
 
 def test_the_harness_finds_a_missing_journal(tmp_path: Path) -> None:
     """A control: the same edits without a journal do not survive."""
-    from ckptfix.storage.applying import Workspace, act
+    from ckptfix.storage.applying import act, prepare
+    from ckptfix.storage.workspace import Workspace
 
     root = make_folder(tmp_path / "folder")
     old: Snapshot = snapshot(root, times=False)
 
     def unsafe() -> None:
         work = Workspace(root, root)
-        act(work, 0, Patch(path=P("model"), offset=0, old=b"old header", new=b"NEW HEADER"))
-        act(work, 1, Move(source=P("model_2"), target=P("model_9")))
+        patch = Patch(path=P("model"), offset=0, old=b"old header", new=b"NEW HEADER")
+        move = Move(source=P("model_2"), target=P("model_9"))
+        act(work, 0, patch, prepare(work, 0, patch))
+        act(work, 1, move, prepare(work, 1, move))
 
     assert strike(unsafe, 1, Fault.KILL_AFTER)[0] is Outcome.KILLED
     assert snapshot(root, times=False) != old

@@ -1,5 +1,6 @@
 """Each edit and its undo, what is refused, and the law that an undo is the identity."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Tr
 from ckptfix.storage.journal import State, commit, recover, transactions, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
-from tests.storage.crash import intercepted
+from tests.storage.crash import Outcome, in_child, intercepted
 from tests.storage.folders import BODY, P, all_edits, do, make_folder, run_recovery, snapshot, undo_last
 
 
@@ -37,18 +38,25 @@ def interrupt(root: Path, *edits: Edit) -> Path:
         shutil.copytree(pending, root / "saved", symlinks=True)
         raise OSError("the machine stops here")
 
-    contents: dict[str, bytes] = {}
+    contents: dict[str, tuple[bytes, int]] = {}
 
     def crash_and_note() -> None:
-        contents.update({path.name: path.read_bytes() for path in root.iterdir() if path.is_file()})
+        contents.update(
+            {
+                path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+                for path in root.iterdir()
+                if path.is_file()
+            }
+        )
         crash()
 
     with folder_lock(root), pytest.raises(RolledBackError):
         commit(root, edits, target="", summary=None, verify=crash_and_note)
     for name in {path.name for path in root.iterdir() if path.is_file()} - contents.keys():
         (root / name).unlink()
-    for name, data in contents.items():
+    for name, (data, time) in contents.items():
         (root / name).write_bytes(data)
+        os.utime(root / name, ns=(time, time))
     (root / ".ckptfix").mkdir()
     (root / "saved").rename(pending)
     return pending
@@ -390,6 +398,104 @@ def test_many_pieces_are_fast_and_exact(root: Path) -> None:
     assert not (root / "many").exists()
     undo_last(root)
     assert snapshot(root) == old
+
+
+def test_a_commit_that_is_taken_back_is_durably_pending_first(root: Path) -> None:
+    """Else a crash may leave half undone what the disk still calls committed."""
+    calls: list[str] = []
+    failed: list[bool] = []
+
+    def at_call(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = os.readlink(f"/proc/self/fd/{args[0]}") if name in ("fsync", "pwrite") else str(args[-1])
+        if calls and calls[-1].endswith("0001.done") and not failed:
+            failed.append(True)
+            raise OSError(errno.EIO, "the disk is ill")
+        calls.append(f"{name} {path.removeprefix(str(root))}")
+        return real(*args, **kwargs)
+
+    with intercepted(at_call), pytest.raises(RolledBackError, match="ill"):
+        do(root, (PATCH,))
+    after = calls[calls.index("rename /.ckptfix/0001.done") + 1 :]
+    assert after[:3] == ["rename /.ckptfix/0001.pending", "fsync /.ckptfix", "pwrite /model"]
+
+
+def test_nobody_else_reads_the_journal(root: Path) -> None:
+    """It holds bytes of files that others may not read, and of files in folders that they may not enter."""
+    os.chmod(root / "zip", 0o600)
+    modes = set()
+
+    def look() -> None:
+        pending = root / ".ckptfix" / "0001.pending"
+        modes.add(pending.stat().st_mode & 0o777)
+        modes.update(
+            path.lstat().st_mode & 0o077 for path in pending.iterdir() if path.suffix in ("", ".tail")
+        )
+
+    umask = os.umask(0)
+    try:
+        with folder_lock(root):
+            commit(root, all_edits(root), target="", summary=None, verify=look)
+    finally:
+        os.umask(umask)
+    assert modes == {0o700, 0}
+    done = root / ".ckptfix" / "0001.done"
+    ours = [path for path in done.iterdir() if path.suffix != ".kept"]
+    assert {path.name: path.stat().st_mode & 0o777 for path in ours} == dict.fromkeys(
+        ("plan.json", "literals", "steps", "after.json", "3.tail"), 0o600
+    )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_may_check_and_edit_but_not_undo(root: Path) -> None:
+    """A group folder: a repair by one user is no damage to the next, who repairs other things in it."""
+    do(root, (PATCH,))
+    for path in (root.parent, root, root / ".ckptfix", root / "zip"):
+        os.chmod(path, 0o777)
+    os.chmod(root.parent.parent, 0o755)
+    os.chmod(root.parent.parent.parent, 0o755)
+
+    def other() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        (info,) = transactions(root)
+        assert (info.foreign, info.problem, info.state) == (True, None, State.DONE)
+        run_recovery(root)
+        with pytest.raises(JournalError, match="only the user who ran ckptfix here"):
+            undo_last(root)
+        assert do(root, (Patch(path=P("zip"), offset=0, old=b"zip", new=b"ZIP"),)) == 2
+        with pytest.raises(JournalError, match="only the user"):
+            undo_last(root, 1)
+        undo_last(root, 2)
+
+    assert in_child(other) == (Outcome.FINISHED, "")
+    undo_last(root)
+    assert (root / "model").read_bytes() == b"old header" + BODY
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_what_another_user_did_later_is_in_the_way_of_an_undo(root: Path) -> None:
+    os.chmod(root, 0o777)
+    os.chown(root / "model", 65534, 65534)
+    os.chown(root / "zip", 65534, 65534)
+    for path in (root.parent, root.parent.parent, root.parent.parent.parent):
+        os.chmod(path, 0o755)
+    do(root, (Patch(path=P("zip"), offset=0, old=b"zip", new=b"ZIP"),))
+
+    def other() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        with (
+            folder_lock(root),
+            pytest.raises(ChangedError, match=r"undo 2 first \(it belongs to another user"),
+        ):
+            undo(root, 1)
+
+    do(root, (PATCH,))
+    os.chown(root / ".ckptfix", 65534, 65534)
+    done = root / ".ckptfix" / "0001.done"
+    for path in (done, *done.iterdir()):
+        os.chown(path, 65534, 65534)
+    assert in_child(other) == (Outcome.FINISHED, "")
 
 
 NAMES = ("a", "b", "c", "d", "e")

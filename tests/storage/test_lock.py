@@ -1,5 +1,7 @@
 """One writer per folder, and no trace of the lock afterwards."""
 
+import errno
+import fcntl
 import os
 import signal
 import threading
@@ -86,3 +88,41 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o555)
     with pytest.raises(OperationError, match="Permission denied"), folder_lock(tmp_path):
         pass
+
+
+def test_a_lock_file_with_a_second_name_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"of value")
+    root = tmp_path / "folder"
+    (root / ".ckptfix").mkdir(parents=True)
+    os.link(tmp_path / "precious", root / ".ckptfix" / "lock")
+    with folder_lock(root):
+        assert (tmp_path / "precious").read_bytes() == b"of value"
+    assert (tmp_path / "precious").read_bytes() == b"of value"
+
+
+def test_a_file_system_that_locks_only_what_may_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS, and a lock file that a killed run of another user left behind."""
+    (tmp_path / ".ckptfix").mkdir()
+    (tmp_path / ".ckptfix" / "lock").write_bytes(b"")
+    real_open, real_flock = os.open, fcntl.flock
+
+    def open_(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_RDWR and str(path).endswith("lock"):
+            raise PermissionError(errno.EACCES, "not yours")
+        return real_open(path, flags, *rest)
+
+    def flock(fd: int, operation: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real_flock(fd, operation)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OperationError, match=r"another user.* rm -f "), folder_lock(tmp_path):
+        pass
+    monkeypatch.undo()
+    with folder_lock(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,42 @@
+"""Which paths a transaction may touch: inside its folder, outside every journal, behind no symbolic link."""
+
+import os
+import shlex
+from pathlib import Path, PurePosixPath
+
+from ckptfix.errors import OperationError
+
+JOURNAL = ".ckptfix"
+
+
+def check_path(path: PurePosixPath) -> None:
+    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is no name at all."""
+    inside = path.parts and not path.is_absolute() and ".." not in path.parts
+    # casefold: there are file systems on which .CKPTFIX is the same folder
+    if not inside or any(part.casefold() == JOURNAL for part in path.parts):
+        raise OperationError(f"{path}: an edit must stay inside the folder and outside {JOURNAL}/")
+    try:
+        sound = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        sound = False
+    if not sound:
+        raise OperationError(f"{str(path)!r}: no file can have this name")
+
+
+def locate(root: Path, path: PurePosixPath) -> Path:
+    """Return the full path of a file of the folder. Raises OperationError below a symbolic link."""
+    full = root / path
+    for parent in path.parents:
+        if parent.parts and os.path.islink(root / parent):
+            raise OperationError(f"{full}: lies behind the symbolic link {parent}; name the real folder")
+    return full
+
+
+def command(verb: str, root: Path, target: str = "", *options: str) -> str:
+    """Return what to type to run ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
+    return shlex.join(["ckptfix", verb, *options, str(root / target)])
+
+
+def forget(root: Path) -> str:
+    """Return the advice that always works: keep the files as they are, and forget the journal."""
+    return f"to keep the files as they are now: rm -r {shlex.quote(str(root / JOURNAL))}"
