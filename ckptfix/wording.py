@@ -16,6 +16,11 @@ def human_size(count: int) -> str:
     raise AssertionError("the last unit returns")
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 file, 2 files."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def collapse_layers(names: Iterable[str]) -> list[str]:
     """Collapse names that differ in one number only: ``layers.{0...31}.mlp.weight``. The order is kept."""
     groups: dict[tuple[str, str], list[int]] = {}

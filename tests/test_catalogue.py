@@ -54,7 +54,7 @@ def test_what_is_only_told_cannot_be_allowed(kind: type[Finding]) -> None:
 )
 def test_every_finding_is_json_and_says_what_to_do(case: Path) -> None:
     for finding in check(case, data=True).findings:
-        document = json.loads(json.dumps(finding.as_json()))
+        document = json.loads(json.dumps(finding.as_json("DIR")))
         assert document["code"] == finding.code
         assert document["severity"] == finding.severity.value
         assert document["action"] == finding.action.value

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix import CheckReport, CkptfixError, Keys, Policy, check, repair, undo
+from ckptfix import CheckReport, CkptfixError, Keys, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run
 from tests.operations.builders import snapshot, write_safetensors
 
@@ -514,8 +514,11 @@ def test_what_is_no_file(
 ) -> None:
     make(folder / name)
     begin = time.perf_counter()
-    report = check(folder)
-    assert report.status == (0 if make is make_folder_with_the_name else 1)
+    if make is make_folder_with_the_name:
+        with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+            check(folder)
+    else:
+        assert check(folder).status == 1
     for target in (folder, folder / name):
         for verb in (["check"], ["repair"], ["repair", "--atomic"], ["undo"]):
             cli([verb[0], str(target), *verb[1:]], capsys)

@@ -140,7 +140,7 @@ def write(root: Path, files: Mapping[str, Tensors], *, is_save_state: bool) -> N
 
 
 @RELAXED
-@given(files=folders(), policy=POLICIES, is_save_state=st.booleans())
+@given(files=folders().filter(bool), policy=POLICIES, is_save_state=st.booleans())
 def test_laws_of_a_folder(files: dict[str, Tensors], policy: Policy, is_save_state: bool) -> None:
     with scratch() as root:
         write(root, files, is_save_state=is_save_state)

@@ -78,7 +78,9 @@ _FAMILIES = (
 )
 _NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" is somebody else's name
 _SHARD = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.safetensors|\.bin)", re.DOTALL)
-_INDEX = re.compile(r"(.+)(\.safetensors|\.bin)\.index\.json", re.DOTALL)
+_INDEX = re.compile(
+    r"(.+)((?:\.safetensors|\.bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json)", re.DOTALL
+)  # .index.fp16.json
 _RNG = re.compile(rf"random_states_{_NUMBER}\.pkl")
 _CUSTOM = re.compile(rf"custom_checkpoint_{_NUMBER}\.pkl")
 _ENTRIES = tuple(
@@ -104,7 +106,7 @@ def parse_file_name(name: str) -> FileName | None:
     if match := _SHARD.fullmatch(name):
         return FileName(role=Role.MODEL, stem=match[1], suffix=match[4], shard=(int(match[2]), int(match[3])))
     if match := _INDEX.fullmatch(name):
-        return FileName(role=Role.WEIGHTS_INDEX, stem=match[1], suffix=match[2] + ".index.json")
+        return FileName(role=Role.WEIGHTS_INDEX, stem=match[1], suffix=match[2])
     for suffix in WEIGHT_SUFFIXES:
         if name.endswith(suffix) and name != suffix:
             return FileName(role=Role.UNKNOWN, stem=name[: -len(suffix)], suffix=suffix)

@@ -1,6 +1,6 @@
 """What a checkpoint folder is: components with a role, a position and what their headers say."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -14,6 +14,9 @@ from ckptfix.formats.weights_index import WeightsIndex
 
 JOURNAL_FOLDER = ".ckptfix"
 """Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
+
+PLAIN_FOLDER = "a folder"
+"""What a sub-folder is that Accelerate did not write."""
 
 
 class Fingerprint(NamedTuple):
@@ -48,13 +51,15 @@ class NameScope(NamedTuple):
     """One place in a file where names live, and the wrapper chain that all of them begin with.
 
     ``path`` leads to the dict in a pickle (``("model",)``), () is the whole file. ``kind`` is "state dict" or,
-    for optimizers, "param_names", "params" or "optimizer state".
+    for optimizers, "param_names", "params" or "optimizer state". ``is_model``: a module's state dict by its looks, and
+    not any dict in which a tensor lies.
     """
 
     path: tuple[str, ...]
     kind: str
     names: tuple[str, ...]
     chain: tuple[str, ...]
+    is_model: bool = False
 
     def __str__(self) -> str:
         kind = "" if self.kind == "state dict" else self.kind
@@ -111,23 +116,8 @@ class CheckpointFolder:
 
     def entries(self, role: Role) -> tuple[tuple[Component, ...], ...]:
         """Return the lists of numbered entries of a role, one a family, each ordered by position."""
-        return tuple(
-            entries
-            for family, entries in families(self.components).items()
-            if family[0] is role and entries[0].name.is_numbered
-        )
-
-
-def families(components: Iterable[Component]) -> dict[tuple[Role, str, str], tuple[Component, ...]]:
-    """Group components that form one list, each ordered by shard and position."""
-    found: dict[tuple[Role, str, str], list[Component]] = {}
-    for component in components:
-        name = component.name
-        role = name.role if name.shard is None else Role.UNKNOWN
-        found.setdefault((role, name.stem, name.suffix), []).append(component)
-    return {
-        family: tuple(
-            sorted(members, key=lambda component: (component.name.index, component.name.shard or (0, 0)))
-        )
-        for family, members in found.items()
-    }
+        found: dict[tuple[Role, str, str], list[Component]] = {}
+        for component in self.components:
+            if component.role is role and component.name.is_numbered:
+                found.setdefault(component.name.family, []).append(component)
+        return tuple(tuple(sorted(entries, key=lambda entry: entry.name.index)) for entries in found.values())

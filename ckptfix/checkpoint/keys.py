@@ -8,10 +8,14 @@ only where every name of a state dict begins with it; a name's last segment neve
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 PRIVATE_WRAPPERS = WRAPPERS - {"module"}
 """Segments that no user writes by accident: these are wrappers in the middle of a name, too."""
+
+PREPARE_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module"})
+"""What ``prepare`` puts around a model. Others are the script's own doing: it may compile one of two equal models."""
 
 DDP_CHAIN = ("module",)
 """The wrapper chain of a correctly prepared model's own ``state_dict()``."""
@@ -62,7 +66,7 @@ def is_nested(chain: tuple[str, ...]) -> bool:
 
 
 def inner_wrappers(names: Iterable[str]) -> bool:
-    """Whether any name has a private wrapper segment that is not part of a chain all names share."""
+    """Whether any name has a private wrapper segment, at its front or further inside."""
     return any(not PRIVATE_WRAPPERS.isdisjoint(fqn.split(".")[:-1]) for fqn in names if "_" in fqn)
 
 
@@ -78,19 +82,14 @@ class KeyMap:
     insert: tuple[str, ...] = ()
     inner: bool = False
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether no name can change."""
-        return self.remove == self.insert and not self.inner
-
     def __call__(self, fqn: str) -> str:
         """Return the new name of a tensor; a name without the chain keeps its beginning."""
         if self.inner:
             fqn = without_private_wrappers(fqn)
-        prefix = "".join(f"{segment}." for segment in self.remove)
+        prefix = _dotted(self.remove)
         if not fqn.startswith(prefix):
             return fqn
-        return "".join(f"{segment}." for segment in self.insert) + fqn[len(prefix) :]
+        return _dotted(self.insert) + fqn[len(prefix) :]
 
     def module(self, name: str) -> str:
         """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
@@ -126,6 +125,11 @@ def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, s
             clashes.append((origin[new], fqn, new))
         origin[new] = fqn
     return tuple(clashes)
+
+
+@lru_cache(maxsize=64)
+def _dotted(chain: tuple[str, ...]) -> str:
+    return "".join(f"{segment}." for segment in chain)
 
 
 def _common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:

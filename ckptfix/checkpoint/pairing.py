@@ -1,6 +1,6 @@
 """Two components side by side: do they hold the same names, and the same bytes?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from ckptfix.storage.reading import open_reader
 
 Progress = Callable[[int], None]
 """Called with a number of bytes each time that many more have been read."""
+
+STRUCTURE = "(structure)"
+"""The answer of ``first_unequal`` where no tensor differs but what is around them: no name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +44,24 @@ def pair_up(kept: Component, other: Component) -> Pairing | None:
     return None
 
 
+def signature(component: Component) -> Hashable:
+    """Return a value that is equal for any two components that ``pair_up`` would pair; to compare only likely ones."""
+    names = frozenset((fqn, tensor.dtype, tensor.shape) for fqn, tensor in _by_name(component).items())
+    if not isinstance(component.content, TorchFile):
+        return names
+    return names, tuple(sorted(length for _, length in component.content.storage_ranges.values()))
+
+
 def first_unequal(
     root: Path, pairing: Pairing, *, full: bool, progress: Progress | None = None
 ) -> str | None:
-    """Return where two paired components first differ, as a tensor's name, or None when they are equal.
+    """Return where two paired components first differ: a tensor's name, ``STRUCTURE``, or None when they are equal.
 
     ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
     blocks of a file system with reflinks, are equal without a read.
     """
     if pairing.runs is None:
-        return "(structure)"
+        return STRUCTURE
     with open_reader(root / pairing.kept.path) as one, open_reader(root / pairing.other.path) as two:
         if same_bytes_without_reading(one.fd, two.fd, pairing.runs):
             if progress is not None:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
 from ckptfix.checkpoint.folder import (
     JOURNAL_FOLDER,
+    PLAIN_FOLDER,
     CheckpointFolder,
     Component,
     Fingerprint,
@@ -45,7 +46,7 @@ def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
             if os.path.isdir(
                 entry.path
             ):  # and not entry.is_dir(), which raises for a link that leads to itself
-                subfolders[path] = describe_folder_name(entry.name) or "a folder"
+                subfolders[path] = describe_folder_name(entry.name) or PLAIN_FOLDER
             elif name is not None or only is not None:
                 components.append(_component(root, path, name or _unknown(entry.name)))
             else:
@@ -148,10 +149,10 @@ def _problem(
 def _names(content: Content | None) -> tuple[tuple[TensorInfo, ...], tuple[NameScope, ...]]:
     if isinstance(content, SafetensorsFile):
         names = tuple(tensor.fqn for tensor in content.tensors)
-        return content.tensors, (NameScope((), "state dict", names, common_wrappers(names)),)
+        return content.tensors, (NameScope((), "state dict", names, common_wrappers(names), is_model=True),)
     if isinstance(content, TorchFile):
         scopes = tuple(
-            NameScope(names.path, names.kind, fqns, common_wrappers(fqns))
+            NameScope(names.path, names.kind, fqns, common_wrappers(fqns), names.is_model)
             for names in name_lists(content.tree)
             if names.kind != "metadata"  # belongs to the state dict of the same path and follows it
             for fqns in (tuple(fqn for fqn, _ in names.names),)

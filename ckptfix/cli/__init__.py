@@ -13,6 +13,11 @@ import click
 from ckptfix.cli.report import JSON_VERSION, escape
 from ckptfix.errors import CkptfixError, UsageError
 
+_INTERRUPTED = (
+    "interrupted; the folder is as it was, or repaired as a whole, or the next repair or undo takes it back first: "
+    "ckptfix check says which"
+)
+
 
 class _Verbs(click.Group):
     """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
@@ -58,14 +63,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.Abort:
-        return _fail(
-            "interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json
-        )
-    except KeyboardInterrupt:
-        return _fail(
-            "interrupted; the next ckptfix run on this folder takes it back to what it was", 130, as_json
-        )
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _fail(_INTERRUPTED, 130, as_json)
     except click.ClickException as error:
         if not as_json:
             error.show()

@@ -1,11 +1,15 @@
 """``ckptfix check``."""
 
+import shlex
+
 import click
 
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.target import find_checkpoints
-from ckptfix.wording import human_size
+from ckptfix.wording import count_of, human_size
 
 
 @click.command("check")
@@ -18,32 +22,40 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, quiet: bo
     """Say what is wrong with checkpoints. Reads headers and small samples; changes nothing."""
     report = Report(as_json=as_json)
     targets = [found for path in paths for found in find_checkpoints(path)] if recursive else list(paths)
-    results = []
+    documents: list[dict[str, object]] = []
+    worst = 0
     for target in targets:
-        with report.progress(f"reading {target}") as progress:
-            result = check(target, data=data, progress=progress)
-        results.append(result)
-        if not (quiet and result.status == 0):
-            print_check(report, result)
-    if recursive and not targets:
-        report.line("no checkpoint found")
-    status = max((result.status for result in results), default=0)
-    return report.finish({"checkpoints": [result.as_json() for result in results]}, status)
+        try:
+            with report.progress(f"reading {target}") as progress:
+                result = check(target, data=data, progress=progress)
+        except (CkptfixError, OSError) as error:
+            if len(targets) == 1:
+                raise
+            status = 2 if isinstance(error, UsageError) else 3  # and go on: the other folders have answers
+            report.message(f"ckptfix: {error}")
+            documents.append({"path": str(target), "status": status, "error": str(error)})
+        else:
+            status = result.status
+            documents.append(result.as_json())
+            if not (quiet and status == 0):
+                print_check(report, result)
+        worst = max(worst, status)
+    return report.finish({"checkpoints": documents}, worst)
 
 
 def print_check(report: Report, result: CheckReport) -> None:
     """Print what is wrong with one checkpoint, and what was not looked at."""
     components = result.folder.components
-    tensors = sum(len(component.tensors) for component in components)
+    tensors = sum(len(component.tensors) for component in components if component.role is not Role.RNG_STATE)
     size = human_size(sum(component.size for component in components))
-    report.line(f"{result.path}: {len(components)} files, {tensors} tensors, {size}", bold=True)
+    report.line(
+        f"{result.path}: {count_of(len(components), 'file')}, {count_of(tensors, 'tensor')}, {size}",
+        bold=True,
+    )
     report.findings(result.findings, str(result.path))
-    fixable = any(finding.action.value == "fix" for finding in result.findings) and result.status
-    if not components:
-        report.line("nothing in it is part of a checkpoint", colour="yellow")
-    elif result.status == 0:
+    if result.status == 0:
         report.line("no error found in what was checked", colour="green")
-    if fixable:
-        report.line(f"next: ckptfix repair {result.path}")
+    elif any(finding.is_fixable for finding in result.findings):
+        report.line(f"next: ckptfix repair {shlex.quote(str(result.path))}")
     for words in result.not_checked:
         report.line(f"not checked: {words}")

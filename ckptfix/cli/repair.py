@@ -1,5 +1,8 @@
 """``ckptfix repair``."""
 
+import shlex
+from itertools import groupby
+
 import click
 
 from ckptfix.checkpoint.filenames import Role
@@ -8,6 +11,7 @@ from ckptfix.errors import UsageError
 from ckptfix.operations.policy import KEEPABLE, Keys, Policy
 from ckptfix.operations.repair import Receipt, repair
 from ckptfix.operations.steps import Safety, Step, Unplanned
+from ckptfix.wording import count_of
 
 
 @click.command("repair")
@@ -52,11 +56,11 @@ def repair_command(
 
     def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
         report.line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)
-        for step in steps:
-            asked = " (asked for)" if step.safety is Safety.LOSSY else ""
-            report.line(f"  {step}  [{', '.join(step.fixes)}]{asked}")
-        for stay in stays:
-            report.line(f"  not done: {stay}", colour="yellow")
+        for (_, codes, safety), group in groupby(steps, key=_kind):
+            asked = " (asked for)" if safety is Safety.LOSSY else ""
+            report.few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")
+        for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
+            report.few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
 
     with report.progress(f"reading {path}") as progress:
         receipt = repair(
@@ -74,14 +78,20 @@ def print_receipt(report: Report, receipt: Receipt) -> None:
         report.line("dry run: nothing was changed")
     elif receipt.steps:
         where = receipt.output or receipt.path
-        report.line(f"done and verified: {len(receipt.steps)} steps in {where}", colour="green")
+        report.line(f"done and verified: {count_of(len(receipt.steps), 'step')} in {where}", colour="green")
+    elif receipt.output is not None:
+        report.line(f"an unchanged copy is in {receipt.output}")
     at = str(receipt.output or receipt.path)
     if not receipt.dry_run:
         report.findings(receipt.left, at)
     if receipt.transaction is not None:
-        report.line(f"to take it back: ckptfix undo {receipt.path}")
+        report.line(f"to take it back: ckptfix undo {shlex.quote(str(receipt.path))}")
     for words in receipt.not_checked:
         report.line(f"not checked: {words}")
+
+
+def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
+    return type(step.action), step.fixes, step.safety
 
 
 def _keep(models: int | None, keep: tuple[str, ...]) -> dict[Role, int]:

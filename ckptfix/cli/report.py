@@ -29,23 +29,32 @@ class Report:
         if not self.as_json:
             click.secho(escape(text), fg=colour, bold=bold)
 
-    def finding(self, severity: str, code: str, message: str, advice: str) -> None:
-        """Print one finding: severity, code, sentence, and what to do."""
+    def finding(self, severity: str, code: str, message: str) -> None:
+        """Print one finding: severity, code and sentence."""
         if self.as_json:
             return
         label = click.style(f"{severity:>7}", fg=_COLOURS[severity], bold=True)
         click.echo(f"{label} {click.style(code, bold=True)}: {escape(message)}")
-        if advice:
-            click.echo(f"        {escape(advice)}")
+
+    def few(self, lines: Sequence[str], what: str, *, colour: str | None = None) -> None:
+        """Print lines that say the same of many files: only the first few, and how many more there are."""
+        shown = lines if len(lines) <= _SHOWN + 1 else lines[:_SHOWN]
+        for line in shown:
+            self.line(line, colour=colour)
+        if len(shown) < len(lines):
+            self.line(f"  and {len(lines) - len(shown)} more {what}; --json lists all", colour=colour)
 
     def findings(self, findings: Sequence[Finding], at: str) -> None:
         """Print findings about the checkpoint ``at``; of one code in many files, as of shards, only the first few."""
-        for _, group in groupby(findings, key=lambda finding: finding.code):
+        for (_, advice), group in groupby(
+            findings, key=lambda finding: (finding.code, finding.advice_at(at))
+        ):
             same = list(group)
             shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
             for finding in shown:
-                advice = finding.advice.replace("DIR", at) if finding is shown[-1] else ""
-                self.finding(finding.severity.value, finding.code, str(finding), advice)
+                self.finding(finding.severity.value, finding.code, str(finding))
+            if advice:
+                self.line(f"        {advice}")
             if len(shown) < len(same):
                 self.line(
                     f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"

@@ -1,9 +1,12 @@
 """``ckptfix undo``."""
 
+import shlex
+
 import click
 
 from ckptfix.cli.report import Report
 from ckptfix.operations.undo import undo
+from ckptfix.wording import count_of
 
 
 @click.command("undo")
@@ -19,8 +22,9 @@ def undo_command(path: str, force: bool, as_json: bool) -> int:
         receipt = undo(path, force=force, progress=progress)
     what = "an interrupted run" if receipt.recovered else "the last repair"
     report.line(f"took back {what} of {path}:", bold=True)
-    for step in receipt.steps:
-        report.line(f"  undone: {step}")
+    report.few([f"  undone: {step}" for step in receipt.steps], "steps")
     if receipt.remaining:
-        report.line(f"{receipt.remaining} earlier repairs can be undone: ckptfix undo {path}")
+        report.line(
+            f"{count_of(receipt.remaining, 'earlier repair')} can be undone: ckptfix undo {shlex.quote(path)}"
+        )
     return report.finish(receipt.as_json(), receipt.status)

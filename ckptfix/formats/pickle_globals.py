@@ -1,15 +1,16 @@
 """What the globals of a pickle may do, by their names alone: nothing is imported to find out.
 
-``SAFE`` mirrors ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the installed torch. The
-unsafe names were gathered from CPython's documentation and from what picklescan and fickling look for.
+``SAFE`` mirrors ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the installed torch.
 """
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterable
 from enum import Enum
 from itertools import product
+from keyword import iskeyword
 
 from ckptfix.formats.pickle_tree import UNRESOLVABLE
+from ckptfix.formats.unsafe_globals import is_unsafe, looks_like_class
 
 
 class GlobalSafety(Enum):
@@ -63,116 +64,101 @@ _SAFE_IN_RNG_STATE = frozenset(
     | _names("numpy._core.multiarray", "_reconstruct")
 )
 
-_UNSAFE_MODULES_TEXT = """
-    os posix nt posixpath ntpath sys subprocess _posixsubprocess commands popen2 pty tty signal _signal atexit threading
-    _thread multiprocessing _multiprocessing concurrent asyncio _asyncio sched
-    importlib _frozen_importlib _frozen_importlib_external imp _imp runpy pkgutil zipimport site zipapp
-    code codeop marshal types inspect gc ctypes _ctypes cffi mmap sysconfig _sysconfig
-    _interpreters _xxsubinterpreters _testcapi _pyrepl _osx_support _aix_support
-    pickle _pickle cPickle pickletools shelve dbm dill cloudpickle joblib jsonpickle
-    socket _socket socketserver ssl _ssl select selectors http httplib urllib urllib2 urllib3 requests aiohttp httpx
-    ftplib poplib imaplib smtplib smtpd telnetlib nntplib xmlrpc xmlrpclib webbrowser antigravity cgi wsgiref
-    shutil tempfile glob fileinput filecmp linecache mailbox sqlite3 _sqlite3 syslog
-    zipfile tarfile gzip bz2 lzma py_compile compileall distutils setuptools pip pkg_resources ensurepip venv
-    pdb bdb cProfile _lsprof profile timeit trace tracemalloc doctest unittest test pytest pydoc idlelib lib2to3
-    turtledemo pipes pexpect paramiko fabric rlcompleter cmd uuid platform getpass curses readline
-    IPython ipykernel
-    fickling picklescan modelscan
-    numpy.f2py numpy.distutils numpy.ctypeslib numpy.testing numpy.lib.npyio numpy.lib._npyio_impl
-    torch.hub torch.jit torch.package torch._dynamo torch._inductor torch._export torch.export torch.compiler torch.fx
-    torch.multiprocessing torch.serialization torch.utils.cpp_extension torch.utils.model_zoo torch.utils.bottleneck
-    torch.utils.collect_env torch.utils._config_module torch.utils.data.datapipes torch.distributed.rpc
-    torch.distributed.elastic torch.distributed.run torch.distributed.launch torch.testing torch._ops torch.ops
-    torch._classes torch.classes torch._library torch.library torch.utils.tensorboard torch.monitor torch.onnx
-    torch.os torch.sys torch._weights_only_unpickler
-"""
-_UNSAFE_MODULES = frozenset(_UNSAFE_MODULES_TEXT.split())
-"""Modules of which nothing may be called, nor of any module below them."""
-
-_UNSAFE_NAMES = frozenset(
-    _names("torch", "load save compile hub jit import_ir_module _import_dotted_name classes ops")
-    | _names("torch.storage", "_load_from_bytes")
-    | _names("torch._utils", "_import_dotted_name")
-    | _names(
-        "torch._C",
-        "_jit_compile import_ir_module import_ir_module_from_buffer _import_ir_module_from_package",
+_LOWERCASE_CLASSES = frozenset(
+    _names(
+        "builtins",
+        "bool bytes dict enumerate float frozenset int list object range reversed slice str tuple zip",
     )
+    | _names("collections", "defaultdict deque")
+    | _names("datetime", "date datetime time timedelta timezone tzinfo")
+    | _names("array", "array")
+    | _names("torch", "dtype")
     | _names(
-        "numpy", "load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap f2py ctypeslib"
+        "numpy",
+        "bool bool_ bytes_ complex64 complex128 datetime64 dtype float16 float32 float64 generic int8",
     )
-    | _names("numpy.core.multiarray", "fromfile")
-    | _names("numpy._core.multiarray", "fromfile")
-    | _names("pandas", "read_pickle eval read_csv read_sql")
-    | _names("functools", "partial partialmethod reduce")
-    | _names("_functools", "partial reduce")
-    | _names("operator", "attrgetter itemgetter methodcaller call")
-    | _names("_operator", "attrgetter itemgetter methodcaller call")
-    | _names("io", "open open_code FileIO")
-    | _names("_io", "open open_code FileIO")
-    | _names("codecs", "open")
-    | _names("logging", "FileHandler config handlers")
-    | _names("weakref", "finalize")
-    | _names("collections", "namedtuple")  # executes a class text
-    | _names("dataclasses", "make_dataclass")
-    | _names("typing", "get_type_hints")
-    | _names("string", "Formatter")
-    | _names("sympy", "sympify parse_expr lambdify")
+    | _names("numpy", "int16 int32 int64 ndarray str_ timedelta64 uint8 uint16 uint32 uint64 void")
 )
-_UNSAFE_BELOW = ("logging.config", "logging.handlers", "encodings.", "ctypes.", "sympy.parsing")
-
-_HARMLESS_TEXT = """
-    bool bytes bytearray complex dict enumerate float frozenset int list object range reversed set slice str tuple zip
-    NotImplemented Ellipsis None True False abs len max min sum sorted round"""
-_HARMLESS_BUILTINS = frozenset(_HARMLESS_TEXT.split())
-_HARMLESS = frozenset(_names("types", "SimpleNamespace MappingProxyType") | _names("uuid", "UUID SafeUUID"))
-_RUNNERS = frozenset({"eval", "exec", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"})
+_ALLOWED_BY_NAME = (
+    SAFE
+    | _LOWERCASE_CLASSES
+    | frozenset(
+        {
+            (module, name)
+            for module in ("numpy._core.multiarray", "numpy.core.multiarray")
+            for name in ("_reconstruct", "scalar")
+        }
+        | _names("copyreg", "_reconstructor")
+        | _names("re", "_compile")
+    )
+)
 
 
 def classify(module: str, name: str) -> GlobalSafety:
     """Return how far ``module.name`` can be trusted, by its Python 3 name."""
     if (module, name) == UNRESOLVABLE:
         return GlobalSafety.UNSAFE
-    if (module, name) in NAME_MAPPING:  # torch reads the names of Python 2 in the same way
-        module, name = NAME_MAPPING[module, name]
-    module = IMPORT_MAPPING.get(module, module)
+    module, name = _python_3_name(module, name)
     if (module, name) in SAFE:
         return GlobalSafety.SAFE
     if (module, name) in _SAFE_IN_RNG_STATE:
         return GlobalSafety.SAFE_IN_RNG_STATE
-    return GlobalSafety.UNSAFE if _is_unsafe(module, name) else GlobalSafety.UNKNOWN
+    return GlobalSafety.UNSAFE if is_unsafe(module, name) else GlobalSafety.UNKNOWN
 
 
-def _is_unsafe(module: str, name: str) -> bool:
-    # A name may be a path of attributes ("system.__call__"), and a module an attribute of another ("torch", "os").
-    if (module, name) in _HARMLESS:
+def _python_3_name(module: str, name: str) -> tuple[str, str]:
+    if (module, name) in NAME_MAPPING:  # torch reads the names of Python 2 in the same way
+        module, name = NAME_MAPPING[module, name]
+    return IMPORT_MAPPING.get(module, module), name
+
+
+def can_be_allowed(module: str, name: str) -> bool:
+    """Whether to tell a user how to allow a global: a class, or a function that is known to make only an object.
+
+    Whoever allows ``yaml.unsafe_load`` lets every later file run code. A name that is no Python identifier comes from
+    the file and must not become code.
+    """
+    if classify(module, name) is GlobalSafety.UNSAFE:
         return False
-    parts = module.split(".")
-    if any(".".join(parts[: end + 1]) in _UNSAFE_MODULES for end in range(len(parts))):
-        return True
-    if parts[0] in ("builtins", "__builtin__", "__builtins__"):
-        root = name.partition(".")[0]
-        return "." in name or not (
-            root in _HARMLESS_BUILTINS or root.endswith(("Error", "Exception", "Warning"))
-        )
-    path = name.split(".")
-    if (module, path[0]) in _UNSAFE_NAMES or f"{module}.{path[0]}" in _UNSAFE_MODULES:
-        return True
-    if f"{module}.".startswith(_UNSAFE_BELOW):
-        return True
-    return any(step in _UNSAFE_MODULES or step.startswith("__") or step in _RUNNERS for step in path)
+    module, name = _python_3_name(module, name)
+    if not all(
+        part.isidentifier() and not iskeyword(part) for part in (*module.split("."), *name.split("."))
+    ):
+        return False
+    return looks_like_class(name) or (module, name) in _ALLOWED_BY_NAME
+
+
+def _importable(module: str) -> str:
+    """Return the module that a global is taken from by a user's script."""
+    if module == "numpy.core" or module.startswith("numpy.core."):  # so called before numpy 2
+        return module.replace("numpy.core", "numpy._core", 1)
+    if module.startswith("torch.optim.") and module not in (
+        "torch.optim.lr_scheduler",
+        "torch.optim.swa_utils",
+    ):
+        return "torch.optim"  # which deletes the attributes by which its modules would be reached
+    return module
 
 
 def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
     """Return the line of Python after which ``torch.load(weights_only=True)`` reads these globals as well.
 
-    A name that is no Python identifier is left out: it comes from the file and must not become code.
+    What cannot be allowed (``can_be_allowed``) is left out; "" when nothing is left. For numpy it allows the types that
+    torch finds on the way: it looks at the type of a dtype, and each dtype has its own.
     """
+    allowed = {_python_3_name(*pair) for pair in names if can_be_allowed(*pair)}
+    if not allowed:
+        return ""
+    has_numpy = any(module.startswith("numpy") for module, _ in allowed)
+    if has_numpy:
+        allowed |= {("numpy", "dtype"), ("numpy", "ndarray")}
     modules, terms = {"torch"}, []
-    for module, name in sorted(set(names)):
-        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-            continue
-        home = module.replace("numpy.core", "numpy._core", 1) if module.startswith("numpy.core") else module
+    for module, name in sorted(allowed):
+        home = _importable(module)
         modules.add(home)
-        # numpy 2 knows these under another name than the file does, and torch compares the name in the file.
+        # Known under another name than the file has: torch compares the name in the file.
         terms.append(f"{home}.{name}" if home == module else f'({home}.{name}, "{module}.{name}")')
+    if has_numpy:
+        modules.add("numpy.dtypes")
+        terms.append("*(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__)")
     return f"import {', '.join(sorted(modules))}; torch.serialization.add_safe_globals([{', '.join(terms)}])"

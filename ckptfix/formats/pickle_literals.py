@@ -9,6 +9,9 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_machine import Machine
 from ckptfix.formats.pickle_tree import Kind, Node, Text
 
+MAX_TEXT = 1 << 16
+"""Longest string that becomes a Text, in bytes. No name is longer; a numpy array in a pickle of protocol 2 is."""
+
 MAX_INTEGER = 4096
 """Longest integer in bytes or digits; torch's own magic number has 10 bytes."""
 
@@ -18,9 +21,22 @@ def text(width: int, errors: str) -> Callable[[Machine], None]:
 
     def push(machine: Machine) -> None:
         site = machine.position
-        _push_text(machine, site, _sized(machine, width).decode("utf-8", errors))
+        length = _length(machine, width)
+        begin = machine.skip(length, width or 4)
+        if length > MAX_TEXT:
+            machine.stack.append(_long_text(memoryview(machine.data)[begin : begin + length], errors))
+        else:
+            _push_text(machine, site, machine.data[begin : begin + length].decode("utf-8", errors))
 
     return push
+
+
+def _long_text(raw: memoryview, errors: str) -> Node:
+    """Return a string as a view of its bytes: decoded, it would take up to four times as many."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    for begin in range(0, len(raw), MAX_TEXT):
+        decoder.decode(raw[begin : begin + MAX_TEXT].tobytes(), final=begin + MAX_TEXT >= len(raw))
+    return Node(Kind.LONG_TEXT, raw)
 
 
 def _push_text(machine: Machine, site: int, value: str) -> None:
@@ -59,13 +75,17 @@ def byte_array(machine: Machine) -> None:
 
 def _sized(machine: Machine, width: int) -> bytes:
     """Return the bytes whose length stands in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
+    return machine.operand(_length(machine, width), width or 4)
+
+
+def _length(machine: Machine, width: int) -> int:
     raw = machine.data[machine.position + 1 : machine.position + 1 + (width or 4)]
     if len(raw) < (width or 4):
         raise machine.truncated()
     length = int.from_bytes(raw, "little", signed=width == 0)
     if length < 0:
         raise machine.malformed(f"has length {length}")
-    return machine.operand(length, width or 4)
+    return length
 
 
 def binary_float(machine: Machine) -> None:

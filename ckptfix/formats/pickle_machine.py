@@ -4,8 +4,8 @@ import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptfix.errors import FormatError, TruncatedError
-from ckptfix.formats.pickle_tree import Node, PickleTree, Text
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
 """Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
@@ -13,6 +13,14 @@ PADDING = bytes(16)
 MAX_DEPTH = 1_000_000
 """Most open marks. An honest pickle has as many as its objects nest."""
 
+MAX_LINE = 1 << 20
+"""Longest line, in bytes. Only strings and bytes of protocol 0 come near it."""
+
+MAX_GLOBALS = 10_000
+"""Most different globals. A whole pickled model names some hundred classes."""
+
+MAX_GLOBAL_NAME = 1024
+"""Longest name of a global, in characters, with its module."""
 
 MISSING = object()
 """What an entry of the memo is before it is written."""
@@ -35,7 +43,9 @@ class Machine:
         self.persistent: list[Node] = []
         self.frames: list[tuple[int, int]] = []
         self.duplicated: set[int] = set()
+        self.heads: dict[tuple[str, str], tuple[str, str]] = {}
         self.refused: set[int] = set()
+        self.refused_targets: set[str] = set()
         self.containers = 0
 
     def step(self) -> None:
@@ -78,9 +88,29 @@ class Machine:
             persistent=tuple(self.persistent),
             frames=tuple(self.frames),
             duplicated=frozenset(self.duplicated),
-            refused_opcodes=tuple(sorted(opcode_name(code) for code in self.refused)),
+            refused_opcodes=(
+                *sorted(opcode_name(code) for code in self.refused),
+                *sorted(self.refused_targets),
+            ),
             leftover=bool(self.stack or self.meta),
         )
+
+    def weight(self) -> int:
+        """Return how many things are held beyond what the stack holds; each takes about 100 bytes."""
+        numbered = len(self.memo) if type(self.memo) is dict else 0
+        return len(self.texts) + len(self.frames) + numbered
+
+    def name_global(self, offset: int, module: str, name: str) -> Node:
+        """Note that the opcode at ``offset`` refers to a global, and return its node."""
+        head = (module, name)
+        if head not in self.heads:
+            if len(module) + len(name) > MAX_GLOBAL_NAME:
+                raise self.malformed(f"names a global by {len(module) + len(name)} characters")
+            if len(self.heads) >= MAX_GLOBALS:
+                raise FormatError(f"the pickle names more than {MAX_GLOBALS} globals")
+            self.heads[head] = head
+            self.globals[head] = offset
+        return Node(Kind.GLOBAL, self.heads[head])
 
     def pop_mark(self) -> list[Any]:
         """Return what was pushed since the last mark, and go back to the stack below it."""
@@ -90,17 +120,25 @@ class Machine:
 
     def operand(self, length: int, width: int) -> bytes:
         """Return ``length`` bytes that follow an opcode and ``width`` bytes of length, and step over them."""
+        begin = self.skip(length, width)
+        return self.data[begin : begin + length]
+
+    def skip(self, length: int, width: int) -> int:
+        """Step over an opcode, ``width`` bytes of length and ``length`` bytes; return where these begin."""
         begin = self.position + 1 + width
         if length > len(self.data) - begin:
             raise self.truncated()
         self.position = begin + length
-        return self.data[begin : begin + length]
+        return begin
 
     def line(self) -> bytes:
         """Return the line that follows an opcode, without its end, and step over it."""
         end = self.data.find(b"\n", self.position + 1)
         if end < 0:
             raise self.truncated()
+        length = end - self.position - 1
+        if length > MAX_LINE:
+            raise UnsupportedFormat(f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read")
         line = self.data[self.position + 1 : end]
         self.position = end + 1
         return line

@@ -22,19 +22,17 @@ from ckptfix.formats.pickle_literals import (
     text,
     unicode_line,
 )
-from ckptfix.formats.pickle_machine import Machine
-from ckptfix.formats.pickle_tree import UNRESOLVABLE, Kind, Node, Text
+from ckptfix.formats.pickle_machine import Machine, opcode_name
+from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, Text
 
 MAX_CONTAINERS = 4_000_000
 """Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""
 
+U32 = 0xFFFFFFFF
+_DICTS = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
+
 WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
 """What ``torch/_weights_only_unpickler.py`` of torch 2.13 reads; it refuses a file with any other opcode."""
-
-
-def _global(machine: Machine, module: str, name: str) -> Node:
-    machine.globals.setdefault((module, name), machine.position)
-    return Node(Kind.GLOBAL, (module, name))
 
 
 def _constant(value: Any) -> Callable[[Machine], None]:
@@ -82,26 +80,47 @@ def _add_entries(machine: Machine, node: Node, entries: list[Any]) -> None:
 def _setitem(machine: Machine) -> None:
     value = machine.stack.pop()
     key = machine.stack.pop()
+    _check_target(machine, Kind.DICT, _DICTS)
     _add_entries(machine, machine.stack[-1], [key, value])
     machine.position += 1
 
 
 def _setitems(machine: Machine) -> None:
     entries = machine.pop_mark()
+    _check_target(machine, Kind.DICT, _DICTS)
     _add_entries(machine, machine.stack[-1], entries)
     machine.position += 1
 
 
 def _append(machine: Machine) -> None:
     item = machine.stack.pop()
+    _check_target(machine, Kind.LIST)
     _add_items(machine.stack[-1], [item])
     machine.position += 1
 
 
 def _appends(machine: Machine) -> None:
     items = machine.pop_mark()
+    _check_target(machine, Kind.LIST)
     _add_items(machine.stack[-1], items)
     machine.position += 1
+
+
+def _check_target(machine: Machine, kind: Kind, makers: frozenset[tuple[str, str]] = frozenset()) -> None:
+    """Note what torch refuses to fill even when its class is allowed: all but lists, dicts and these classes."""
+    node: Node = machine.stack[-1]
+    if node.kind is kind:
+        return
+    head = node.head
+    is_made = node.kind in CALLS and type(head) is Node and head.kind is Kind.GLOBAL
+    if not is_made:
+        _refuse_target(machine, node.kind.value)
+    elif head.head not in makers:
+        _refuse_target(machine, ".".join(head.head))
+
+
+def _refuse_target(machine: Machine, target: str) -> None:
+    machine.refused_targets.add(f"{opcode_name(machine.data[machine.position])} on {target}")
 
 
 def _add_items(node: Node, items: list[Any]) -> None:
@@ -114,6 +133,8 @@ def _add_items(node: Node, items: list[Any]) -> None:
 def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     node: Node = machine.stack[-1]
+    if node.kind not in CALLS:
+        _refuse_target(machine, node.kind.value)
     if node.states is None:
         node.states = []
     node.states.append(state)
@@ -160,8 +181,7 @@ def _read_global(machine: Machine) -> Node:
     module = machine.line().decode()
     machine.position -= 1  # the second line has no opcode in front
     name = machine.line().decode()
-    machine.globals.setdefault((module, name), offset)
-    return Node(Kind.GLOBAL, (module, name))
+    return machine.name_global(offset, module, name)
 
 
 def _stack_global(machine: Machine) -> None:
@@ -170,13 +190,13 @@ def _stack_global(machine: Machine) -> None:
     # A name that is computed, or read out of another object, is known only to who executes it.
     known = type(name) is Text and type(module) is Text
     head = (module.value, name.value) if known else UNRESOLVABLE
-    machine.stack.append(_global(machine, *head))
+    machine.stack.append(machine.name_global(machine.position, *head))
     machine.position += 1
 
 
 def _extension(width: int) -> Callable[[Machine], None]:
     def push(machine: Machine) -> None:
-        node = _global(machine, *UNRESOLVABLE)
+        node = machine.name_global(machine.position, *UNRESOLVABLE)
         node.args = int.from_bytes(machine.operand(width, 0), "little")
         machine.stack.append(node)
 
@@ -195,8 +215,8 @@ def _long_binput(machine: Machine) -> None:
 
 def _put(machine: Machine) -> None:
     index = integer(machine.line())
-    if index < 0:
-        raise machine.malformed(f"writes memo entry {index}")
+    if not 0 <= index <= U32:  # pickle counts from 0; a dict of chosen huge numbers takes quadratic time
+        raise machine.malformed("writes a memo entry that no pickler would")
     machine.memo[index] = machine.stack[-1]
 
 
@@ -269,6 +289,7 @@ _ALL: dict[bytes, Callable[[Machine], None]] = {
     b"i": _inst, b"c": _global_line, b"\x93": _stack_global, b"\x82": _extension(1), b"\x83": _extension(2),
     b"\x84": _extension(4), b"P": _persid, b"r": _long_binput, b"p": _put, b"\x94": _memoize, b"g": _get,
     b"0": _pop, b"1": _pop_mark, b"2": _dup, b"\x80": _proto, b"\x95": _frame,
+    b"X": text(4, "surrogatepass"),
     b"\x8c": text(1, "surrogatepass"), b"\x8d": text(8, "surrogatepass"), b"V": unicode_line,
     # A str of Python 2: bytes, which torch.load reads as UTF-8.
     b"U": text(1, "surrogateescape"), b"T": text(0, "surrogateescape"), b"S": string_line,

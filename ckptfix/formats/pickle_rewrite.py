@@ -17,6 +17,7 @@ from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
 
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
+_MAX_ADDED = 1 << 28  # a million references to one long name become a million literals
 _LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}  # bytes of length behind these opcodes
 
 
@@ -46,6 +47,7 @@ def rewrite(tree: PickleTree, new_names: Mapping[int, str]) -> bytes:
 
 def _changes(tree: PickleTree, new_names: Mapping[int, str]) -> list[_Change]:
     changes = []
+    added = 0
     held: dict[int, str] = {}  # site -> the string that it pushes from now on, where that is a new one
     literal: dict[int, int] = {}  # site of a GET -> site of the literal that first pushed its string
     sites = set()
@@ -60,6 +62,9 @@ def _changes(tree: PickleTree, new_names: Mapping[int, str]) -> list[_Change]:
         if wanted != unchanged_opcode_gives:
             family = tree.data[literal.get(site, site)]
             changes.append(_Change(site, _width(tree.data, site), _encode(family, wanted)))
+            added += len(changes[-1].new)
+            if added > _MAX_ADDED:
+                raise UnsupportedFormat(f"the new names would take more than {_MAX_ADDED} bytes")
     unknown = new_names.keys() - sites
     if unknown:
         raise FormatError(f"no string is pushed at byte {min(unknown)} of the pickle")

@@ -1,26 +1,28 @@
 """Pickles of protocols 0 to 5, read by a symbolic machine: nothing is imported, called or built.
 
 The machine keeps the stack and the memo of ``pickle.Unpickler`` (CPython's ``Lib/pickle.py``), but a call becomes a
-node that says what would be called. Time and memory grow with the bytes read, whatever the pickle refers to.
+node that says what would be called. Time grows with the bytes read, whatever the pickle refers to; so does memory, by
+up to 100 bytes for a byte, which is why the opcodes are counted.
 """
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import repeat
 from struct import Struct
 from typing import Any
 
 from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.pickle_literals import MAX_TEXT
 from ckptfix.formats.pickle_machine import MAX_DEPTH, MISSING, PADDING, Machine
 from ckptfix.formats.pickle_opcodes import HANDLERS
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 
-MAX_OPCODES = 16_000_000
-"""Longest stream that is read, in opcodes. 100,000 tensors take 2.4 million; a stream made of nothing but the most
-expensive opcode takes 2 GB of memory at this limit."""
+MAX_OPCODES = 12_000_000
+"""Longest stream that is read, in opcodes; strings, frames and a memo with gaps count once more (``Machine.weight``).
+100,000 tensors take 2.9 million. The most expensive stream takes 1.3 GB of memory at this limit."""
 
-
+_BATCH = 1 << 16  # so many opcodes run between two looks at the weight
 _LONG = 1 << 16
 _PROTOCOLS_WITHOUT_MEMOIZE = (b"\x80\x02", b"\x80\x03")
 
@@ -36,8 +38,12 @@ def parse(data: bytes, start: int = 0) -> PickleTree:
         if data[:2] in _PROTOCOLS_WITHOUT_MEMOIZE and len(data) > _LONG:
             # Numbered from 0 without gaps, as pickle does, the memo fits a list: half the time of a dict, a seventh of
             # its memory. Whatever does not work out that way is left to the dict, which has the last word.
-            with suppress(FormatError):
+            try:
                 return _parse(data, start, [MISSING] * min(len(data) // 6 + 257, MAX_OPCODES))
+            except UnsupportedFormat:
+                raise
+            except FormatError:
+                pass
         return _parse(data, start, {})
 
 
@@ -64,7 +70,7 @@ def _explained(machine: Machine, error: Exception) -> FormatError:
         return machine.malformed("needs more values than the stack holds")
     if isinstance(error, KeyError):
         return machine.malformed("reads a memo entry that was never written")
-    return machine.malformed(f"cannot be read ({error})")
+    return machine.malformed(f"cannot be read ({error!s:.100})")  # the text of some errors holds the operand
 
 
 @contextmanager
@@ -91,98 +97,106 @@ def _run(machine: Machine) -> None:
     new_text, add_text, call, persistent_id = tuple.__new__, texts.append, Kind.CALL, Kind.PERSISTENT
     meta, stack = machine.meta, machine.stack
     push = stack.append
-    i = 0
+    long_text = 5 + MAX_TEXT
+    i = done = 0
     try:
-        for _ in repeat(None, MAX_OPCODES):
-            c = b[i]
-            if c == 0x68 or c == 0x6A:  # BINGET, LONG_BINGET
-                if c == 0x68:
-                    x = memo[b[i + 1]]
-                    width = 2
-                else:
-                    x = memo[u32(b, i + 1)[0]]
-                    width = 5
-                if type(x) is Text:
-                    x = new_text(Text, (x[0], i, x[1]))
-                    add_text(x)
-                elif x is MISSING:
-                    raise KeyError
-                push(x)
-                i += width
-            elif c == 0x4B:  # BININT1
-                push(b[i + 1])
-                i += 2
-            elif c < 0x52:
-                if c == 0x28:  # MARK
-                    if len(meta) > MAX_DEPTH:
-                        raise UnsupportedFormat(f"the pickle nests more than {MAX_DEPTH} marks")
-                    meta.append(stack)
-                    stack = []
-                    push = stack.append
-                    i += 1
-                elif c == 0x51:  # BINPERSID
-                    x = stack[-1] = Node(persistent_id, stack[-1])
-                    persistent.append(x)
-                    i += 1
-                elif c == 0x29:  # EMPTY_TUPLE
-                    push(())
-                    i += 1
-                elif c == 0x4D:  # BININT2
-                    push(b[i + 1] | b[i + 2] << 8)
-                    i += 3
-                elif c == 0x4A:  # BININT
-                    x = u32(b, i + 1)[0]
-                    push(x - (x >> 31 << 32))
-                    i += 5
-                elif c == 0x2E:  # STOP
-                    i += 1
-                    return
-                else:
-                    machine.position, machine.stack = i, stack
-                    machine.step()
-                    i, stack = machine.position, machine.stack
-                    push = stack.append
-            else:
-                if c == 0x58:  # BINUNICODE
-                    end = i + 5 + u32(b, i + 1)[0]
-                    x = new_text(Text, (str(b[i + 5 : end], "utf-8", "surrogatepass"), i, i))
-                    add_text(x)
+        while (rest := MAX_OPCODES - done - machine.weight()) > 0:
+            done += min(rest, _BATCH)
+            for _ in repeat(None, min(rest, _BATCH)):
+                c = b[i]
+                if c == 0x68 or c == 0x6A:  # BINGET, LONG_BINGET
+                    if c == 0x68:
+                        x = memo[b[i + 1]]
+                        width = 2
+                    else:
+                        x = memo[u32(b, i + 1)[0]]
+                        width = 5
+                    if type(x) is Text:
+                        x = new_text(Text, (x[0], i, x[1]))
+                        add_text(x)
+                    elif x is MISSING:
+                        raise KeyError
                     push(x)
-                    i = end
-                elif c == 0x74:  # TUPLE
-                    x = tuple(stack)
-                    stack = meta.pop()
-                    push = stack.append
-                    push(x)
-                    i += 1
-                elif c == 0x86:  # TUPLE2
-                    x = (stack[-2], stack[-1])
-                    stack[-2:] = (x,)
-                    i += 1
-                elif c == 0x85:  # TUPLE1
-                    x = stack[-1] = (stack[-1],)
-                    i += 1
-                elif c == 0x52:  # REDUCE
-                    x = stack.pop()
-                    x = stack[-1] = Node(call, stack[-1], x)
-                    i += 1
-                elif c == 0x89:  # NEWFALSE
-                    push(False)
-                    i += 1
-                    continue
-                elif c == 0x71:  # BINPUT
-                    memo[b[i + 1]] = stack[-1]
+                    i += width
+                elif c == 0x4B:  # BININT1
+                    push(b[i + 1])
                     i += 2
-                    continue
+                elif c < 0x52:
+                    if c == 0x28:  # MARK
+                        if len(meta) > MAX_DEPTH:
+                            raise UnsupportedFormat(f"the pickle nests more than {MAX_DEPTH} marks")
+                        meta.append(stack)
+                        stack = []
+                        push = stack.append
+                        i += 1
+                    elif c == 0x51:  # BINPERSID
+                        x = stack[-1] = Node(persistent_id, stack[-1])
+                        persistent.append(x)
+                        i += 1
+                    elif c == 0x29:  # EMPTY_TUPLE
+                        push(())
+                        i += 1
+                    elif c == 0x4D:  # BININT2
+                        push(b[i + 1] | b[i + 2] << 8)
+                        i += 3
+                    elif c == 0x4A:  # BININT
+                        x = u32(b, i + 1)[0]
+                        push(x - (x >> 31 << 32))
+                        i += 5
+                    elif c == 0x2E:  # STOP
+                        i += 1
+                        return
+                    else:
+                        machine.position, machine.stack = i, stack
+                        machine.step()
+                        i, stack = machine.position, machine.stack
+                        push = stack.append
                 else:
-                    machine.position, machine.stack = i, stack
-                    machine.step()
-                    i, stack = machine.position, machine.stack
-                    push = stack.append
-                    continue
-                if b[i] == 0x72:  # LONG_BINPUT
-                    memo[u32(b, i + 1)[0]] = x
-                    i += 5
+                    if c == 0x58:  # BINUNICODE
+                        end = i + 5 + u32(b, i + 1)[0]
+                        if end - i > long_text:
+                            machine.position, machine.stack = i, stack
+                            machine.step()
+                            i = machine.position
+                            continue
+                        x = new_text(Text, (str(b[i + 5 : end], "utf-8", "surrogatepass"), i, i))
+                        add_text(x)
+                        push(x)
+                        i = end
+                    elif c == 0x74:  # TUPLE
+                        x = tuple(stack)
+                        stack = meta.pop()
+                        push = stack.append
+                        push(x)
+                        i += 1
+                    elif c == 0x86:  # TUPLE2
+                        x = (stack[-2], stack[-1])
+                        stack[-2:] = (x,)
+                        i += 1
+                    elif c == 0x85:  # TUPLE1
+                        x = stack[-1] = (stack[-1],)
+                        i += 1
+                    elif c == 0x52:  # REDUCE
+                        x = stack.pop()
+                        x = stack[-1] = Node(call, stack[-1], x)
+                        i += 1
+                    elif c == 0x89:  # NEWFALSE
+                        push(False)
+                        i += 1
+                        continue
+                    elif c == 0x71:  # BINPUT
+                        memo[b[i + 1]] = stack[-1]
+                        i += 2
+                        continue
+                    else:
+                        machine.position, machine.stack = i, stack
+                        machine.step()
+                        i, stack = machine.position, machine.stack
+                        push = stack.append
+                        continue
+                    if b[i] == 0x72:  # LONG_BINPUT
+                        memo[u32(b, i + 1)[0]] = x
+                        i += 5
         raise UnsupportedFormat(f"the pickle has more than {MAX_OPCODES} opcodes")
     finally:
         machine.position, machine.stack = i, stack

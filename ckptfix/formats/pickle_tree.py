@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from ckptfix.errors import FormatError
+
 UNRESOLVABLE = ("?", "?")
 """The global of an opcode that names it indirectly: a number of the extension registry, or a computed name."""
+
+_SHARED = "two dicts of the pickle are made from one list"
 
 
 class Text(NamedTuple):
@@ -31,6 +35,7 @@ class Kind(Enum):
     FROZENSET = "frozenset"
     BYTEARRAY = "bytearray"
     BUFFER = "out-of-band buffer"
+    LONG_TEXT = "long string"
     GLOBAL = "global"
     CALL = "call"
     NEW = "__new__"
@@ -45,10 +50,10 @@ class Node:
     """An object that can be shared or changed after it was made; compared by identity.
 
     ``head``: (module, name) of a global, the callee of a call, the id of a persistent object, the bytes of a
-    bytearray. ``args``: the arguments of a call, a tuple in every honest pickle; (args, keywords) for NEW_EX.
-    ``items``: what was appended or added. ``entries``: keys and values in turn, as they were set. ``states``: what
-    BUILD gave it. The last three are None while empty. A value is a Node, a Text, a tuple of values, or a constant
-    (int, float, bool, None, bytes).
+    bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a tuple in every honest pickle;
+    (args, keywords) for NEW_EX. ``items``: what was appended or added. ``entries``: keys and values in turn, as they
+    were set. ``states``: what BUILD gave it. The last three are None while empty. A value is a Node, a Text, a tuple
+    of values, or a constant (int, float, bool, None, bytes).
     """
 
     __slots__ = ("args", "entries", "head", "items", "kind", "states")
@@ -76,10 +81,11 @@ class PickleTree:
     """One pickle. Offsets count from its first byte.
 
     ``data``: its bytes, STOP included. ``end``: where it ends in the bytes given to ``parse``. ``globals``: every
-    (module, name) it refers to, with the offset of the first reference. ``texts``: every string push in stream order.
-    ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each FRAME. ``duplicated``: sites
-    of strings that a DUP used a second time. ``refused_opcodes``: those outside what
-    ``torch.load(weights_only=True)`` reads. ``leftover``: values stay on the stack after STOP.
+    (module, name) it refers to, with the offset of the first reference. ``texts``: every push of a string that is no
+    long one, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
+    FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
+    ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
+    ``leftover``: values stay on the stack after STOP.
     """
 
     root: Any = field(repr=False)
@@ -102,12 +108,11 @@ def pairs(node: object) -> Iterator[tuple[Any, Any]]:
     """
     if type(node) is not Node:
         return
-    if node.kind is Kind.CALL and node.args and _is_ordered_dict(node):
-        first = node.args[0] if type(node.args) is tuple else None
-        for item in (first.items or ()) if type(first) is Node and first.kind is Kind.LIST else ():
-            values = item.items if type(item) is Node else item
-            if isinstance(values, list | tuple) and len(values) == 2:
-                yield values[0], values[1]
+    source = made_from(node)
+    for item in (source.items or ()) if source is not None else ():
+        values = item.items if type(item) is Node else item
+        if isinstance(values, list | tuple) and len(values) == 2:
+            yield values[0], values[1]
     if node.entries is not None:
         yield from zip(node.entries[::2], node.entries[1::2], strict=True)
 
@@ -128,14 +133,57 @@ def child(node: object, name: str) -> Any:
     return found
 
 
-def attribute(node: object, name: str) -> Any:
-    """Return an attribute that BUILD gave a node (a dict, or a pair of dicts for slots), else None."""
+def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> Any:
+    """Return an attribute that BUILD gave a node (a dict, or a pair of dicts for slots), else None.
+
+    ``known`` remembers, for one name, what each dict holds: a million nodes can share one.
+    """
+    known = {} if known is None else known
     found = None
     for state in (node.states or ()) if type(node) is Node else ():
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            value = child(part, name)
-            found = found if value is None else value
+            if id(part) not in known:
+                source = made_from(part)
+                if source is not None and known.setdefault(-id(source), part) is not part:
+                    raise FormatError(_SHARED)
+                known[id(part)] = child(part, name)
+            found = found if known[id(part)] is None else known[id(part)]
     return found
+
+
+class Visits:
+    """Which nodes a walk has met, so that it looks into each only once however often it is referred to."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._met: set[int] = set()
+        self._sources: set[int] = set()
+
+    def first(self, node: object) -> bool:
+        """Whether a value is a node and this is the first visit.
+
+        Raises FormatError for a dict made from a list that another was made from: no pickler writes that, and to read
+        the list once for each dict would take time that grows with the square of the bytes.
+        """
+        if type(node) is not Node or id(node) in self._met:
+            return False
+        self._met.add(id(node))
+        source = made_from(node)
+        if source is not None:
+            if id(source) in self._sources:
+                raise FormatError(_SHARED)
+            self._sources.add(id(source))
+        return True
+
+
+def made_from(node: object) -> Node | None:
+    """Return the list of pairs that an OrderedDict was made from, None for every other value."""
+    if type(node) is not Node or node.kind is not Kind.CALL or type(node.args) is not tuple or not node.args:
+        return None
+    first = node.args[0]
+    if type(first) is Node and first.kind is Kind.LIST and _is_ordered_dict(node):
+        return first
+    return None
 
 
 def _is_ordered_dict(node: Node) -> bool:

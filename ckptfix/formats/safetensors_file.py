@@ -8,14 +8,18 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from ckptfix.errors import FormatError, TruncatedError
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
 from ckptfix.storage.reading import FileReader
 
 MAX_HEADER = 100_000_000
 """Longest header that the reference parser accepts, in bytes."""
+
+MAX_VALUES = 4_000_000
+"""Most values in a header; a tensor takes about ten, and a value up to 60 bytes of memory."""
 
 METADATA_KEY = "__metadata__"
 
@@ -123,8 +127,12 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
 def _parse_json(raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise FormatError("the header does not begin with '{'")
+    if json_values(raw) > MAX_VALUES:
+        raise UnsupportedFormat(f"the header holds more than {MAX_VALUES} values")
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        header = json.loads(
+            raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=finite
+        )
     except UnicodeDecodeError as error:
         raise FormatError(f"the header is not UTF-8 at byte {8 + error.start}") from None
     except RecursionError:
@@ -141,6 +149,19 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise FormatError("a name in the header holds half of a surrogate pair") from None
     return header
+
+
+def json_values(raw: bytes) -> int:
+    """Return how many values a JSON text holds at most: a little more where strings hold commas or brackets."""
+    return raw.count(b"{") + raw.count(b"[") + raw.count(b",")
+
+
+def finite(text: str) -> float:
+    """Return the float that a JSON number spells. Raises FormatError for 1e999, which would be written as Infinity."""
+    number = float(text)
+    if number in (inf, -inf):
+        raise FormatError(f"the number {text:.40} in the JSON is larger than any float")
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

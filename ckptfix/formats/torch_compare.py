@@ -50,10 +50,15 @@ def _renamed(tree: PickleTree, rename: NameMap) -> tuple[Callable[[Text], str], 
     """Return how a tree's strings read under a map, and its ``_metadata`` dicts, where two names may become one."""
     names: dict[int, str] = {}
     metadata = []
+    renamed: dict[tuple[bool, str], str] = {}  # a name can be referred to a million times
     for place in name_lists(tree):
         is_metadata = place.kind == "metadata"
         if is_metadata:
             metadata.append(place.node)
         new = rename.module if is_metadata else rename
-        names |= {site: new(name) for name, site in place.names}
+        for name, site in place.names:
+            known = renamed.get((is_metadata, name))
+            if known is None:
+                known = renamed[is_metadata, name] = new(name)
+            names[site] = known
     return lambda text: names.get(text.site, text.value), metadata

@@ -147,7 +147,7 @@ def _read_zip(reader: FileReader) -> TorchFile:
         record = records.get(key)
         if record is None or record.size < storage.nbytes:
             have = "no record" if record is None else f"a record of {record.size} bytes"
-            raise FormatError(f"the storage {key!r} takes {storage.nbytes} bytes and has {have}")
+            raise FormatError(f"the storage {key!r:.80} takes {storage.nbytes} bytes and has {have}")
         if record.is_stored:
             ranges[key] = (record.data_offset, storage.nbytes)
     return TorchFile(archive, tree, state_dicts(tree, known), ranges, archive.trailing)

@@ -18,6 +18,19 @@ MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 TAR_MAGIC_OFFSET = 257
 
+_TAR_BLOCK = 512
+_TAR_NUMBERS = (
+    (100, 108),
+    (108, 116),
+    (116, 124),
+    (124, 136),
+    (136, 148),
+    (148, 156),
+    (329, 337),
+    (337, 345),
+)
+
+_SMALL = 1 << 16  # the pickles before the object take some hundred bytes
 _FIRST_WINDOW = 1 << 16
 _GROWTH = 8  # each wider window is parsed from its start: 1/7 more work than one that fits
 
@@ -47,24 +60,44 @@ class PatchedBytes:
 
 def is_tar(reader: FileReader) -> bool:
     """Whether it is a tar archive, as torch.save wrote before 0.4."""
-    return reader.size >= 512 and reader.read(TAR_MAGIC_OFFSET, 5) == b"ustar"
+    if reader.size < _TAR_BLOCK:
+        return False
+    head = reader.read(0, _TAR_BLOCK)
+    if head[TAR_MAGIC_OFFSET : TAR_MAGIC_OFFSET + 5] == b"ustar":
+        return True
+    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: a header it is, by the
+    # rules of tarfile, when its numbers are numbers and one is its checksum, over signed or unsigned bytes.
+    if any(_tar_number(head[begin:end]) is None for begin, end in _TAR_NUMBERS):
+        return False
+    rest = head[:148] + b" " * 8 + head[156:]
+    return _tar_number(head[148:156]) in (sum(rest), sum(rest) - 256 * sum(byte > 127 for byte in rest))
 
 
-def read_pickle(reader: FileReader, offset: int) -> PickleTree:
+def _tar_number(field: bytes) -> int | None:
+    """Return the number in a field of a tar header, octal or in base 256, as tarfile reads it."""
+    if field[0] in (0o200, 0o377):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0o377 else 0)
+    try:
+        return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
+    except ValueError:
+        return None
+
+
+def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> PickleTree:
     """Parse one pickle in a file, from ``offset``, without reading much further than it reaches.
 
-    Raises TruncatedError when the file ends inside it, FormatError for the rest, also beyond ``MAX_PICKLE`` bytes.
+    Raises TruncatedError when the file ends inside it, FormatError for the rest, also beyond ``limit`` bytes.
     """
     window = _FIRST_WINDOW
     while True:
-        length = min(window, reader.size - offset, MAX_PICKLE)
+        length = min(window, reader.size - offset, limit)
         try:
             return parse(reader.read(offset, length))
         except TruncatedError as error:
             if length == reader.size - offset:
                 raise TruncatedError(f"{error}; the file ends at {reader.size}", have=reader.size) from None
-            if length == MAX_PICKLE:
-                raise FormatError(f"the pickle is longer than {MAX_PICKLE} bytes") from None
+            if length == limit:
+                raise UnsupportedFormat(f"the pickle is longer than {limit} bytes") from None
         window *= _GROWTH
 
 
@@ -78,11 +111,16 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
 
     Raises TruncatedError when it ends too early, UnsupportedFormat for one of a big-endian machine.
     """
-    version = read_pickle(reader, first.end)
+    if first.end > _SMALL:
+        raise FormatError(f"the magic number of the legacy torch file takes {first.end} bytes")
+    version = read_pickle(reader, first.end, _SMALL)
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
-        raise FormatError(f"a legacy torch file of version {version.root!r:.20}, known is {PROTOCOL_VERSION}")
+        # Printed only if it is small: a tuple can be too deep for repr, an integer too long.
+        is_small = type(version.root) is int and abs(version.root) < 1 << 32
+        what = f"{version.root}" if is_small else f"<{type(version.root).__name__}>"
+        raise FormatError(f"a legacy torch file of version {what}, known is {PROTOCOL_VERSION}")
     position = first.end + version.end
-    system = read_pickle(reader, position)
+    system = read_pickle(reader, position, _SMALL)
     if child(system.root, "little_endian") is False:
         raise UnsupportedFormat("it was written on a big-endian machine")
     offset = position + system.end
@@ -90,11 +128,11 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     keys_offset = offset + tree.end
     key_list = read_pickle(reader, keys_offset)
     ranges, end = _ranges(reader, storages(tree), _keys(key_list), keys_offset + key_list.end)
-    # torch.load executes all five: what any of them names is named by the file.
-    named = {
-        name: at for part in (key_list, system, version, first, tree) for name, at in part.globals.items()
-    }
-    return LegacyFile(replace(tree, globals=named), offset, ranges, end)
+    # torch.load executes all five: what any of them names is named by the file, and what it refuses is refused.
+    parts = (key_list, system, version, first, tree)
+    named = {name: at for part in parts for name, at in part.globals.items()}
+    refused = tuple(sorted({reason for part in parts for reason in part.refused_opcodes}))
+    return LegacyFile(replace(tree, globals=named, refused_opcodes=refused), offset, ranges, end)
 
 
 def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:
@@ -143,7 +181,9 @@ def _ranges(
     for key in keys:
         numel = int.from_bytes(reader.read(position, 8), "little")
         if numel != known[key].numel:
-            raise FormatError(f"the storage {key!r} has {numel} elements, its object says {known[key].numel}")
+            raise FormatError(
+                f"the storage {key!r:.80} has {numel} elements, its object says {known[key].numel}"
+            )
         ranges[key] = (position + 8, known[key].nbytes)
         position += 8 + known[key].nbytes
     return ranges, end

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, attribute, child, is_dict_like, pairs
+from ckptfix.formats.pickle_tree import (
+    Kind,
+    Node,
+    PickleTree,
+    Text,
+    Visits,
+    attribute,
+    child,
+    is_dict_like,
+    made_from,
+    pairs,
+)
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
 
@@ -35,12 +46,14 @@ class NameList:
     ``kind``: "state dict" (its keys), "metadata" (module names without trailing dot in the ``_metadata`` of the state
     dict of the same path, "" is the root), or of an optimizer "param_names", "params" (FSDP) and "optimizer state"
     (its string keys). ``names``: each name with the site that pushed it. ``node``: the dict or list itself.
+    ``is_model``: a state dict that looks like a module's, and not like a dict in which a tensor happens to lie.
     """
 
     path: tuple[str, ...]
     kind: str
     names: tuple[tuple[str, int], ...]
     node: Node = field(repr=False, compare=False)
+    is_model: bool = False
 
 
 class HasTensors(Protocol):
@@ -89,13 +102,16 @@ def state_dicts(
 def name_lists(tree: PickleTree) -> tuple[NameList, ...]:
     """Return every place where names live, with the sites to rewrite."""
     found: list[NameList] = []
+    listed = _Listed(len(tree.texts))
+    attributes: dict[int, Any] = {}
     for path, node in _dicts(tree):
         if is_optimizer(node):
-            found += _optimizer_names(path, node)
+            found += _optimizer_names(path, node, listed)
         elif any(type(key) is Text and is_tensor(value) for key, value in pairs(node)):
-            found.append(NameList(path, "state dict", _keys(node), node))
-            metadata = attribute(node, "_metadata")
-            if is_dict_like(metadata):
+            metadata = attribute(node, "_metadata", attributes)
+            names = _keys(node)
+            found.append(NameList(path, "state dict", names, node, _is_model(path, node, metadata)))
+            if is_dict_like(metadata) and listed.may_list(metadata):
                 found.append(NameList(path, "metadata", _keys(metadata), metadata))
     return tuple(found)
 
@@ -117,7 +133,8 @@ def tensor_infos(file: HasTensors) -> tuple[TensorInfo, ...]:
 
 def is_optimizer(node: Node) -> bool:
     """Whether a dict is an optimizer's ``state_dict()``: it has ``state`` and ``param_groups``, and few keys more."""
-    if len(node.entries or ()) > 2 * MAX_LIST:
+    source = made_from(node)
+    if len(node.entries or ()) > 2 * MAX_LIST or (source is not None and len(source.items or ()) > MAX_LIST):
         return False
     keys = {key.value for key, _ in pairs(node) if type(key) is Text}
     return keys >= {"state", "param_groups"}
@@ -125,13 +142,12 @@ def is_optimizer(node: Node) -> bool:
 
 def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:
     """Iterate over the dicts that can be state dicts, each once, with the keys that lead to it."""
-    seen: set[int] = set()
+    visits = Visits()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), tree.root)]
     while waiting:
         path, node = waiting.pop()
-        if type(node) is not Node or id(node) in seen:
+        if not visits.first(node):
             continue
-        seen.add(id(node))
         if is_dict_like(node):
             yield path, node
             if len(path) < MAX_NESTING and not is_optimizer(node):
@@ -153,19 +169,48 @@ def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], 
     ]
 
 
+def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
+    """Whether a dict is what ``Module.state_dict()`` gives: tensors alone, and a sign of modules below the root."""
+    named = [(key.value, value) for key, value in pairs(node) if type(key) is Text]
+    if not all(is_tensor(value) or key.endswith("_extra_state") for key, value in named):
+        return False
+    return not path or is_dict_like(metadata) or any("." in key for key, _ in named)
+
+
+class _Listed:
+    """What was listed: honest optimizers share lists of names, and copies of a state dict its metadata, a few times."""
+
+    def __init__(self, texts: int) -> None:
+        self._visits = Visits()
+        self._left = MAX_LIST * texts
+
+    def may_list(self, node: Any) -> bool:
+        """Whether a node may be listed here: it is new, or all that is listed again stays a multiple of the strings."""
+        if self._visits.first(node):
+            return True
+        if type(node) is not Node:
+            return False
+        source = made_from(node)
+        self._left -= 1 + len(node.items or ()) + len(node.entries or ())
+        self._left -= len(source.items or ()) if source is not None else 0
+        return self._left >= 0
+
+
 def _keys(node: Node) -> tuple[tuple[str, int], ...]:
     return tuple([(key.value, key.site) for key, _ in pairs(node) if type(key) is Text])
 
 
-def _optimizer_names(path: tuple[str, ...], node: Node) -> Iterator[NameList]:
+def _optimizer_names(path: tuple[str, ...], node: Node, listed: "_Listed") -> Iterator[NameList]:
     groups = child(node, "param_groups")
-    for index, group in enumerate((groups.items or ()) if type(groups) is Node else ()):
+    for index, group in enumerate((groups.items or ()) if listed.may_list(groups) else ()):
+        if not listed.may_list(group):
+            continue
         for kind in ("param_names", "params"):
             names = child(group, kind)
-            if type(names) is Node and names.kind is Kind.LIST:
+            if type(names) is Node and names.kind is Kind.LIST and listed.may_list(names):
                 texts = tuple([(item.value, item.site) for item in names.items or () if type(item) is Text])
                 if texts:
                     yield NameList((*path, "param_groups", str(index)), kind, texts, names)
     state = child(node, "state")
-    if is_dict_like(state) and _keys(state):
+    if is_dict_like(state) and listed.may_list(state) and _keys(state):
         yield NameList((*path, "state"), "optimizer state", _keys(state), state)

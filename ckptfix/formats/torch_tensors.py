@@ -34,6 +34,8 @@ _PLAIN_TENSOR_TYPES = frozenset(
 )
 _MAX_WRAPPED = 8
 _MANY = 1 << 62
+_MAX_DIMENSIONS = 64  # of which torch can make a tensor; a million tensors can share one longer shape
+_MAX_KEY = 1024
 _REBUILD_V2 = ("torch._utils", "_rebuild_tensor_v2")
 
 
@@ -73,7 +75,9 @@ def storages(tree: PickleTree) -> dict[str, PickledStorage]:
     for node in tree.persistent:
         key, storage = read_storage(node)
         if found.setdefault(key, storage) != storage:
-            raise FormatError(f"the storage {key!r} is {found[key]} in one place and {storage} in another")
+            raise FormatError(
+                f"the storage {key!r:.80} is {found[key]} in one place and {storage} in another"
+            )
     return found
 
 
@@ -89,8 +93,16 @@ def read_storage(node: Node) -> tuple[str, PickledStorage]:
         if type(cls) is Node and cls.kind is Kind.GLOBAL and type(key) is Text and type(location) is Text:
             name = cls.head[1]
             size = _element_size(name)
-            if size and type(numel) is int and numel >= 0 and pid[5:] in ((), (None,)):
-                return key[0], PickledStorage(name, location[0], numel, numel * size)
+            if (
+                size
+                and type(numel) is int
+                and 0 <= numel < _MANY
+                and (len(pid) == 5 or pid[5] is None)
+                and len(key[0]) + len(location[0]) <= _MAX_KEY
+            ):
+                values = (name, location[0], numel, numel * size)
+                storage: PickledStorage = tuple.__new__(PickledStorage, values)  # as in read_tensor
+                return key[0], storage
     raise FormatError("the pickle holds a persistent id that is no storage of torch's")
 
 
@@ -127,14 +139,23 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
     elif function != "_rebuild_tensor_v2" and function != "_rebuild_tensor":
         return None
     offset, shape, stride = args[1], _sizes(args[2]), _sizes(args[3])
-    if dtype is None or type(offset) is not int or offset < 0 or len(shape) != len(stride):
+    dimensions = len(shape)
+    if (
+        dtype is None
+        or type(offset) is not int
+        or offset < 0
+        or dimensions != len(stride)
+        or dimensions > _MAX_DIMENSIONS
+    ):
         return None
     span = _span(DTYPE_BITS[dtype] // 8, offset, shape, stride, storage.nbytes)
     if span is None:
         return None
     begin, end = span
     if end is not None and end > storage.nbytes:
-        raise FormatError(f"the tensor {key.value!r} reaches beyond its storage of {storage.nbytes} bytes")
+        raise FormatError(
+            f"the tensor {key.value!r:.200} reaches beyond its storage of {storage.nbytes} bytes"
+        )
     made: PickledTensor = tuple.__new__(  # half the time of a call of the class
         PickledTensor, (key.value, dtype, shape, stride, storage_key, offset, begin, end, key.site)
     )
@@ -182,7 +203,7 @@ def _span(
     (None, None) when it is not contiguous, None when shape or stride are no sizes. An end beyond ``nbytes`` stands for
     any tensor, contiguous or not, that needs more than its storage has.
     """
-    count, last, contiguous, empty = 1, offset, True, False
+    count, last, contiguous, empty, huge = 1, offset, True, False, False
     for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if type(length) is not int or type(step) is not int or length < 0 or step < 0:
             return None
@@ -194,12 +215,14 @@ def _span(
             if (
                 count > _MANY or last > _MANY
             ):  # hostile, unless empty: the numbers must not grow without bound
-                return (0, 0) if 0 in shape else (0, nbytes + 1)
+                if length > _MANY or step > _MANY:
+                    return None
+                huge, count, last = True, 1, offset
         elif length == 0:
             empty = True
     if empty:
         return offset * size, offset * size
-    if (last + 1) * size > nbytes:
+    if huge or (last + 1) * size > nbytes:
         return 0, nbytes + 1
     return (offset * size, (offset + count) * size) if contiguous else (None, None)
 

@@ -24,8 +24,11 @@ from ckptfix.formats.zip_directory import (
 )
 from ckptfix.storage.reading import FileReader
 
-MAX_PICKLE = 1 << 30
+MAX_PICKLE = 1 << 28
 """Longest pickle that is read, in bytes; a tensor takes about 150."""
+
+MAX_UNPACKED = 1 << 24
+"""Longest packed record that is unpacked, in bytes. torch.save never packs one."""
 
 ALIGNMENT = 64
 """torch starts the data of every record on a multiple of this."""
@@ -69,12 +72,12 @@ def read_zip(reader: FileReader) -> TorchZip:
     name could leave its folder, UnsupportedFormat for encryption.
     """
     end, directory, records = read_records(reader)
-    by_name = {record.name: record for record in records}
+    by_name = _by_folded_name(records)
     root, slash, _ = records[0].name.partition("/")
-    pickle = by_name.get(f"{root}/data.pkl")
+    pickle = _record(by_name, f"{root}/data.pkl")
     if not slash or pickle is None:
         raise FormatError(f"a zip archive, but none of torch.save: no data.pkl beside {records[0].name!r}")
-    byteorder = by_name.get(f"{root}/byteorder")
+    byteorder = _record(by_name, f"{root}/byteorder")
     is_big = byteorder is not None and read_record(reader, byteorder) == b"big"
     return TorchZip(
         root=root,
@@ -83,7 +86,7 @@ def read_zip(reader: FileReader) -> TorchZip:
         directory=directory,
         comment=end.comment,
         big_endian=is_big,
-        is_torchscript=f"{root}/constants.pkl" in by_name,
+        is_torchscript=_record(by_name, f"{root}/constants.pkl") is not None,
         end=end.end,
         trailing=reader.size - end.end,
     )
@@ -92,10 +95,13 @@ def read_zip(reader: FileReader) -> TorchZip:
 def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     """Return the bytes of one record, unpacked.
 
-    Raises FormatError when they are not what the directory says, or more than ``MAX_PICKLE``.
+    Raises UnsupportedFormat when they are more than ``MAX_PICKLE``, or than ``MAX_UNPACKED`` if they are packed;
+    FormatError when they are not what the directory says.
     """
-    if max(record.size, record.packed) > MAX_PICKLE:
-        raise FormatError(f"{record.name!r} has {record.size} bytes, at most {MAX_PICKLE} are read")
+    most = MAX_PICKLE if record.is_stored else MAX_UNPACKED
+    if max(record.size, record.packed) > most:
+        kind = "" if record.is_stored else "packed "
+        raise UnsupportedFormat(f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read")
     raw = reader.read(record.data_offset, record.packed)
     if record.is_stored:
         return raw
@@ -106,6 +112,32 @@ def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     if len(data) != record.size:
         raise FormatError(f"{record.name!r} does not unpack to its {record.size} bytes")
     return data
+
+
+def _folded(name: str) -> str:
+    """Return a record's name as torch compares it: without regard to the case of A to Z."""
+    return name.encode().lower().decode()
+
+
+def _by_folded_name(records: tuple[ZipRecord, ...]) -> dict[str, ZipRecord]:
+    names = [record.name for record in records]
+    fold = str.lower if "".join(names).isascii() else _folded  # the same there, and three times as fast
+    found = dict(zip(map(fold, names), records, strict=True))
+    if len(found) != len(records):
+        raise FormatError(
+            "the zip archive has two records of one name: the second is under a name used before, "
+            "and torch does not tell upper case from lower"
+        )
+    return found
+
+
+def _record(records: dict[str, ZipRecord], name: str) -> ZipRecord | None:
+    record = records.get(_folded(name))
+    if record is not None and record.name != name:
+        raise FormatError(
+            f"the zip record {record.name!r} differs only in case from {name!r}, which torch reads"
+        )
+    return record
 
 
 def storage_records(archive: TorchZip) -> dict[str, ZipRecord]:

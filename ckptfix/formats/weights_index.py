@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfix.errors import FormatError
+from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.safetensors_file import MAX_VALUES, finite, json_values
 
-MAX_INDEX = 256 << 20
+MAX_INDEX = 128 << 20
 """Longest index that is read, in bytes; a million names take about 100 MB."""
 
 
@@ -25,8 +26,10 @@ def parse_index(data: bytes) -> WeightsIndex:
     Raises FormatError, also for a file name that leaves the folder (``../../x``, ``/x``): such a name is never
     followed.
     """
+    if json_values(data) > MAX_VALUES:
+        raise UnsupportedFormat(f"the index holds more than {MAX_VALUES} values")
     try:
-        document = json.loads(data.decode(), object_pairs_hook=_unique)
+        document = json.loads(data.decode(), object_pairs_hook=_unique, parse_float=finite)
     except FormatError:
         raise
     except UnicodeDecodeError as error:

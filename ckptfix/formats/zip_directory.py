@@ -1,7 +1,7 @@
 """The directory of a zip archive, read without trusting any of its numbers.
 
-Every offset is checked before it is followed and every size before it is allocated; records may not overlap, and each
-local header must agree with the directory. Layout: PKWARE's APPNOTE 6.3, ZIP64 included.
+Every offset is checked before it is followed and every size against the size of the file before it is read; records
+may not overlap, and each local header must agree with the directory. Layout: PKWARE's APPNOTE 6.3, ZIP64 included.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,11 @@ from typing import NamedTuple
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.storage.reading import FileReader
 
-MAX_DIRECTORY = 1 << 30
-"""Longest central directory that is read, in bytes; a record takes about 65."""
+MAX_DIRECTORY = 64 << 20
+"""Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is read."""
+
+MAX_ZEROS = 64 << 20
+"""How many zeros at the end of a file are looked behind for the end of the archive."""
 
 U16, U32 = 0xFFFF, 0xFFFFFFFF
 END = Struct("<4s4H2IH")
@@ -26,6 +29,7 @@ IN_UTF8 = 0x800
 ENCRYPTED = 0x1
 _NEAR = 4096  # records closer than this are read many at a time ...
 _WINDOW = 1 << 18  # ... with this many bytes
+_BLOCK = 1 << 20
 
 
 class ZipRecord(NamedTuple):
@@ -66,7 +70,7 @@ class EndRecords(NamedTuple):
 
 
 def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord, ...]]:
-    """Return the end records, the bytes of the central directory, and its records in their order.
+    """Return the end records, the bytes of the central directory, and its records in their order; names can recur.
 
     Raises TruncatedError when the archive is cut, UnsupportedFormat for encryption and rare compressions, FormatError
     for anything that does not add up.
@@ -76,10 +80,6 @@ def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord
     records = _locate(reader, list(_entries(directory, end.entries)), end.directory_offset)
     if not records:
         raise FormatError("the zip archive is empty")
-    if len({record.name for record in records}) != len(records):
-        raise FormatError(
-            "the zip archive has two records of one name: the second is under a name used before"
-        )
     return end, directory, records
 
 
@@ -88,14 +88,8 @@ def read_end(reader: FileReader) -> EndRecords:
 
     Raises TruncatedError when there are none or they are cut, FormatError when their numbers contradict one another.
     """
-    window_start = max(0, reader.size - END.size - U16)
-    window = reader.read(window_start, reader.size - window_start)
+    window_start, window = _tail(reader)
     found = window.rfind(b"PK\5\6")
-    if found < 0:
-        raise TruncatedError(
-            f"the zip archive has no end record: it was cut, at byte {reader.size} at the latest",
-            have=reader.size,
-        )
     position = window_start + found
     if len(window) - found < END.size:
         _check_end(reader, position + END.size)
@@ -118,6 +112,41 @@ def read_end(reader: FileReader) -> EndRecords:
             f"its end record is at byte {limit}"
         )
     return EndRecords(count, size, offset, end, comment)
+
+
+def _tail(reader: FileReader) -> tuple[int, bytes]:
+    """Return the bytes among which the end record is, and where they begin; zeros may follow them.
+
+    Raises TruncatedError when there is none.
+    """
+    end = reader.size
+    for attempt in ("as every reader looks", "behind zeros at the end"):
+        start = max(0, end - END.size - U16)
+        window = reader.read(start, end - start)
+        if b"PK\5\6" in window:
+            return start, window
+        if attempt == "as every reader looks":
+            content = _end_without_zeros(reader)
+            end = min(reader.size, content + END.size)  # an end record ends in zeros, too
+    zeros = reader.size - content
+    looked = f"{zeros + U16 + END.size} bytes, the last {zeros} of which are zeros" if zeros else "64 KiB"
+    raise TruncatedError(
+        f"the zip archive has no end record in its last {looked}: it was cut, at byte {reader.size} at the "
+        "latest, or more than that follows its end",
+        have=reader.size,
+    )
+
+
+def _end_without_zeros(reader: FileReader) -> int:
+    """Return where the zeros begin in which a file ends; at most ``MAX_ZEROS`` are looked at."""
+    end = reader.size
+    while end > max(0, reader.size - MAX_ZEROS):
+        start = max(0, end - _BLOCK)
+        block = reader.read(start, end - start).rstrip(b"\0")
+        if block:
+            return start + len(block)
+        end = start
+    return end
 
 
 def _check_end(reader: FileReader, end: int) -> None:
@@ -208,14 +237,21 @@ def _wide(name: str, extra: bytes, size: int, packed: int, offset: int) -> list[
 
 def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[ZipRecord, ...]:
     """Return the records with the offset of their data, which only the local header tells."""
-    order = sorted(range(len(entries)), key=lambda index: entries[index].header_offset)
+    starts = [entry[3] for entry in entries]
+    order = sorted(range(len(entries)), key=starts.__getitem__)
+    if order and starts[order[-1]] >= limit:
+        name, offset = entries[order[-1]].name, starts[order[-1]]
+        raise FormatError(
+            f"the zip record {name!r} at byte {offset} overlaps the directory, which begins at {limit}"
+        )
     located: list[ZipRecord] = list(entries)
     window, window_start = b"", 0
-    for rank, index in enumerate(order):
+    following_starts = [*(starts[index] for index in order[1:]), limit]
+    unpack, head = LOCAL.unpack_from, LOCAL.size
+    for index, following in zip(order, following_starts, strict=False):
         name, method, crc, offset, _, packed, size, entry = entries[index]
-        following = entries[order[rank + 1]].header_offset if rank + 1 < len(order) else limit
         raw_name = name.encode()
-        need = LOCAL.size + len(raw_name)
+        need = head + len(raw_name)
         if offset + need > following:
             raise FormatError(
                 f"the zip record {name!r} at byte {offset} overlaps what begins at byte {following}"
@@ -225,12 +261,12 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
             length = need if following - offset > _NEAR else min(_WINDOW, limit - offset)
             window, window_start = reader.read(offset, length), offset
         at = offset - window_start
-        signature, _, flags, local_method, *_, name_length, extra_length = LOCAL.unpack_from(window, at)
+        signature, _, flags, local_method, *_, name_length, extra_length = unpack(window, at)
         if (
             signature != b"PK\3\4"
             or flags & ENCRYPTED
             or local_method != method
-            or window[at + LOCAL.size : at + need] != raw_name
+            or window[at + head : at + need] != raw_name
             or name_length != len(raw_name)
         ):
             raise FormatError(f"the local header of {name!r} at byte {offset} contradicts the zip directory")

@@ -9,7 +9,7 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import paused_gc, scan_folder
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
-from ckptfix.operations.target import Target, find_target
+from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
 
 
@@ -43,7 +43,7 @@ class CheckReport:
                 }
                 for component in self.folder.components
             ],
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "not_checked": list(self.not_checked),
         }
 
@@ -56,16 +56,19 @@ def check(
     Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of those,
     and checks every checksum. ``progress`` is called with numbers of bytes.
 
-    Raises UsageError when nothing is at ``path``, OSError when the folder cannot be read.
+    Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
     target = find_target(path)
     with paused_gc():
         folder = scan_folder(target.root, target.only)
+        pending = interrupted(target)
+        if not pending:
+            ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress)
     return CheckReport(
         path=target.path,
         folder=folder,
-        findings=interrupted(target) + diagnosis.findings,
+        findings=pending + diagnosis.findings,
         not_checked=diagnosis.not_checked,
     )
 

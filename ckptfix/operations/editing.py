@@ -15,7 +15,16 @@ from ckptfix.formats.torch_file import Appended, Patched, TorchFile
 from ckptfix.formats.torch_pickle import name_lists
 from ckptfix.formats.weights_index import WeightsIndex, format_index
 from ckptfix.operations.plan import Plan
-from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Step, Trim, Unplanned, WriteIndex
+from ckptfix.operations.steps import (
+    DropEntry,
+    Renumber,
+    RewriteNames,
+    Step,
+    StepAction,
+    Trim,
+    Unplanned,
+    WriteIndex,
+)
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Piece, Range, Recipe
@@ -41,40 +50,55 @@ def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
 
     Raises OSError, and FormatError when a file is no longer what it was when it was scanned.
     """
-    compiled = Compiled()
     trims = {step.action.path: step.action.size for step in plan.steps if isinstance(step.action, Trim)}
-    rewritten = {step.action.path for step in plan.steps if isinstance(step.action, RewriteNames)}
-    refused_families: set[tuple[str, str]] = set()
-    for step in plan.steps:
-        writer = _Writer(plan, new_files, trims)
-        action = step.action
+    writer = _Writer(plan, new_files, trims)
+    edits: dict[int, list[Edit]] = {}
+    refused: dict[int, Unplanned] = {}
+    bundles: dict[PurePosixPath, str] = {}
+    for number, step in enumerate(plan.steps):
         try:
-            match action:
-                case DropEntry():
-                    edits = writer.drop(action)
-                case Trim():
-                    # One file changes once: a rewrite of the same file trims as well.
-                    edits = (
-                        [] if action.path in rewritten else writer.change(writer.component(action.path), None)
-                    )
-                case RewriteNames():
-                    edits = writer.rewrite(action)
-                case WriteIndex():
-                    if _family(action.path.name.removesuffix(".index.json")) in refused_families:
-                        raise UnsupportedFormat("its shards are not renamed")
-                    edits = [writer.index(action)]
-                case Renumber():
-                    edits = [Move(source=action.source, target=action.target)]
+            edits[number] = _edits(writer, step.action)
         except UnsupportedFormat as error:
-            path = action.source if isinstance(action, Renumber) else action.path
-            compiled.refused.append(Unplanned(code=step.fixes[0], path=path, reason=str(error)))
-            name = writer.component(path).name if path in writer.components else None
-            if name is not None and name.shard is not None:
-                refused_families.add((name.stem, name.suffix))
+            path = _path(step.action)
+            refused[number] = Unplanned(code=step.fixes[0], path=path, reason=str(error))
+            if step.bundle is not None:
+                bundles[step.bundle] = f"{path} cannot be changed: {error}"
+    for number, step in enumerate(plan.steps):
+        if step.bundle in bundles and number not in refused:
+            reason = bundles[step.bundle]
+            refused[number] = Unplanned(code=step.fixes[0], path=_path(step.action), reason=reason)
+    rewritten = {
+        _path(step.action)
+        for number, step in enumerate(plan.steps)
+        if isinstance(step.action, RewriteNames) and number not in refused
+    }
+    compiled = Compiled(refused=list(refused.values()))
+    for number, step in enumerate(plan.steps):
+        if number in refused:
             continue
-        compiled.edits += edits
+        # One file changes once: a rewrite of the same file trims as well.
+        if not (isinstance(step.action, Trim) and step.action.path in rewritten):
+            compiled.edits += edits[number]
         compiled.steps.append(step)
     return compiled
+
+
+def _edits(writer: "_Writer", action: StepAction) -> list[Edit]:
+    match action:
+        case DropEntry():
+            return writer.drop(action)
+        case Trim():
+            return writer.change(writer.component(action.path), None)
+        case RewriteNames():
+            return writer.rewrite(action)
+        case WriteIndex():
+            return [writer.index(action)]
+        case Renumber():
+            return [Move(source=action.source, target=action.target)]
+
+
+def _path(action: StepAction) -> PurePosixPath:
+    return action.source if isinstance(action, Renumber) else action.path
 
 
 class _Writer:
@@ -237,8 +261,3 @@ def _literal_size(recipe: object) -> int:
 
 def _not_empty(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
     return tuple(piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length))
-
-
-def _family(name: str) -> tuple[str, str]:
-    stem, dot, suffix = name.rpartition(".")
-    return (stem, dot + suffix)

@@ -9,7 +9,6 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.operations.plan import Plan
 from ckptfix.operations.target import Target
 from ckptfix.storage.atomic import sync_folder
 from ckptfix.storage.building import build
@@ -18,7 +17,7 @@ from ckptfix.storage.recipes import Range, Recipe
 
 
 @contextmanager
-def copy_checkpoint(target: Target, output: Path, plan: Plan, progress: Progress | None) -> Iterator[Target]:
+def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> Iterator[Target]:
     """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
 
     Links become files of their own. The journal of the source is not copied, that of the copy is removed. Whatever
@@ -26,12 +25,7 @@ def copy_checkpoint(target: Target, output: Path, plan: Plan, progress: Progress
 
     Raises UsageError when something stands at ``output``, OperationError when there is too little space.
     """
-    if os.path.lexists(output):
-        raise UsageError(f"{output} exists; name a folder that does not")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"{output.absolute().parent} is no folder")
-    if output.absolute().is_relative_to(target.root.absolute()) and target.only is None:
-        raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
+    check_output(target, output)
     _check_space(target, output)
     staging = _staging_folder(output)
     try:
@@ -46,6 +40,16 @@ def copy_checkpoint(target: Target, output: Path, plan: Plan, progress: Progress
         sync_folder(output.absolute().parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_output(target: Target, output: Path) -> None:
+    """Raise UsageError when a copy of ``target`` cannot be made at ``output``."""
+    if os.path.lexists(output):
+        raise UsageError(f"{output} exists; name a folder that does not")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"{output.absolute().parent} is no folder")
+    if output.absolute().is_relative_to(target.root.absolute()) and target.only is None:
+        raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 
 
 def _staging_folder(output: Path) -> Path:

@@ -11,12 +11,12 @@ from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.check import interrupted, status_of
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed
-from ckptfix.operations.findings import Finding
-from ckptfix.operations.output import copy_checkpoint
+from ckptfix.operations.findings import Finding, IdenticalModels, IdenticalStates
+from ckptfix.operations.output import check_output, copy_checkpoint
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
 from ckptfix.operations.steps import Step, Unplanned
-from ckptfix.operations.target import Target, find_target
+from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.operations.verify import verify_repair
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.journal import commit, recover, transactions
@@ -48,8 +48,8 @@ class Receipt:
 
     @property
     def status(self) -> int:
-        """Exit status: 0 when no error or warning is left, else 1."""
-        return status_of(self.left)
+        """Exit status: 0 when no error or warning is left and all that was asked for was done, else 1."""
+        return int(status_of(self.left) or bool(self.unplanned))
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""
@@ -60,12 +60,12 @@ class Receipt:
             "output": None if self.output is None else str(self.output),
             "recovered": self.recovered,
             "transaction": self.transaction,
-            "found": [finding.as_json() for finding in self.found],
+            "found": [finding.as_json(str(self.path)) for finding in self.found],
             "steps": [step.as_json() for step in self.steps],
             "unplanned": [
                 {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
             ],
-            "left": [finding.as_json() for finding in self.left],
+            "left": [finding.as_json(str(self.output or self.path)) for finding in self.left],
             "not_checked": list(self.not_checked),
         }
 
@@ -99,7 +99,7 @@ def repair(
     if dry_run:
         return _dry_run(target, diagnosis, plan, policy, pending, on_plan)
     if plan.is_empty and not transactions(target.root):
-        return _nothing_done(target, diagnosis, plan, on_plan)
+        return _nothing_done(target, diagnosis, plan, policy, on_plan)
     with folder_lock(target.root):
         recovered = recover(target.root)
         if recovered is not None and recovered.rolled_back is not None:
@@ -116,6 +116,8 @@ def repair(
 def _plan(target: Target, policy: Policy, progress: Progress | None) -> tuple[Diagnosis, Plan]:
     with paused_gc():
         folder = scan_folder(target.root, target.only)
+        if not transactions(target.root):
+            ensure_checkpoint(folder)
         diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
         return diagnosis, make_plan(diagnosis, policy)
 
@@ -143,7 +145,9 @@ def _dry_run(
     )
 
 
-def _nothing_done(target: Target, diagnosis: Diagnosis, plan: Plan, on_plan: OnPlan | None) -> Receipt:
+def _nothing_done(
+    target: Target, diagnosis: Diagnosis, plan: Plan, policy: Policy, on_plan: OnPlan | None
+) -> Receipt:
     if on_plan is not None:
         on_plan((), plan.unplanned)
     return Receipt(
@@ -151,7 +155,7 @@ def _nothing_done(target: Target, diagnosis: Diagnosis, plan: Plan, on_plan: OnP
         found=diagnosis.findings,
         steps=(),
         unplanned=plan.unplanned,
-        left=diagnosis.findings,
+        left=_unanswered(diagnosis, policy),
         not_checked=diagnosis.not_checked,
     )
 
@@ -168,31 +172,50 @@ def _apply(
     stays = (*plan.unplanned, *compiled.refused)
     if on_plan is not None:
         on_plan(tuple(compiled.steps), stays)
+    after = diagnosis
     number: int | None = None
     if compiled.edits:
         _check_unchanged(target.root, compiled)
+
+        def verify() -> None:
+            nonlocal after
+            after = verify_repair(
+                plan, tuple(compiled.steps), tuple(compiled.edits), stays, policy, diagnosis.verdicts
+            )
+
         number = commit(
             target.root,
             compiled.edits,
             target=target.only or "",
             summary=[str(step) for step in compiled.steps],
-            verify=lambda: _verify(plan, compiled, stays, policy),
+            verify=verify,
             progress=progress,
         )
-    after = diagnose(scan_folder(target.root, target.only))
     return Receipt(
         path=target.path,
         found=diagnosis.findings,
         steps=tuple(compiled.steps),
         unplanned=stays,
-        left=after.findings,
+        left=_unanswered(after, policy),
         not_checked=after.not_checked,
         transaction=number,
     )
 
 
-def _verify(plan: Plan, compiled: Compiled, stays: tuple[Unplanned, ...], policy: Policy) -> None:
-    verify_repair(plan, compiled.steps, compiled.edits, stays, policy)
+def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
+    """Return the findings without those about equal entries of which the user said that they belong there."""
+    answered = {
+        entry.path
+        for role, count in policy.keep.items()
+        for entries in diagnosis.folder.entries(role)
+        if len(entries) == count
+        for entry in entries
+    }
+    return tuple(
+        finding
+        for finding in diagnosis.findings
+        if not (isinstance(finding, IdenticalModels | IdenticalStates) and finding.path in answered)
+    )
 
 
 def _check_unchanged(root: Path, compiled: Compiled) -> None:
@@ -226,13 +249,14 @@ def _repair_copy(
     progress: Progress | None,
     on_plan: OnPlan | None,
 ) -> Receipt:
+    check_output(target, output)  # before every byte of a large model is compared
     diagnosis, plan = _plan(target, policy, progress)
     if dry_run:
         return _replace(_dry_run(target, diagnosis, plan, policy, (), on_plan), output=output)
     if on_plan is not None:
         compiled = compile_plan(plan, new_files=False)
         on_plan(tuple(compiled.steps), (*plan.unplanned, *compiled.refused))
-    with copy_checkpoint(target, output, plan, progress) as copy:
+    with copy_checkpoint(target, output, progress) as copy:
         receipt = repair(copy.path, policy=policy)
     return _replace(receipt, path=target.path, found=diagnosis.findings, transaction=None, output=output)
 

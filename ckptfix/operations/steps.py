@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.wording import human_size
+from ckptfix.wording import count_of, human_size
 
 
 class Safety(Enum):
@@ -92,12 +92,16 @@ StepAction = DropEntry | Trim | RewriteNames | WriteIndex | Renumber
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One action, the codes it fixes, and the files it relies on as they were when it was planned."""
+    """One action, the codes it fixes, and the files it relies on as they were when it was planned.
+
+    Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a model; None: alone.
+    """
 
     action: StepAction
     fixes: tuple[str, ...]
     safety: Safety
     before: Mapping[PurePosixPath, Fingerprint]
+    bundle: PurePosixPath | None = None
 
     def __str__(self) -> str:
         return str(self.action)
@@ -115,11 +119,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unplanned:
-    """A finding that a plain repair would fix and this one does not, with the reason."""
+    """A finding that was to be fixed and is not, with the reason. ``others``: further files that stay for it."""
 
     code: str
     path: PurePosixPath
     reason: str
+    others: tuple[PurePosixPath, ...] = ()
+
+    @property
+    def paths(self) -> tuple[PurePosixPath, ...]:
+        """All files that stay as they are."""
+        return self.path, *self.others
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.code} stays: {self.reason}"
+        more = f" and {count_of(len(self.others), 'more file')}" if self.others else ""
+        return f"{self.path}{more}: {self.code} stays: {self.reason}"

@@ -1,10 +1,14 @@
 """What a path given by the user means: a whole folder, or one file in it."""
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER, PLAIN_FOLDER, CheckpointFolder
 from ckptfix.errors import UsageError
+from ckptfix.wording import count_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,23 @@ def find_target(path: str | os.PathLike[str]) -> Target:
     raise UsageError(f"{given} does not exist")
 
 
+def ensure_checkpoint(folder: CheckpointFolder) -> None:
+    """Raise UsageError when a scanned folder holds nothing of a checkpoint: "nothing wrong" would be no answer."""
+    if folder.components or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values()):
+        return
+    if not folder.subfolders:
+        raise UsageError(f"{folder.root} holds no file of a checkpoint")
+    raise UsageError(
+        f"{folder.root} holds no file of a checkpoint, but {count_of(len(folder.subfolders), 'folder')}; "
+        f"to look into them: ckptfix check --recursive {shlex.quote(str(folder.root))}"
+    )
+
+
 def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Return every folder at or below ``path`` that holds a component, parents first.
 
-    Raises UsageError when ``path`` is no folder.
+    Raises UsageError when ``path`` is no folder, or holds none.
     """
-    from ckptfix.checkpoint.filenames import parse_file_name
-    from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-
     if not os.path.isdir(path):
         raise UsageError(f"{path} is no folder")
     found = []
@@ -48,4 +61,6 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
         folders[:] = sorted(folder for folder in folders if folder != JOURNAL_FOLDER)
         if any(parse_file_name(name) is not None for name in files):
             found.append(Path(root))
+    if not found:
+        raise UsageError(f"no checkpoint found in or below {path}")
     return tuple(found)

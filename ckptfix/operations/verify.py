@@ -12,7 +12,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import OperationError
-from ckptfix.operations.diagnose import diagnose
+from ckptfix.operations.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.operations.findings import DoubledModel
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
@@ -30,14 +30,30 @@ class Span(NamedTuple):
 
 
 def verify_repair(
-    plan: Plan, steps: Iterable[Step], edits: Iterable[Edit], refused: Iterable[Unplanned], policy: Policy
-) -> CheckpointFolder:
-    """Scan the folder again and prove the repair. Returns the new scan; raises OperationError with what is wrong."""
+    plan: Plan,
+    steps: tuple[Step, ...],
+    edits: tuple[Edit, ...],
+    stays: tuple[Unplanned, ...],
+    policy: Policy,
+    verdicts: Verdicts,
+) -> Diagnosis:
+    """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError with what is wrong.
+
+    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
+    """
     before = plan.folder
     after = scan_folder(before.root, before.only)
-    _prove_tensors(before, after, tuple(steps), tuple(edits))
-    _prove_nothing_left(after, (*plan.unplanned, *refused), policy)
-    return after
+    _prove_tensors(before, after, steps, edits)
+    moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
+    dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
+    known = {
+        (moved.get(kept, kept), moved.get(other, other)): verdict
+        for (kept, other), verdict in verdicts.items()
+        if kept not in dropped and other not in dropped
+    }
+    diagnosis = diagnose(after, known=known)
+    _prove_nothing_left(diagnosis, {moved.get(path, path) for stay in stays for path in stay.paths}, policy)
+    return diagnosis
 
 
 def _prove_tensors(
@@ -153,19 +169,15 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
         position += piece.length
 
 
-def _prove_nothing_left(after: CheckpointFolder, stays: tuple[Unplanned, ...], policy: Policy) -> None:
-    """A second repair must find nothing to do, except what this one said it would leave."""
-    diagnosis = diagnose(after)
-    left = make_plan(diagnosis, policy).steps
-    known = {(item.code, item.path) for item in stays}
+def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
+    """A second repair must find nothing to do, except about files of which this one said that they stay."""
     doubles = [
         finding
         for finding in diagnosis.findings
         if isinstance(finding, DoubledModel)
         and policy.wants(finding.code)
-        and (finding.code, finding.path) not in known
+        and not stays & {finding.path, finding.original}
     ]
-    refused_paths = {item.path for item in stays}
-    surprises = [step for step in left if not refused_paths & set(step.before)]
+    surprises = [step for step in make_plan(diagnosis, policy).steps if not stays & set(step.before)]
     if doubles or surprises:
         raise OperationError(f"after the repair there is still something to do: {(doubles or surprises)[0]}")

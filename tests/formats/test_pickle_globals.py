@@ -1,8 +1,19 @@
 """The classification of globals, against the installed torch and accelerate."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from ckptfix.formats.pickle_globals import SAFE, GlobalSafety, classify, safe_globals_line
+from ckptfix.formats.pickle_globals import (
+    SAFE,
+    GlobalSafety,
+    can_be_allowed,
+    classify,
+    safe_globals_line,
+)
+from tests.formats.making import read
 
 UNSAFE = """
 os system; posix system; nt system; subprocess Popen; builtins eval; builtins exec; __builtin__ eval; __builtin__ apply;
@@ -77,3 +88,98 @@ def test_the_line_runs_and_holds_no_code_of_the_file() -> None:
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+RUNS_CODE = """
+yaml unsafe_load; yaml load; yaml full_load; yaml.constructor construct_object; yaml UnsafeLoader; psutil Popen;
+random _os.execv; random _os.unlink; random _os.spawnlp; random _os; collections _sys; argparse FileType; _pyio open;
+pathlib Path.unlink; pathlib Path.write_text; pathlib Path.open; torch.distributed.launcher.api launch_agent;
+accelerate.launchers notebook_launcher; accelerate.commands.launch launch_command; accelerate.utils load;
+torch.utils.benchmark Timer; torch.cuda os.system; huggingface_hub snapshot_download; numpy.lib._npyio_impl load;
+numpy.lib.format open_memmap; torch from_file; torch.storage UntypedStorage.from_file; sympy sin; jinja2 Template;
+tokenize open; fcntl ioctl; mypackage nested.function; mypackage Net.load; logging basicConfig; _io FileIO
+"""
+A_CLASS = """
+pkg Outer._Inner; fractions Fraction; collections deque; _collections deque; datetime timedelta; decimal Decimal;
+zoneinfo ZoneInfo._unpickle; numpy.random._pickle __generator_ctor; __main__ Net;
+transformers.training_args TrainingArguments; mypackage make_net; collections abc; re _compile;
+accelerate.utils.dataclasses DistributedType; _pydatetime date
+"""
+
+
+@pytest.mark.parametrize("path", _paths(RUNS_CODE))
+def test_what_runs_code_by_another_name_is_unsafe_and_never_recommended(path: str) -> None:
+    assert classify(*path.split()) is GlobalSafety.UNSAFE
+    assert safe_globals_line([tuple(path.split())]) == ""  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("path", _paths(A_CLASS))
+def test_a_class_of_a_checkpoint_is_no_false_alarm(path: str) -> None:
+    assert classify(*path.split()) is GlobalSafety.UNKNOWN
+
+
+def test_only_classes_are_recommended() -> None:
+    assert safe_globals_line([("mypackage", "make_net"), ("mypackage", "Net")]) == (
+        "import mypackage, torch; torch.serialization.add_safe_globals([mypackage.Net])"
+    )
+    assert can_be_allowed("mypackage", "Net")
+    assert not can_be_allowed("mypackage", "make_net")
+    assert not can_be_allowed("yaml", "UnsafeLoader")
+
+
+OBJECTS = """
+np.ones(3) | np.arange(3).astype('i4') | np.float64(1) | np.float32(2) | np.bool_(True) | np.dtype('f2')
+np.array(['a']) | np.array([b'a']) | np.array('2020-01-01', dtype='M8[D]') | np.array([1j])
+np.zeros(2, dtype=[('a', 'i4')]) | np.float32 | {'a': np.ones(2), 'b': np.int64(1), 'c': Fraction(1, 3)}
+np.array([frozenset([1])], dtype=object) | np.random.get_state() | collections.defaultdict(list)
+frozenset([1]) | range(3) | slice(1, 2) | Fraction(1, 3) | decimal.Decimal('1.5')
+datetime.datetime(2020, 1, 1) | datetime.timedelta(1) | argparse.Namespace(a=1) | pathlib.PosixPath('/x')
+uuid.UUID(int=5) | types.SimpleNamespace(a=1) | torch.nn.Linear(2, 2) | (dict, list, int)
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1) | re.compile('x') | fractions.Fraction
+torch.nn.Sequential(torch.nn.ReLU())
+"""
+IMPORTS = (
+    "import argparse, collections, datetime, decimal, fractions, pathlib, re, types, uuid; import numpy as np, torch; "
+    "from fractions import Fraction"
+)
+
+
+def _in_a_child(code: str, *arguments: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_the_line_is_enough_to_load_real_objects(tmp_path: Path) -> None:
+    """Each object is saved, its line run and the file loaded, all with the line of that object alone."""
+    expressions = [text.strip() for text in OBJECTS.replace("\n", "|").split("|") if text.strip()]
+    save = "\n".join(
+        f"torch.save({text}, sys.argv[1] + '/{number}.pt')" for number, text in enumerate(expressions)
+    )
+    assert _in_a_child(f"{IMPORTS}; import sys\n{save}", tmp_path) == ""
+    load = ["import sys, torch"]
+    for number, text in enumerate(expressions):
+        tree = read(tmp_path / f"{number}.pt").tree
+        assert tree.refused_opcodes == (), text
+        names = [pair for pair in tree.globals if classify(*pair) is not GlobalSafety.SAFE]
+        assert names, text
+        assert all(can_be_allowed(*pair) for pair in names), (text, names)
+        load += [
+            "torch.serialization.clear_safe_globals()",
+            f"try: torch.load(sys.argv[1] + '/{number}.pt', weights_only=True); sys.exit(f'{number}: needs no line')",
+            "except Exception: pass",
+            f"try:\n  {safe_globals_line(names)}\n  torch.load(sys.argv[1] + '/{number}.pt', weights_only=True)",
+            f"except Exception as error: print({text!r}, error)",
+        ]
+    assert _in_a_child("\n".join(load), tmp_path) == ""
+
+
+def test_numpy_before_2_and_python_2_names() -> None:
+    line = safe_globals_line([("numpy.core.multiarray", "scalar")])
+    assert '(numpy._core.multiarray.scalar, "numpy.core.multiarray.scalar")' in line
+    assert "numpy.dtype," in line
+    assert "numpy.dtypes.__all__" in line
+    assert "__builtin__" not in safe_globals_line([("__builtin__", "frozenset"), ("__builtin__", "xrange")])
+    assert "builtins.range" in safe_globals_line([("__builtin__", "xrange")])

@@ -3,10 +3,14 @@
 import gc
 import os
 import pickle
+import pickletools
 import struct
 import time
-from collections import OrderedDict
+import warnings
+import zipfile
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +134,134 @@ def test_globals_of_rarer_opcodes(data: bytes, expected: tuple[str, str]) -> Non
 def test_opcodes_that_weights_only_refuses() -> None:
     assert parse(pickle.dumps({"a": [1, (2,), 3.5, "x", 1 << 80, None, True]}, 2)).refused_opcodes == ()
     assert set(parse(pickle.dumps({"a": 1}, 4)).refused_opcodes) >= {"FRAME", "MEMOIZE", "SHORT_BINUNICODE"}
+
+
+SNIPPETS: dict[str, bytes] = {
+    "POP": b"NN0", "DUP": b"N20", "POP_MARK": b"N(1", "REDUCE": b"ccollections\nOrderedDict\n)R",
+    "BUILD": b"ccollections\nOrderedDict\n)R}b", "NEWOBJ": b"ccollections\nOrderedDict\n)\x81",
+    "NEWOBJ_EX": b"ccollections\nOrderedDict\n)}\x92", "OBJ": b"(ccollections\nOrderedDict\no",
+    "INST": b"(icollections\nOrderedDict\n", "GLOBAL": b"ccollections\nOrderedDict\n",
+    "STACK_GLOBAL": b"X\x0b\0\0\0collectionsX\x0b\0\0\0OrderedDict\x93", "SETITEM": b"}NNs", "SETITEMS": b"}(NNu",
+    "APPEND": b"]Na", "APPENDS": b"](Ne", "ADDITEMS": b"\x8f(N\x90", "FROZENSET": b"(N\x91", "LIST": b"(l",
+    "DICT": b"(d", "TUPLE": b"(t", "TUPLE1": b"N\x85", "TUPLE2": b"NN\x86", "TUPLE3": b"NNN\x87", "MARK": b"(t",
+    "PUT": b"Np0\n", "BINPUT": b"Nq\0", "LONG_BINPUT": b"Nr\0\0\0\0", "GET": b"Nq\0g0\n", "BINGET": b"Nq\0h\0",
+    "LONG_BINGET": b"Nq\0j\0\0\0\0", "MEMOIZE": b"N\x94", "FRAME": b"\x95" + bytes(8) + b"N", "PROTO": b"\x80\x02N",
+    "INT": b"I1\n", "LONG": b"L1L\n", "BININT": b"J\0\0\0\0", "LONG1": b"\x8a\1\1", "LONG4": b"\x8b\1\0\0\0\1",
+    "FLOAT": b"F1.5\n", "BINFLOAT": b"G" + bytes(8), "STRING": b"S'a'\n", "UNICODE": b"Va\n",
+    "BINUNICODE8": b"\x8d\1" + bytes(7) + b"a", "BINBYTES8": b"\x8e\1" + bytes(7) + b"a",
+    "BYTEARRAY8": b"\x96\1" + bytes(7) + b"a", "SHORT_BINSTRING": b"U\1a", "SHORT_BINBYTES": b"C\1a",
+    "SHORT_BINUNICODE": b"\x8c\1a", "BINSTRING": b"T\1\0\0\0a", "BINBYTES": b"B\1\0\0\0a",
+    "BINUNICODE": b"X\1\0\0\0a", "BININT1": b"K\1", "BININT2": b"M\1\0",
+    "BINPERSID": b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0aX\3\0\0\0cpuK\1tQ",
+}  # fmt: skip
+"""For each opcode something that it does not fail on."""
+
+TARGETS: dict[str, Any] = {
+    "APPENDS on collections.deque": deque([1, 2]),
+    "SETITEMS on collections.defaultdict": defaultdict(deque, a=deque(), b=deque()),
+    "SETITEM on collections.defaultdict": defaultdict(deque, a=deque()),
+    "": Counter("aab"),
+}
+
+
+def loads_with_weights_only(data: bytes, folder: Path) -> bool:
+    import torch
+
+    path = folder / "model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data.pkl", data)
+        archive.writestr("model/data/a", bytes(4))
+        archive.writestr("model/version", b"3\n")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.serialization.safe_globals([deque, defaultdict]):
+                torch.load(path, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [opcode.name for opcode in pickletools.opcodes])
+def test_refused_opcodes_are_what_torch_load_refuses(tmp_path: Path, name: str) -> None:
+    opcode = next(opcode for opcode in pickletools.opcodes if opcode.name == name)
+    if name in ("STOP", "PERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"):
+        return  # every stream ends in STOP; the others need something outside the stream
+    data = b"\x80\x02" + SNIPPETS.get(name, opcode.code.encode("latin-1")) + b"."
+    refused = parse(data).refused_opcodes
+    assert (name in refused) == (refused != ())
+    assert loads_with_weights_only(data, tmp_path) == (refused == ())
+
+
+@pytest.mark.parametrize("reason", TARGETS)
+def test_refused_targets_are_what_torch_load_refuses(tmp_path: Path, reason: str) -> None:
+    data = pickle.dumps(TARGETS[reason], 2)
+    assert parse(data).refused_opcodes == ((reason,) if reason else ())
+    assert loads_with_weights_only(data, tmp_path) == (not reason)
+
+
+@pytest.mark.parametrize("data", [b"}}b.", b"]}b.", b"ctorch\nSize\n}b."])
+def test_a_state_for_what_has_none_is_refused(tmp_path: Path, data: bytes) -> None:
+    (reason,) = parse(b"\x80\x02" + data).refused_opcodes
+    assert reason.startswith("BUILD on ")
+    assert not loads_with_weights_only(b"\x80\x02" + data, tmp_path)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", [{"a": [1, (2.5,), "x"], "b": {1, 2}}, OrderedDict(a=1), b"bytes", 1 << 40])
+def test_refusal_of_whole_pickles(tmp_path: Path, value: object, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    assert loads_with_weights_only(data, tmp_path) == (parse(data).refused_opcodes == ())
+
+
+def test_a_long_string_is_kept_as_its_bytes_and_still_checked() -> None:
+    text = ("ä" * 40_000 + "\ud800" + "b" * 9).encode("utf-8", "surrogatepass")
+    for data in (
+        b"\x80\x02X" + struct.pack("<I", len(text)) + text + b"q\0.",
+        b"\x80\x04\x8d" + struct.pack("<Q", len(text)) + text + b".",
+    ):
+        tree = parse(data)
+        assert (tree.root.kind, bytes(tree.root.head)) == (Kind.LONG_TEXT, text)
+        assert tree.texts == ()
+        with pytest.raises(FormatError, match="cannot be read"):
+            parse(data.replace(text, text[:-5] + b"\xff" * 5))
+        with pytest.raises(TruncatedError):
+            parse(data[:-3])
+
+
+def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.formats.pickle_stream._BATCH", 10)
+    monkeypatch.setattr("ckptfix.formats.pickle_stream.MAX_OPCODES", 100)
+    assert parse(b"\x80\x04" + b"N" * 90 + b".").leftover
+    for part in (b"X\0\0\0\0", b"Nr\0\0\0\1", b"\x95" + bytes(8)):
+        with pytest.raises(UnsupportedFormat, match="opcodes"):
+            parse(b"\x80\x04" + b"".join(part + b"" for _ in range(60)) + b"N" * 20 + b".")
+
+
+def test_names_of_globals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FormatError, match="names a global by 2001 characters"):
+        parse(b"c" + b"x" * 2000 + b"\ny\n.")
+    monkeypatch.setattr("ckptfix.formats.pickle_machine.MAX_GLOBALS", 10)
+    with pytest.raises(FormatError, match="more than 10 globals"):
+        parse(b"".join(b"cx\ny%d\n" % number for number in range(11)) + b".")
+    assert len(parse(b"cx\ny\n" * 20 + b".").globals) == 1
+
+
+def test_lines_are_bounded() -> None:
+    with pytest.raises(UnsupportedFormat, match="line of"):
+        parse(b"V" + b"x" * ((1 << 20) + 1) + b"\n.")
+
+
+def test_an_error_does_not_repeat_the_file() -> None:
+    with pytest.raises(FormatError) as caught:
+        parse(b"F" + b"x" * 10_000 + b"\n.")
+    assert len(str(caught.value)) < 250
+
+
+def test_memo_numbers_that_would_collide_in_a_dict() -> None:
+    with pytest.raises(FormatError, match="no pickler"):
+        parse(b"Np4294967296\n.")
+    assert parse(b"Np4294967295\ng4294967295\n.").root is None
 
 
 def test_weights_only_opcodes_are_those_of_the_installed_torch() -> None:

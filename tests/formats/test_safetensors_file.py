@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as _deserialize
 
-from ckptfix.errors import FormatError, TruncatedError
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.safetensors_file import (
     MAX_HEADER,
     SafetensorsFile,
@@ -253,3 +253,17 @@ def test_looks_like() -> None:
     assert not looks_like_safetensors(b"")
     assert not looks_like_safetensors(b"PK\x03\x04" + bytes(20))
     assert not looks_like_safetensors(struct.pack("<Q", MAX_HEADER + 1) + b"{}")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_number_that_cannot_be_written_back_is_refused(read: Read, number: str) -> None:
+    header = f'{{"a":{{"dtype":"U8","shape":[0],"data_offsets":[0,0],"x":{number}}}}}'
+    with pytest.raises(FormatError, match=r"larger than any float|not JSON"):
+        read(struct.pack("<Q", len(header)) + header.encode())
+
+
+@pytest.mark.parametrize("value", [b"{},", b"[],", b"1,"])
+def test_a_header_of_millions_of_values_is_not_parsed(read: Read, value: bytes) -> None:
+    header = b'{"a":[' + value * 4_000_000 + b"1]}"
+    with pytest.raises(UnsupportedFormat, match="more than 4000000 values"):
+        read(struct.pack("<Q", len(header)) + header)

@@ -1,10 +1,13 @@
 """Legacy files, plain pickles, tar: what is read, and the patch of the same length."""
 
+import io
 import os
 import pickle
 import tarfile
+import time
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_legacy
 from ckptfix.formats.torch_file import read_torch_file
-from ckptfix.storage.reading import FileReader
+from ckptfix.storage.reading import FileReader, open_reader
 from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
 
 LEGACY = {"_use_new_zipfile_serialization": False}
@@ -148,3 +151,69 @@ def test_globals_hidden_in_the_pickles_around_the_object_are_listed(tmp_path: Pa
     data = saved({"a": torch.ones(2)}, **LEGACY)
     hidden = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02cos\nsystem\n0\x88")
     assert ("os", "system") in parsed(tmp_path, hidden).tree.globals
+
+
+MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        b")" + b"\x85" * 5000,
+        b")" + b"q\0h\0\x86" * 40,
+        b"\x8b\x00\x10\0\0" + b"\x7f" * 4096,
+        b"(" * 10 + b"]" * 10 + b"l" * 10,
+    ],
+    ids=["deep", "doubled 40 times", "long integer", "lists"],
+)
+def test_a_version_that_cannot_be_printed(tmp_path: Path, version: bytes) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(FormatError, match=r"version <(tuple|int|Node)>, known is 1001"):
+        parsed(tmp_path, MAGIC + b"\x80\x02" + version + b".")
+    assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize("base_256", [False, True])
+def test_a_tar_without_magic_whose_first_name_is_a_pickle(tmp_path: Path, base_256: bool) -> None:
+    header = bytearray(512)
+    header[:4] = b"\x80\x02N."
+    header[100:148] = b"0000644\0" + b"0000000\0" * 2 + b"00000000000\0" * 2
+    header[148:157] = b" " * 8 + b"0"
+    header[148:156] = (b"\x80" + sum(header).to_bytes(7, "big")) if base_256 else b"%06o\0 " % sum(header)
+    with tarfile.TarFile(fileobj=io.BytesIO(bytes(header) + bytes(1024))) as archive:
+        assert archive.getnames() == ["\udc80\x02N."]
+    with pytest.raises(UnsupportedFormat, match="tar"):
+        parsed(tmp_path, bytes(header) + bytes(1024))
+    header[156] ^= 1
+    assert parsed(tmp_path, bytes(header) + bytes(1024)).kind == "a plain pickle"
+
+
+def test_tar_headers_are_told_as_tarfile_tells_them(tmp_path: Path) -> None:
+    """Damaged in any way, what tarfile still opens is called tar."""
+    path = tmp_path / "old.tar"
+    random = Random(0)
+    for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT):
+        info = tarfile.TarInfo("storages")
+        good = bytearray(info.tobuf(kind))
+        good[257:265] = bytes(8)  # without magic
+        good[148:156] = b" " * 8
+        good[148:156] = b"%06o\0 " % sum(good)
+        for _ in range(300):
+            head = bytearray(good)
+            place = random.randrange(100, 160)
+            head[place] = random.choice(b"01 7\x00_9\xff\x80")
+            path.write_bytes(bytes(head) + bytes(1024))
+            try:
+                tarfile.TarInfo.frombuf(bytes(head), "utf-8", "surrogateescape")
+                is_tar = True
+            except tarfile.TarError:
+                is_tar = False
+            with open_reader(path) as reader:
+                assert torch_legacy.is_tar(reader) == is_tar
+
+
+def test_what_weights_only_refuses_in_the_pickles_around_the_object(tmp_path: Path) -> None:
+    assert parsed(tmp_path, saved({"a": torch.ones(2)}, **LEGACY)).tree.refused_opcodes == ()
+    data = saved({"a": torch.ones(2)}, **LEGACY)
+    hidden = data.replace(b"little_endianq\x02\x88", b"little_endianq\x02N0\x88")
+    assert parsed(tmp_path, hidden).tree.refused_opcodes == ("POP",)

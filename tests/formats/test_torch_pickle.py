@@ -1,6 +1,9 @@
 """What torch pickles say: state dicts, names, storages."""
 
+import copy
+import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +215,104 @@ def test_equal_optimizers_have_the_same_structure() -> None:
 def test_a_dict_met_twice_is_reported_once() -> None:
     state = OrderedDict(a=torch.ones(1))
     assert [found.path for found in state_dicts(parse(data_pkl({"x": state, "y": state})))] == [("x",)]
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x10tQ"
+
+
+def tensor(shape: bytes = b"K\4\x85", stride: bytes = b"K\1\x85", storage: bytes = STORAGE) -> bytes:
+    end = b"\x89ccollections\nOrderedDict\n)RtR"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + shape + stride + end
+
+
+MANY = 4000
+KEYS = b"(" + b"".join(text(f"k{number}") + b"N" for number in range(MANY)) + b"u"
+DIMENSIONS = b"(" + b"K\1" * MANY + b"tq\1"
+QUADRATIC = {
+    "one group many times": b"}(" + text("state") + b"}" + text("param_groups") + b"](}" + KEYS + b"q\1"
+    + b"h\1" * MANY + b"eu.",
+    "one list of names in many groups": b"}(" + text("state") + b"}" + text("param_groups") + b"](](" + text("a")
+    + b"e(" + (text("a") + b"q\2") * MANY + b"1" + b"](" + b"h\2" * MANY + b"eq\1"
+    + (b"}" + text("params") + b"h\1s") * MANY + b"eu.",
+    "one state set many times": b"}(" + text("x") + b"ccollections\nOrderedDict\n)R(" + text("w") + tensor() + b"u}"
+    + KEYS + b"q\1b" + b"h\1b" * MANY + b"u.",
+    "one state of many dicts": tensor() + b"q\2}" + KEYS + b"q\1}(" + b"".join(
+        text(f"d{number}") + b"ccollections\nOrderedDict\n)R" + text("w") + b"h\2sh\1b" for number in range(MANY)
+    ) + b"u.",
+    "one shape in many tensors": DIMENSIONS + b"0}(" + b"".join(
+        text(f"k{number}") + tensor(b"h\1", b"h\1") for number in range(MANY)
+    ) + b"u.",
+    "one list of pairs in many dicts": b"](" + b"".join(
+        b"](" + text(f"k{number}") + b"Ne" for number in range(MANY)
+    ) + b"eq\1}(" + b"".join(
+        text(f"d{number}") + b"ccollections\nOrderedDict\nh\1\x85R" for number in range(MANY)
+    ) + b"u.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", QUADRATIC)
+def test_what_is_shared_a_thousand_times_is_looked_into_once(what: str) -> None:
+    tree = parse(b"\x80\x02" + QUADRATIC[what])
+    begin = time.perf_counter()
+    with suppress(FormatError):
+        name_lists(tree)
+    with suppress(FormatError):
+        state_dicts(tree)
+    assert time.perf_counter() - begin < 1
+
+
+def test_copies_of_a_state_dict_may_share_their_metadata() -> None:
+    state = nested_state_dict()
+    tree = parse(data_pkl({"model": state, "ema": copy.copy(state)}))
+    assert [(place.path, place.kind) for place in name_lists(tree)] == [
+        (("model",), "state dict"),
+        (("model",), "metadata"),
+        (("ema",), "state dict"),
+        (("ema",), "metadata"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        (b"(" + text("boo") + b"K\0\x8a\x0a" + bytes(9) + b"\1t", b"(K\1K\1K\1t"),
+        (b"K\0\x8a\x0a" + bytes(9) + b"\1" + text("boo") + b"\x87", b"K\1K\1K\1\x87"),
+        (b"K\0\x8b\x00\x10\0\0" + b"\x7f" * 4096 + b"\x86", b"K\1K\1\x86"),
+        (b"K\0K\2\x86", b"K\1\x8b\x00\x10\0\0" + b"\x7f" * 4096 + b"\x86"),
+        (b"K\0K\2\x86", b"K\1" + text("boo") + b"\x86"),
+        (b"K\0K\2\x86", b"K\1J\xff\xff\xff\xff\x86"),
+        (b"(" + b"K\1" * 65 + b"t", b"(" + b"K\1" * 65 + b"t"),
+    ],
+)
+def test_shapes_that_are_no_sizes_are_no_tensors(shape: bytes, stride: bytes) -> None:
+    tree = parse(b"\x80\x02}" + text("w") + tensor(shape, stride) + b"s.")
+    (found,) = state_dicts(tree)
+    assert (found.tensors, found.opaque_keys) == ((), ("w",))
+
+
+def test_an_empty_tensor_of_huge_dimensions_is_empty() -> None:
+    huge = b"\x8a\x08" + bytes(7) + b"\x10"
+    (found,) = state_dicts(
+        parse(b"\x80\x02}" + text("w") + tensor(b"(" + huge * 3 + b"K\0t", b"(K\1K\1K\1K\1t") + b"s.")
+    )
+    assert found.tensors[0][2:4] == ((1 << 60,) * 3 + (0,), (1,) * 4)
+    assert (found.tensors[0].begin, found.tensors[0].end) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"K\x10", b"\x8b\x00\x10\0\0" + b"\x7f" * 4096),
+        (b"K\x10", b"\x8a\x08" + bytes(7) + b"\x40"),
+        (text("0"), text("0" * 2000)),
+        (text("cpu"), text("cpu" * 2000)),
+    ],
+)
+def test_storages_that_cannot_be(old: bytes, new: bytes) -> None:
+    tree = parse(b"\x80\x02}" + text("w") + tensor(storage=STORAGE.replace(old, new)) + b"s.")
+    with pytest.raises(FormatError, match="no storage"):
+        state_dicts(tree)

@@ -312,3 +312,79 @@ def test_an_edit_beyond_4_gib(tmp_path: Path) -> None:
     plain = model().state_dict()
     assert list(loaded) == list(plain)
     assert all(torch.equal(loaded[name], plain[name]) for name in plain)
+
+
+def zipped(*records: tuple[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, data in records:
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("archive/data.pkl", "archive/DATA.PKL"),
+        ("archive/DATA.PKL", "archive/data.pkl"),
+        ("archive/data.pkl", "ARCHIVE/data.pkl"),
+        ("archive/data.pkl", "archive/data/a", "archive/data/A"),
+        ("archive/data.pkl", "archive/ByteOrder"),
+        ("archive/data.pkl", "archive/Constants.pkl"),
+        ("archive/Data.pkl",),
+    ],
+)
+def test_a_name_that_torch_finds_without_regard_to_case_is_refused(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    with pytest.raises(FormatError, match=r"case|no data\.pkl"):
+        parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names]))
+
+
+def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
+    names = ("archive/data.pkl", "archive/data/\u00e9", "archive/data/\u00c9", "other/Data.pkl")
+    assert parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names])).kind == "a torch zip file"
+
+
+def test_headers_around_the_directory(tmp_path: Path) -> None:
+    """One record is said to begin just before the directory, one behind it: no read may end between them."""
+    body = bytes(100)
+
+    def entry(name: bytes, offset: int) -> bytes:
+        head = (b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0, 0, 0, 0, 0, offset)
+        return struct.pack("<4s6H3I5H2I", *head) + name
+
+    for offsets in ((90, 1100), (1100, 90), (90, 100), (90, 95)):
+        directory = entry(b"archive/data.pkl", offsets[0]) + entry(b"archive/x", offsets[1])
+        end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 2, 2, len(directory), len(body), 0)
+        with pytest.raises(FormatError, match="overlaps"):
+            parsed(tmp_path, b"PK\3\4" + body[4:] + directory + end)
+
+
+@pytest.mark.parametrize("zeros", [70_000, 1 << 20, (3 << 20) + 5])
+def test_zeros_behind_the_end_are_trailing_bytes_however_many(tmp_path: Path, zeros: int) -> None:
+    data = saved({"a": torch.ones(2)})
+    file = parsed(tmp_path, data + bytes(zeros))
+    assert file.trailing == zeros
+    assert [tensor.fqn for tensor in file.state_dicts[0].tensors] == ["a"]
+
+
+def test_without_an_end_record_both_causes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved({"a": torch.ones(2)})
+    with pytest.raises(
+        TruncatedError, match=r"last 64 KiB: it was cut, at byte .* or more than that follows"
+    ):
+        parsed(tmp_path, data + b"x" * 70_000)
+    with pytest.raises(TruncatedError, match="the last 70000 of which are zeros: it was cut"):
+        parsed(tmp_path, data[:-100] + bytes(70_000))
+    monkeypatch.setattr("ckptfix.formats.zip_directory.MAX_ZEROS", 1 << 20)
+    with pytest.raises(TruncatedError, match="are zeros"):
+        parsed(tmp_path, data + bytes(3 << 20))
+
+
+def test_a_packed_pickle_is_unpacked_only_if_it_is_small(tmp_path: Path) -> None:
+    pickled = b"\x80\x02B" + struct.pack("<I", 17 << 20) + bytes(17 << 20) + b"."
+    data = rezipped(saved({"a": 1}), add={"archive/data.pkl": pickled}, method=zipfile.ZIP_DEFLATED)
+    assert len(data) < 100_000
+    with pytest.raises(UnsupportedFormat, match="packed bytes, at most 16777216 are read"):
+        parsed(tmp_path, data)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.errors import FormatError
+from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.weights_index import format_index, is_plain_name, parse_index
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -89,3 +89,10 @@ def test_the_layout_is_that_of_save_model() -> None:
     written = format_index(None, {"b": SHARD, "a": SHARD}, 8)
     document = {"metadata": {"total_size": 8}, "weight_map": {"b": SHARD, "a": SHARD}}
     assert written.decode() == json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def test_what_json_cannot_write_back_and_millions_of_values() -> None:
+    with pytest.raises(FormatError, match="larger than any float"):
+        parse_index(b'{"metadata":{"x":1e999},"weight_map":{}}')
+    with pytest.raises(UnsupportedFormat, match="more than 4000000 values"):
+        parse_index(b'{"metadata":[' + b"{}," * 4_000_000 + b'1],"weight_map":{}}')

@@ -1,13 +1,13 @@
 """Numbered entries: doubles, identical copies, conflicts, entries moved by doubles, and gaps."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.keys import collapse
-from ckptfix.checkpoint.pairing import Pairing, pair_up
+from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, collapse
+from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, pair_up, signature
 from ckptfix.operations.findings import (
     ConflictingModels,
     DoubledModel,
@@ -25,29 +25,29 @@ GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
 """Roles of which Accelerate saves every entry; samplers and dataloaders may rightly skip numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """How equality of bytes is established.
+class Verdict(NamedTuple):
+    """Where two paired entries first differ, None when they are equal; ``full``: every byte was read for it."""
 
-    ``differs`` returns the first differing tensor of a pairing, or None. Its second argument says whether the
-    answer will be used to drop something: then every byte must be read. ``reads_all``: whether it is anyway.
-    """
-
-    differs: Callable[[Pairing, bool], str | None]
-    reads_all: Callable[[bool], bool]
+    difference: str | None
+    full: bool
 
 
-def diagnose_entries(folder: CheckpointFolder, proof: Proof, drops: frozenset[Role]) -> list[Finding]:
+Compare = Callable[[Pairing, bool], Verdict]
+"""Compares two paired entries. The second argument says whether the answer will be used to drop something."""
+
+
+def diagnose_entries(folder: CheckpointFolder, compare: Compare, drops: frozenset[Role]) -> list[Finding]:
     """Find what is wrong with every list of numbered entries.
 
     ``drops`` are the roles of which the user asked to drop equal entries; those are proven in full.
     """
     findings: list[Finding] = []
+    ranks = sum(1 for component in folder.components if component.role is Role.RNG_STATE)
     for entries in folder.entries(Role.MODEL):
-        findings += _models(entries, proof, Role.MODEL in drops)
+        findings += _models(entries, compare, Role.MODEL in drops, ranks != 1)
     for role in STATE_ROLES:
         for entries in folder.entries(role):
-            findings += _states(entries, proof, role in drops)
+            findings += _states(entries, compare, role in drops)
     if folder.is_save_state and folder.only is None:
         for role in GAPLESS_ROLES:
             for entries in folder.entries(role):
@@ -67,16 +67,17 @@ def renumbered(entries: tuple[Component, ...], dropped: frozenset[PurePosixPath]
     return positions
 
 
-def _models(entries: tuple[Component, ...], proof: Proof, drop: bool) -> list[Finding]:
+def _models(entries: tuple[Component, ...], compare: Compare, drop: bool, has_ranks: bool) -> list[Finding]:
     findings: list[Finding] = []
     doubled: set[PurePosixPath] = set()
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
     ranked = sorted(entries, key=lambda entry: (_depth(entry), entry.name.index))
-    originals: list[Component] = []
+    alike: dict[Hashable, list[Component]] = {}
     for entry in ranked:
-        if entry.whole is None:
-            continue
-        finding = _match(entry, originals, proof, drop)
+        if entry.whole is None or not entry.tensors:
+            continue  # two models without a parameter are equal, and it means nothing
+        originals = alike.setdefault(signature(entry), [])
+        finding = _match(entry, originals, compare, drop, has_ranks)
         if finding is not None:
             findings.append(finding)
         if isinstance(finding, DoubledModel):
@@ -87,7 +88,9 @@ def _models(entries: tuple[Component, ...], proof: Proof, drop: bool) -> list[Fi
     return findings + _shifted(entries, frozenset(doubled))
 
 
-def _match(entry: Component, originals: list[Component], proof: Proof, drop: bool) -> Finding | None:
+def _match(
+    entry: Component, originals: list[Component], compare: Compare, drop: bool, has_ranks: bool
+) -> Finding | None:
     """Compare an entry with every distinct one that is wrapped as much or less."""
     conflict: Finding | None = None
     for original in originals:
@@ -95,9 +98,8 @@ def _match(entry: Component, originals: list[Component], proof: Proof, drop: boo
         if pairing is None:
             continue
         is_wrapped = _depth(entry) > _depth(original)
-        must_prove = is_wrapped or drop
-        difference = proof.differs(pairing, must_prove)
-        sampled = not proof.reads_all(must_prove)
+        difference, full = compare(pairing, is_wrapped or drop)
+        sampled = not full
         size = sum(run.length for run in pairing.runs or ())
         if difference is None and is_wrapped:
             return DoubledModel(
@@ -115,10 +117,14 @@ def _match(entry: Component, originals: list[Component], proof: Proof, drop: boo
                 tensors=len(entry.tensors),
                 bytes=size,
                 sampled=sampled,
+                chains=(_chain(entry), _chain(original)),
             )
-        if is_wrapped and conflict is None:
+        if conflict is None and _is_odd(entry, original, has_ranks):
             conflict = ConflictingModels(
-                path=entry.path, original=original.path, chain=_chain(entry), tensor=difference
+                path=entry.path,
+                original=original.path,
+                chain=_chain(entry),
+                tensor=None if difference == STRUCTURE else difference,
             )
     return conflict
 
@@ -136,19 +142,20 @@ def _shifted(entries: tuple[Component, ...], doubled: frozenset[PurePosixPath]) 
     ]
 
 
-def _states(entries: tuple[Component, ...], proof: Proof, drop: bool) -> list[Finding]:
+def _states(entries: tuple[Component, ...], compare: Compare, drop: bool) -> list[Finding]:
     findings: list[Finding] = []
-    originals: list[Component] = []
+    alike: dict[Hashable, list[Component]] = {}
     for entry in entries:
+        originals = alike.setdefault(signature(entry), [])
         for original in originals:
             pairing = pair_up(original, entry)
-            if pairing is not None and proof.differs(pairing, drop) is None:
+            if pairing is None:
+                continue
+            difference, full = compare(pairing, drop)
+            if difference is None:
                 findings.append(
                     IdenticalStates(
-                        path=entry.path,
-                        original=original.path,
-                        role=entry.role,
-                        sampled=not proof.reads_all(drop),
+                        path=entry.path, original=original.path, role=entry.role, sampled=not full
                     )
                 )
                 break
@@ -169,8 +176,22 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
 
 
 def _depth(entry: Component) -> tuple[int, int]:
-    """How wrapped an entry is: by what a repair of its names would leave first, so that a second repair agrees."""
-    return len(collapse(_chain(entry))), len(_chain(entry))
+    """How often an entry was prepared: by what a repair of its names would leave first, so that a second one agrees.
+
+    ``torch.compile`` and activation checkpointing do not count. A script that compiles a model, but not the copy it
+    keeps as a target network, saves two honest entries with equal bytes.
+    """
+    chain = tuple(segment for segment in _chain(entry) if segment in PREPARE_WRAPPERS)
+    return len(collapse(chain)), len(chain)
+
+
+def _is_odd(entry: Component, original: Component, has_ranks: bool) -> bool:
+    """Whether no honest pair of models would differ like this in their wrappers.
+
+    What a repair of the names would even out does not count. One process alone (one RNG state) never wraps for training
+    with others: a ``module.`` is then the model's own, of an EMA for instance.
+    """
+    return has_ranks and _depth(entry)[0] > _depth(original)[0]
 
 
 def _chain(entry: Component) -> tuple[str, ...]:

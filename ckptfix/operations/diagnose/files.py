@@ -1,7 +1,7 @@
 """Single files: what could not be read, what stands after the end, checksums, and what pickles name."""
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, Problem, ProblemKind
@@ -27,10 +27,18 @@ CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
 objects with ``weights_only=False``."""
 
 
-def diagnose_files(folder: CheckpointFolder, *, data: bool, progress: Progress | None) -> list[Finding]:
-    """Find what is wrong with each file by itself. ``data``: check the CRC of every record, not only small ones."""
+def diagnose_files(
+    folder: CheckpointFolder, *, data: bool, progress: Progress | None, explained: frozenset[PurePosixPath]
+) -> list[Finding]:
+    """Find what is wrong with each file by itself.
+
+    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files that another finding
+    is about.
+    """
     findings: list[Finding] = []
     for component in folder.components:
+        if component.path in explained:
+            continue
         if component.problem is not None:
             findings += _problem(component, component.problem)
         elif isinstance(component.content, SafetensorsFile):
@@ -87,11 +95,18 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
                 unsafe.append(f"{module}.{name}")
             case GlobalSafety.UNKNOWN:
                 unknown.append((module, name))
-            case GlobalSafety.SAFE | GlobalSafety.SAFE_IN_RNG_STATE:
+            case GlobalSafety.SAFE_IN_RNG_STATE:
+                if (
+                    component.role is Role.UNKNOWN
+                ):  # accelerate allows these in the files that it loads itself
+                    unknown.append((module, name))
+            case GlobalSafety.SAFE:
                 pass
     if unsafe:
         return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
-    if unknown and component.role not in CUSTOM_CLASSES_ALLOWED:
-        names = tuple(f"{module}.{name}" for module, name in unknown)
-        return [UnloadablePickle(path=component.path, globals=names, remedy=safe_globals_line(unknown))]
-    return []
+    opcodes = file.tree.refused_opcodes
+    if not (unknown or opcodes) or component.role in CUSTOM_CLASSES_ALLOWED:
+        return []
+    names = tuple(f"{module}.{name}" for module, name in unknown)
+    remedy = safe_globals_line(unknown) if unknown else ""
+    return [UnloadablePickle(path=component.path, globals=names, opcodes=opcodes, remedy=remedy)]

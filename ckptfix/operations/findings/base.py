@@ -1,9 +1,13 @@
 """What every finding has: a stable code, a severity, an action, its numbers and its sentence."""
 
+import re
+import shlex
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import ClassVar
+
+_COMMAND = re.compile(r"(ckptfix (?:check|repair|undo) )DIR\b")
 
 
 class Severity(Enum):
@@ -35,11 +39,20 @@ class Finding:
     path: PurePosixPath
 
     @property
+    def is_fixable(self) -> bool:
+        """Whether a plain repair takes it away."""
+        return self.action is Action.FIX and self.severity is not Severity.NOTE
+
+    @property
     def advice(self) -> str:
-        """What to do next, "" where a plain repair does it."""
+        """What to do next, "" where a plain repair does it. ``DIR`` stands for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
 
-    def as_json(self) -> dict[str, object]:
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the checkpoint's path in its commands, as a shell takes it."""
+        return _COMMAND.sub(lambda match: f"{match[1]}{shlex.quote(path)}", self.advice)
+
+    def as_json(self, path: str) -> dict[str, object]:
         """Return the finding as JSON values: code, severity, action, message, advice and its own fields."""
         own = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {
@@ -47,7 +60,7 @@ class Finding:
             "severity": self.severity.value,
             "action": self.action.value,
             "message": str(self),
-            "advice": self.advice,
+            "advice": self.advice_at(path),
             **own,
         }
 

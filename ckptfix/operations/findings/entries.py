@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.operations.findings.base import Action, Finding, Severity, dotted
-from ckptfix.wording import human_size
+from ckptfix.wording import count_of, human_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class DoubledModel(Finding):
     def __str__(self) -> str:
         how = "equal in every sampled byte" if self.sampled else "equal in every byte"
         return (
-            f"{self.path} is {self.original} again: {self.tensors} tensors ({human_size(self.bytes)}) with "
-            f"'{dotted(self.chain)}' before every name, {how}"
+            f"{self.path} is {self.original} again: {count_of(self.tensors, 'tensor')} ({human_size(self.bytes)}) "
+            f"with '{dotted(self.chain)}' before every name, {how}"
         )
 
 
@@ -47,11 +47,14 @@ class IdenticalModels(Finding):
     tensors: int
     bytes: int
     sampled: bool
+    chains: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     def __str__(self) -> str:
         how = "every sampled byte" if self.sampled else "every byte"
-        size = f"{self.tensors} tensors, {human_size(self.bytes)}"
-        return f"{self.path} equals {self.original} in names and in {how} ({size})"
+        size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
+        own, other = self.chains
+        names = "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        return f"{self.path} equals {self.original} in names{names} and in {how} ({size})"
 
     @property
     def advice(self) -> str:
@@ -94,10 +97,8 @@ class NestedPrefix(Finding):
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
-        return (
-            f"{self.path}: all {self.names} names{where} begin with '{dotted(self.chain)}', "
-            f"a correct run writes '{dotted(self.target)}'"
-        )
+        correct = f"'{dotted(self.target)}'" if self.target else "none"
+        return f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +120,14 @@ class WrapperPrefix(Finding):
         if not self.chain:
             return f"{self.path}: names{where} hold wrapper segments such as _orig_mod in the middle"
         return (
-            f"{self.path}: all {self.names} names{where} begin with '{dotted(self.chain)}'; "
+            f"{self.path}: every name{where} begins with '{dotted(self.chain)}'; "
             f"this loads only into a model wrapped the same way"
         )
+
+    @property
+    def advice(self) -> str:
+        """The script that wrote it reads it as well: stripping would break that one."""
+        return "right for the script that wrote it; for a bare model: ckptfix repair DIR --keys bare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,18 +141,22 @@ class ConflictingModels(Finding):
 
     original: PurePosixPath
     chain: tuple[str, ...]
-    tensor: str
+    tensor: str | None
 
     def __str__(self) -> str:
+        what = "other bytes" if self.tensor is not None else "another structure around its tensors"
+        first = f", first in {self.tensor!r}" if self.tensor is not None else ""
         return (
-            f"{self.path} has the names of {self.original} behind '{dotted(self.chain)}', "
-            f"but other bytes, first in {self.tensor!r}"
+            f"{self.path} has the names of {self.original} behind '{dotted(self.chain)}', but {what}{first}"
         )
 
     @property
     def advice(self) -> str:
         """Neither can be dropped without losing something."""
-        return "nothing is merged; load both, compare them, and keep the one that is right"
+        return (
+            "two saves are mixed, unless one is a model in a wrapper of yours (an EMA); nothing is merged: load both, "
+            "compare them, and keep what is right"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

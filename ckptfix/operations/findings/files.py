@@ -1,9 +1,10 @@
 """Files, indexes and pickles that are not what they should be."""
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from ckptfix.operations.findings.base import Action, Finding, Severity
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class NotATensorFile(Finding):
         """Says what to do for what it is."""
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
-        if "torch zip" in self.content or "safetensors" in self.content:
+        if self.content in ("a torch zip file", "a safetensors file"):
             return "give the file the suffix of what it is"
         return "copy the file again from where it came"
 
@@ -102,10 +103,12 @@ class MissingShard(Finding):
 
     named_by: str
     tensors: int
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lost = f" and should hold {self.tensors} tensors" if self.tensors else ""
-        return f"{self.path} is missing; {self.named_by} promises it{lost}"
+        more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
+        lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
 
     @property
     def advice(self) -> str:
@@ -123,7 +126,7 @@ class IndexMismatch(Finding):
     severity = Severity.ERROR
     action = Action.FIX
     meaning = (
-        "the index and the headers of the shards disagree; rebuilt when the shards are complete and disjoint"
+        "the index is missing, unreadable, or disagrees with the shards; rebuilt when they are complete and disjoint"
     )
 
     misplaced: int
@@ -131,15 +134,21 @@ class IndexMismatch(Finding):
     lost: tuple[str, ...]
     doubled: tuple[str, ...]
     absent: bool = False
+    problem: str | None = None
+    rivals: int = 1
 
     @property
     def is_fixable(self) -> bool:
-        """Whether the headers alone say what the index should be."""
-        return not self.lost and not self.doubled
+        """Whether the headers alone say what the index should be, so that a plain repair writes it."""
+        return not self.lost and not self.doubled and self.rivals == 1
 
     def __str__(self) -> str:
+        if self.rivals > 1:
+            return f"{self.path} names none of {self.rivals} sets of shards that are there: which is right is not clear"
         if self.absent:
             return f"{self.path} is missing, its shards are there"
+        if self.problem is not None and self.is_fixable:
+            return f"{self.path} cannot be read, its shards are there: {self.problem}"
         if self.lost:
             return f"{self.path} names {len(self.lost)} tensors that no shard holds: {list_names(self.lost)}"
         if self.doubled:
@@ -151,7 +160,29 @@ class IndexMismatch(Finding):
         """An index is rebuilt only when nothing is lost by it."""
         if self.is_fixable:
             return ""
+        if self.rivals > 1:
+            return "not rebuilt: set the shards of all but one save aside, then repair"
         return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleShard(Finding):
+    """A shard of another save beside a whole sharded model."""
+
+    code = "stale-shard"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "a shard that the index does not name: left by another save; loaders ignore it"
+
+    index: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.path} is left over: {self.index} does not name it"
+
+    @property
+    def advice(self) -> str:
+        """Which of two saves is wanted only the user knows."""
+        return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,17 +250,22 @@ class UnloadablePickle(Finding):
     code = "unloadable-pickle"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "the pickle needs a class outside torch's weights_only list; torch.load refuses it since 2.6"
+    meaning = "the pickle needs a class or an opcode outside torch's weights_only list; torch.load refuses it since 2.6"
 
     globals: tuple[str, ...]
     remedy: str
+    opcodes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.path} needs {', '.join(self.globals[:3])}: torch.load(weights_only=True) refuses it"
+        needs = [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
+        needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
+        return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
 
     @property
     def advice(self) -> str:
         """The exact line, as the names stand in the file."""
+        if self.opcodes:  # no list of classes helps
+            return "if you trust the file: load it with weights_only=False and save it again with torch.save"
         return f"if you trust the file: {self.remedy}"
 
 

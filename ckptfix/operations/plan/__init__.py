@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.operations.diagnose import Diagnosis
+from ckptfix.operations.findings import CODES, Action
 from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.plan.entries import plan_drops, plan_moves
 from ckptfix.operations.plan.files import plan_indexes, plan_trims
@@ -38,4 +39,14 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
     maps = plan_names(draft, dropped)
     plan_indexes(draft, maps)
     plan_moves(draft, dropped)
+    _hint_at_options(draft)
     return Plan(folder=diagnosis.folder, steps=tuple(draft.steps), unplanned=tuple(draft.unplanned))
+
+
+def _hint_at_options(draft: Draft) -> None:
+    """Say of what was named with ``--only``, and needs the user's word besides, that it does."""
+    done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
+    for code in sorted(draft.policy.only - done):
+        paths = [finding.path for finding in draft.findings if finding.code == code]
+        if paths and CODES[code].action is Action.ASK:
+            draft.stay(code, paths, f"it needs {CODES[code].option}, too")

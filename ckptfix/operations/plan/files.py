@@ -1,51 +1,66 @@
 """Steps about whole files: bytes behind the end, and indexes that follow the headers."""
 
-from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.operations.diagnose.names import ScopeKey
-from ckptfix.operations.diagnose.shards import shard_groups, weight_map
+from ckptfix.operations.diagnose.names import scope_key
 from ckptfix.operations.findings import IndexMismatch, NestedPrefix, TrailingBytes
 from ckptfix.operations.plan.draft import Draft
+from ckptfix.operations.plan.names import Maps
 from ckptfix.operations.policy import Keys
 from ckptfix.operations.steps import Safety, Trim, WriteIndex
 
 
 def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
     """Plan to cut off what follows the content of files that stay."""
-    if "trailing-bytes" not in draft.policy.allow:
-        return
     for finding in draft.findings:
-        if isinstance(finding, TrailingBytes) and finding.path not in dropped:
-            action = Trim(path=finding.path, size=finding.end, extra=finding.extra)
-            draft.add(action, (finding.code,), Safety.LOSSY, (finding.path,))
+        if not isinstance(finding, TrailingBytes) or finding.path in dropped:
+            continue
+        if finding.code not in draft.policy.allow:
+            continue
+        if finding.path in draft.unsafe:
+            draft.stay(finding.code, (finding.path,), "a file with an unsafe pickle is never edited")
+            continue
+        action = Trim(path=finding.path, size=finding.end, extra=finding.extra)
+        draft.add(action, finding.code, Safety.LOSSY, (finding.path,))
 
 
-def plan_indexes(draft: Draft, maps: Mapping[ScopeKey, KeyMap]) -> None:
+def plan_indexes(draft: Draft, maps: Maps) -> None:
     """Plan the indexes that follow renamed shards, and those that contradict the headers."""
     broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
-    for index_path, shards in shard_groups(draft.folder).items():
-        finding = broken.get(index_path)
-        if finding is not None and not finding.is_fixable:
-            draft.stay(finding.code, index_path, finding.advice)
-        renamed = [key_map for key, key_map in maps.items() if key[0] in {shard.path for shard in shards}]
-        follows = renamed and index_path in draft.components
-        if not follows and (finding is None or not finding.is_fixable):
+    for group in draft.groups:
+        if group.index_path is None or group.stale_of is not None:
             continue
-        rename = renamed[0] if renamed else KeyMap(remove=())
-        total = sum(end - begin for shard in shards for begin, end in _ranges(shard))
+        finding = broken.get(group.index_path)
+        if finding is not None and not finding.is_fixable:
+            draft.stay(finding.code, (group.index_path,), finding.advice)
+            continue
+        new_map = _weight_map(group, maps)
+        is_renamed = any(key[0] == member.path for key in maps for member in group.members)
+        if finding is None and not (is_renamed and group.index is not None):
+            continue
         action = WriteIndex(
-            path=index_path,
-            weight_map={rename(fqn): name for fqn, name in weight_map(shards).items()},
-            total_size=total,
-            exists=index_path in draft.components,
+            path=group.index_path,
+            weight_map=new_map,
+            total_size=sum(end - begin for shard in group.members for begin, end in _ranges(shard)),
+            exists=group.index is not None,
         )
         code = finding.code if finding is not None else NestedPrefix.code
-        asked = draft.policy.keys is not Keys.AUTO
-        reads = tuple(path for path in (index_path, *(shard.path for shard in shards)))
-        draft.add(action, (code,), Safety.LOSSY if asked else Safety.SAFE, reads)
+        safety = Safety.LOSSY if draft.policy.keys is not Keys.AUTO else Safety.SAFE
+        reads = (group.index_path, *(shard.path for shard in group.members))
+        draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)
+
+
+def _weight_map(group: ModelFiles, maps: Maps) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for shard in group.members:
+        rename = (
+            maps.get(scope_key(shard, shard.whole), KeyMap(remove=())) if shard.whole else KeyMap(remove=())
+        )
+        result.update((rename(tensor.fqn), str(shard.path)) for tensor in shard.tensors)
+    return result
 
 
 def _ranges(component: Component) -> list[tuple[int, int]]:

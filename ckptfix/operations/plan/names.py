@@ -1,156 +1,144 @@
-"""Which names change, and by which map; and why a file keeps its names although they are wrong."""
+"""Which names change, and by which map; and why files keep their names although they are wrong.
 
-from collections.abc import Mapping, Sequence
+What is decided, is decided for all files of a model together: renamed in part, it would load wrong.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Component, NameScope
-from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
+from ckptfix.checkpoint.groups import ModelFiles
+from ckptfix.checkpoint.keys import (
+    DDP_CHAIN,
+    KeyMap,
+    collisions,
+    common_wrappers,
+    is_nested,
+    without_private_wrappers,
+)
+from ckptfix.checkpoint.pairing import signature
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
-from ckptfix.operations.diagnose.names import ScopeKey, chains, scope_key
-from ckptfix.operations.findings import MissingShard, NestedPrefix, NoFormatMetadata, WrapperPrefix
-from ckptfix.operations.plan.draft import Draft, Family, family_of
+from ckptfix.operations.diagnose.names import ScopeKey, scope_key
+from ckptfix.operations.findings import (
+    IndexMismatch,
+    NestedPrefix,
+    NoFormatMetadata,
+    WrapperPrefix,
+)
+from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.policy import Keys
 from ckptfix.operations.steps import RewriteNames, Safety
 
+Maps = Mapping[ScopeKey, KeyMap]
 
-def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Mapping[ScopeKey, KeyMap]:
+_RENAMED_ON_REQUEST = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
+"""What ``--keys`` is about. The state of generators, schedulers and custom objects has names of its own."""
+
+
+def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
     """Plan the renames and return the maps of those that will happen."""
-    joint = _JointNames(draft)
-    incomplete = _incomplete_families(draft)
-    key_maps = _key_maps(draft, joint)
-    formatless = {
+    adds_format = {
         finding.path
         for finding in draft.findings
-        if isinstance(finding, NoFormatMetadata) and "no-format-metadata" in draft.policy.allow
+        if isinstance(finding, NoFormatMetadata) and finding.code in draft.policy.allow
     }
+    bundles = _bundles(draft)
     happening: dict[ScopeKey, KeyMap] = {}
-    for component in draft.folder.components:
-        if component.path in dropped:
+    for group in draft.groups:
+        if not group.members or group.members[0].path in dropped:
             continue
-        keys = [scope_key(component, scope) for scope in component.scopes]
-        own = {key: key_maps[key] for key in keys if key in key_maps}
-        adds_format = component.path in formatless
-        if not own and not adds_format:
-            continue
-        code = _code_of(draft, component, own)
-        if own and (objection := _objection(draft, component, own, joint, incomplete)):
-            draft.stay(code, component.path, objection)
-            continue
-        _rewrite(draft, component, own, adds_format, code)
-        happening.update(own)
+        maps = _key_maps(draft, group)
+        renamed = [member for member in group.members if any(key[0] == member.path for key in maps)]
+        if renamed and (objection := _objection(draft, group, maps)):
+            draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
+            maps, renamed = {}, []
+        first = group.members[0].path
+        bundle = bundles.get(first, first)
+        for member in group.members:
+            if member in renamed or member.path in adds_format:
+                own = {key: key_map for key, key_map in maps.items() if key[0] == member.path}
+                _rewrite(draft, member, own, member.path in adds_format, bundle if own else None)
+        happening.update(maps)
     return happening
 
 
-def _key_maps(draft: Draft, joint: "_JointNames") -> dict[ScopeKey, KeyMap]:
-    chain_of = chains(draft.folder)
+def _bundles(draft: Draft) -> dict[PurePosixPath, PurePosixPath]:
+    """Return for each numbered model the first one with the same names, when there are several.
+
+    Renamed in part, two honest models of one architecture would look like a double or a conflict.
+    """
+    bundles: dict[PurePosixPath, PurePosixPath] = {}
+    for entries in draft.folder.entries(Role.MODEL):
+        firsts: dict[Hashable, PurePosixPath] = {}
+        for entry in entries if len(entries) > 1 else ():
+            bundles[entry.path] = firsts.setdefault(signature(entry), entry.path)
+    return bundles
+
+
+def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
+    if group.stale_of is not None:
+        return {}
     result: dict[ScopeKey, KeyMap] = {}
-    nested = {
-        (finding.path, finding.scope): finding
-        for finding in draft.findings
-        if isinstance(finding, NestedPrefix)
-    }
-    keys = draft.policy.keys
-    strip_single = "wrapper-prefix" in draft.policy.allow and draft.policy.wants("wrapper-prefix")
-    for component in draft.folder.components:
-        for scope in component.scopes:
-            key = scope_key(component, scope)
-            chain = chain_of[key]
-            is_state_dict = scope.kind == "state dict"
-            finding = nested.get((component.path, str(scope)))
-            if is_state_dict and (keys is not Keys.AUTO or strip_single):
-                # Private wrappers go first: what they hid may be a wrapper that every name carries.
-                insert = DDP_CHAIN if keys is Keys.DDP else ()
-                key_map = KeyMap(remove=joint.inner_chain(component, scope), insert=insert, inner=True)
-            elif chain and (keys is not Keys.AUTO or strip_single):
-                key_map = KeyMap(remove=chain, insert=DDP_CHAIN if keys is Keys.DDP else ())
-            elif finding is not None:
-                key_map = KeyMap(remove=chain, insert=finding.target)
-            else:
-                continue
-            if any(key_map(fqn) != fqn for fqn in scope.names):
-                result[key] = key_map
+    asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # by place: one answer for all shards
+    for member in group.members:
+        nested = {
+            finding.scope: finding
+            for finding in draft.findings_of(member.path)
+            if isinstance(finding, NestedPrefix)
+        }
+        for scope in member.scopes:
+            place = scope.path, scope.kind
+            if place not in asked:
+                asked[place] = _asked_for(draft, group, member, scope)
+            key_map = asked[place]
+            if key_map is None and (finding := nested.get(str(scope))) is not None:
+                key_map = KeyMap(remove=finding.chain, insert=finding.target)
+            if key_map is not None and any(key_map(fqn) != fqn for fqn in scope.names):
+                result[scope_key(member, scope)] = key_map
     return result
 
 
-def _rewrite(
-    draft: Draft, component: Component, key_maps: Mapping[ScopeKey, KeyMap], adds_format: bool, code: str
-) -> None:
-    changes = [
-        (fqn, new)
-        for scope in component.scopes
-        if (key_map := key_maps.get(scope_key(component, scope))) is not None
-        for fqn in scope.names
-        if (new := key_map(fqn)) != fqn
-    ]
-    is_safetensors = isinstance(component.content, SafetensorsFile)
-    action = RewriteNames(
-        path=component.path,
-        maps={(path, kind): key_map for (_, path, kind), key_map in key_maps.items()},
-        add_format=is_safetensors,  # free where the header is rewritten anyway
-        renames=len(changes),
-        example=changes[0] if changes else None,
-    )
-    asked = draft.policy.keys is not Keys.AUTO or code in draft.policy.allow or adds_format
-    draft.add(action, (code,), Safety.LOSSY if asked else Safety.SAFE, (component.path,))
+def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameScope) -> KeyMap | None:
+    """Return the map that the user's own words give, by ``--keys`` or ``--allow wrapper-prefix``, if any."""
+    policy = draft.policy
+    if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
+        return None
+    chain = group.chain(scope)
+    code = NestedPrefix.code if is_nested(chain) else WrapperPrefix.code
+    if member.role not in _RENAMED_ON_REQUEST or not policy.wants(code):
+        return None
+    insert = DDP_CHAIN if policy.keys is Keys.DDP else ()
+    if scope.is_model or scope.kind != "state dict":
+        # Private wrappers go first: what they hid may be a wrapper that every name carries.
+        inner = common_wrappers(map(without_private_wrappers, group.names(scope)))
+        return KeyMap(remove=inner, insert=insert, inner=True)
+    return KeyMap(remove=chain, insert=insert) if chain else None
 
 
-def _code_of(draft: Draft, component: Component, key_maps: Mapping[ScopeKey, KeyMap]) -> str:
-    if not key_maps:
-        return NoFormatMetadata.code
-    kinds = {type(finding) for finding in draft.findings_of(component.path)}
-    return NestedPrefix.code if NestedPrefix in kinds else WrapperPrefix.code
-
-
-def _objection(
-    draft: Draft,
-    component: Component,
-    key_maps: Mapping[ScopeKey, KeyMap],
-    joint: "_JointNames",
-    incomplete: frozenset[Family | None],
-) -> str | None:
-    """Return why the names of a file must stay, or None when they can change."""
-    for scope in component.scopes:
-        key_map = key_maps.get(scope_key(component, scope))
-        if key_map is not None and (objection := joint.objection(component, scope, key_map)):
-            return objection
-    if component.path in draft.unsafe:
-        return "a file with an unsafe pickle is never edited"
-    if family_of(component) in incomplete:
+def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
+    """Return why the names of a model must stay, or None when they can change."""
+    first = group.members[0]
+    if draft.folder.only is not None and first.name.shard is not None:
+        return "it is one shard of a model: repair the folder"
+    if first.path in draft.doubles:
+        return f"it doubles {draft.doubles[first.path]}; repair that first"
+    if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
+        return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
+    if not group.is_whole:
         return "a shard is missing or unreadable, its names could tell otherwise"
+    for finding in draft.all_findings:
+        if isinstance(finding, IndexMismatch) and finding.path == group.index_path and not finding.is_fixable:
+            return f"{finding.path} and the shards disagree"
+    asked: set[tuple[tuple[str, ...], str]] = set()
+    for member in group.members:
+        for scope in member.scopes:
+            key_map = maps.get(scope_key(member, scope))
+            if key_map is not None and (scope.path, scope.kind) not in asked:
+                asked.add((scope.path, scope.kind))
+                if collision := _collision(group.names(scope), key_map):
+                    return collision
     return None
-
-
-class _JointNames:
-    """The names that must stay distinct: of all shards of a model together, else of one dict alone.
-
-    What is asked about them is computed once a model: with hundreds of shards, once a shard would be quadratic.
-    """
-
-    def __init__(self, draft: Draft) -> None:
-        self.names: dict[object, list[str]] = {}
-        for component in draft.folder.components:
-            for scope in component.scopes:
-                self.names.setdefault(self._group(component, scope), []).extend(scope.names)
-        self.inner_chains: dict[object, tuple[str, ...]] = {}
-        self.objections: dict[object, str | None] = {}
-
-    @staticmethod
-    def _group(component: Component, scope: NameScope) -> object:
-        return family_of(component) or component.path, scope.path, scope.kind
-
-    def inner_chain(self, component: Component, scope: NameScope) -> tuple[str, ...]:
-        """Return the wrappers that every name begins with once private ones are gone."""
-        group = self._group(component, scope)
-        if group not in self.inner_chains:
-            self.inner_chains[group] = common_wrappers(map(without_private_wrappers, self.names[group]))
-        return self.inner_chains[group]
-
-    def objection(self, component: Component, scope: NameScope, key_map: KeyMap) -> str | None:
-        """Return why these names cannot be mapped, or None when they can."""
-        group = self._group(component, scope)
-        if (group, key_map) not in self.objections:
-            self.objections[group, key_map] = _collision(self.names[group], key_map)
-        return self.objections[group, key_map]
 
 
 def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
@@ -164,19 +152,29 @@ def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
     return None
 
 
-def _incomplete_families(draft: Draft) -> frozenset[Family | None]:
-    """Return the sharded models of which a shard is missing or unreadable."""
-    lost = [finding.path for finding in draft.all_findings if isinstance(finding, MissingShard)]
-    families: dict[Family | None, bool] = {}
-    for component in draft.folder.components:
-        family = family_of(component)
-        families[family] = families.get(family, False) or component.problem is not None
-    return frozenset(
-        family
-        for family, is_broken in families.items()
-        if family is not None
-        and (
-            is_broken
-            or any(str(path).startswith(f"{family[0]}-") and path.suffix == family[1] for path in lost)
-        )
+def _rewrite(
+    draft: Draft, component: Component, maps: Maps, adds_format: bool, bundle: PurePosixPath | None
+) -> None:
+    changes = [
+        (fqn, new)
+        for scope in component.scopes
+        if (key_map := maps.get(scope_key(component, scope))) is not None
+        for fqn in scope.names
+        if (new := key_map(fqn)) != fqn
+    ]
+    is_safetensors = isinstance(component.content, SafetensorsFile)
+    action = RewriteNames(
+        path=component.path,
+        maps={(path, kind): key_map for (_, path, kind), key_map in maps.items()},
+        add_format=is_safetensors,  # free where the header is rewritten anyway
+        renames=len(changes),
+        example=changes[0] if changes else None,
     )
+    code = _code_of(draft, component) if changes else NoFormatMetadata.code
+    asked = draft.policy.keys is not Keys.AUTO or code in draft.policy.allow or adds_format
+    draft.add(action, code, Safety.LOSSY if asked else Safety.SAFE, (component.path,), bundle)
+
+
+def _code_of(draft: Draft, component: Component) -> str:
+    kinds = {type(finding) for finding in draft.findings_of(component.path)}
+    return NestedPrefix.code if NestedPrefix in kinds else WrapperPrefix.code
