@@ -132,7 +132,7 @@ def _problem(
     """Tell a broken file of the right kind from a file of another kind."""
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"
-    words = describe_content(reader)
+    words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)
     if words == "a zip archive":
         words = "a torch zip file" if wants_safetensors else None
     elif looks_like_safetensors(head):

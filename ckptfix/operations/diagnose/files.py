@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, Problem, ProblemKind
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_line
+from ckptfix.formats.pickle_globals import GlobalSafety, can_be_allowed, classify, safe_globals_line
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.operations.findings import (
@@ -105,8 +105,17 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     if unsafe:
         return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
     opcodes = file.tree.refused_opcodes
-    if not (unknown or opcodes) or component.role in CUSTOM_CLASSES_ALLOWED:
+    is_plain = file.container is None and component.role in (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
+    if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
-    remedy = safe_globals_line(unknown) if unknown else ""
-    return [UnloadablePickle(path=component.path, globals=names, opcodes=opcodes, remedy=remedy)]
+    helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
+    return [
+        UnloadablePickle(
+            path=component.path,
+            globals=names,
+            opcodes=opcodes,
+            plain=is_plain,
+            remedy=safe_globals_line(unknown) if helps else "",
+        )
+    ]

@@ -125,9 +125,7 @@ class IndexMismatch(Finding):
     code = "index-mismatch"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = (
-        "the index is missing, unreadable, or disagrees with the shards; rebuilt when they are complete and disjoint"
-    )
+    meaning = "the index is missing, unreadable, or disagrees with the shards; rebuilt when they are whole and disjoint"
 
     misplaced: int
     unlisted: int
@@ -255,18 +253,21 @@ class UnloadablePickle(Finding):
     globals: tuple[str, ...]
     remedy: str
     opcodes: tuple[str, ...] = ()
+    plain: bool = False
 
     def __str__(self) -> str:
-        needs = [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
+        needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
+        needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
         needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
         return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
 
     @property
     def advice(self) -> str:
         """The exact line, as the names stand in the file."""
-        if self.opcodes:  # no list of classes helps
-            return "if you trust the file: load it with weights_only=False and save it again with torch.save"
-        return f"if you trust the file: {self.remedy}"
+        if self.remedy:
+            return f"if you trust the file: {self.remedy}"
+        how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
+        return f"if you trust the file: read it with {how} and save it again with torch.save, without what it needs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
