@@ -1,10 +1,8 @@
 """Read a checkpoint folder: every header, no tensor bytes, nothing unpickled, and no file that stops the rest."""
 
-import gc
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
@@ -20,6 +18,7 @@ from ckptfix.checkpoint.folder import (
 )
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile, looks_like_safetensors, read_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.tensor import TensorInfo
@@ -54,18 +53,6 @@ def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
     return CheckpointFolder(
         root=root, only=only, components=tuple(components), strays=tuple(strays), subfolders=subfolders
     )
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Stop the cyclic collector: while 100,000 objects are made, it takes 70 % of the time and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def fingerprint(path: Path) -> Fingerprint:

@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import paused_gc, scan_folder
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target

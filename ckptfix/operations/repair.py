@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import fingerprint, paused_gc, scan_folder
+from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.errors import ChangedError, OperationError
+from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.check import interrupted, status_of
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed

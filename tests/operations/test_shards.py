@@ -230,3 +230,16 @@ def test_a_double_that_an_index_names_stays(tmp_path: Path) -> None:
     receipt = repair(tmp_path)
     assert "names it" in receipt.unplanned[0].reason
     assert snapshot(tmp_path) == before
+
+
+def test_shards_that_two_indexes_name_keep_their_names(tmp_path: Path) -> None:
+    write(tmp_path, NESTED)
+    write_index(
+        tmp_path / "model.safetensors.index.v2.json",
+        {fqn: name for name, tensors in NESTED.items() for fqn in tensors},
+    )
+    before = snapshot(tmp_path)
+    receipt = repair(tmp_path)
+    assert (receipt.status, receipt.steps) == (1, ())
+    assert "two indexes name" in receipt.unplanned[0].reason
+    assert snapshot(tmp_path) == before

@@ -14,6 +14,7 @@ from ckptfix.operations.diagnose.files import diagnose_files
 from ckptfix.operations.diagnose.names import diagnose_names
 from ckptfix.operations.diagnose.shards import diagnose_shards
 from ckptfix.operations.findings import CATALOGUE, DoubledModel, Finding, IndexMismatch
+from ckptfix.wording import count_of
 
 Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 """(kept file, other file) -> how they compare."""
@@ -103,7 +104,7 @@ def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: boo
     if not data and any(isinstance(component.content, TorchFile) for component in folder.components):
         words.append("checksums of tensor records in torch zip files (--data checks them)")
     if folder.strays and folder.only is None:
-        words.append(f"{len(folder.strays)} files that are no part of a checkpoint")
+        words.append(f"{count_of(len(folder.strays), 'file')} of no checkpoint beside it")
     return tuple(words)
 
 

@@ -1,5 +1,6 @@
 """What the planning of every kind of step shares: the folder, what may be repaired, and the steps so far."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
@@ -26,6 +27,7 @@ class Draft:
             if isinstance(finding, DoubledModel)
         }
         self.policy = policy
+        self.memberships = Counter(member.path for group in self.groups for member in group.members)
         self.components = {component.path: component for component in self.folder.components}
         self.steps: list[Step] = []
         self.unplanned: list[Unplanned] = []

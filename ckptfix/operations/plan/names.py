@@ -123,6 +123,8 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
         return "it is one shard of a model: repair the folder"
     if first.path in draft.doubles:
         return f"it doubles {draft.doubles[first.path]}; repair that first"
+    if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
+        return f"two indexes name {shared[0]}"
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
         return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if not group.is_whole:
