@@ -8,7 +8,8 @@ import pytest
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import ProblemKind
-from ckptfix.checkpoint.scan import fingerprint, paused_gc, scan_folder
+from ckptfix.checkpoint.scan import fingerprint, scan_folder
+from ckptfix.formats.pickle_stream import paused_gc
 from tests.operations.builders import write_safetensors
 
 P = PurePosixPath
