@@ -5,8 +5,11 @@
 >>> receipt = repair("./checkpoint_dir")      # journaled in ./checkpoint_dir/.ckptfix
 >>> undo("./checkpoint_dir")                  # every byte back
 
-Public names are resolved when they are first used, so that importing the package costs nothing; none of them
-imports torch.
+and, for training code, ``Accelerator``, ``patch_accelerate``, ``load_state_tolerant``, ``load_checkpoint_tolerant`` and
+``latest_checkpoint``.
+
+Public names are resolved when they are first used, so that importing the package costs nothing; those for training
+import torch and accelerate then, the others never do.
 """
 
 from importlib import import_module
@@ -28,6 +31,16 @@ if TYPE_CHECKING:
     from ckptfix.operations.policy import Keys, Policy
     from ckptfix.operations.repair import Receipt, repair
     from ckptfix.operations.undo import UndoReceipt, undo
+    from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
+    from ckptfix.runtime.guard import OnReprepare
+    from ckptfix.runtime.loading import (
+        LoadError,
+        LoadPolicy,
+        LoadReport,
+        load_checkpoint_tolerant,
+        load_state_tolerant,
+    )
+    from ckptfix.runtime.saving import latest_checkpoint
 
 _HOMES = {
     "check": "operations.check",
@@ -38,6 +51,16 @@ _HOMES = {
     "UndoReceipt": "operations.undo",
     "Keys": "operations.policy",
     "Policy": "operations.policy",
+    "Accelerator": "runtime.accelerator",
+    "patch_accelerate": "runtime.accelerator",
+    "unpatch_accelerate": "runtime.accelerator",
+    "load_state_tolerant": "runtime.loading",
+    "load_checkpoint_tolerant": "runtime.loading",
+    "LoadError": "runtime.loading",
+    "LoadPolicy": "runtime.loading",
+    "LoadReport": "runtime.loading",
+    "OnReprepare": "runtime.guard",
+    "latest_checkpoint": "runtime.saving",
     "Finding": "operations.findings",
     "Severity": "operations.findings",
     "ChangedError": "errors",
@@ -51,6 +74,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Accelerator",
     "ChangedError",
     "CheckReport",
     "CkptfixError",
@@ -58,7 +82,11 @@ __all__ = [
     "FormatError",
     "JournalError",
     "Keys",
+    "LoadError",
+    "LoadPolicy",
+    "LoadReport",
     "LockedError",
+    "OnReprepare",
     "OperationError",
     "Policy",
     "Receipt",
@@ -67,8 +95,13 @@ __all__ = [
     "UndoReceipt",
     "UsageError",
     "check",
+    "latest_checkpoint",
+    "load_checkpoint_tolerant",
+    "load_state_tolerant",
+    "patch_accelerate",
     "repair",
     "undo",
+    "unpatch_accelerate",
 ]
 
 

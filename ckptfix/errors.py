@@ -11,6 +11,7 @@
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
         ├── JournalError         the journal in .ckptfix/ cannot be used
+        ├── LoadError            a checkpoint could not be loaded as required (runtime.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
 """
 

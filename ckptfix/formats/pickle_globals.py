@@ -98,7 +98,7 @@ def classify(module: str, name: str) -> GlobalSafety:
     """Return how far ``module.name`` can be trusted, by its Python 3 name."""
     if (module, name) == UNRESOLVABLE:
         return GlobalSafety.UNSAFE
-    module, name = _python_3_name(module, name)
+    module, name = python_3_name(module, name)
     if (module, name) in SAFE:
         return GlobalSafety.SAFE
     if (module, name) in _SAFE_IN_RNG_STATE:
@@ -106,7 +106,8 @@ def classify(module: str, name: str) -> GlobalSafety:
     return GlobalSafety.UNSAFE if is_unsafe(module, name) else GlobalSafety.UNKNOWN
 
 
-def _python_3_name(module: str, name: str) -> tuple[str, str]:
+def python_3_name(module: str, name: str) -> tuple[str, str]:
+    """Return the Python 3 name of a global that a pickle of protocol 2 names as Python 2 did."""
     if (module, name) in NAME_MAPPING:  # torch reads the names of Python 2 in the same way
         module, name = NAME_MAPPING[module, name]
     return IMPORT_MAPPING.get(module, module), name
@@ -120,7 +121,7 @@ def can_be_allowed(module: str, name: str) -> bool:
     """
     if classify(module, name) is GlobalSafety.UNSAFE:
         return False
-    module, name = _python_3_name(module, name)
+    module, name = python_3_name(module, name)
     if not all(
         part.isidentifier() and not iskeyword(part) for part in (*module.split("."), *name.split("."))
     ):
@@ -146,7 +147,7 @@ def safe_globals_line(names: Iterable[tuple[str, str]]) -> str:
     What cannot be allowed (``can_be_allowed``) is left out; "" when nothing is left. For numpy it allows the types that
     torch finds on the way: it looks at the type of a dtype, and each dtype has its own.
     """
-    allowed = {_python_3_name(*pair) for pair in names if can_be_allowed(*pair)}
+    allowed = {python_3_name(*pair) for pair in names if can_be_allowed(*pair)}
     if not allowed:
         return ""
     has_numpy = any(module.startswith("numpy") for module, _ in allowed)

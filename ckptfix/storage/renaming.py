@@ -8,17 +8,17 @@ from pathlib import Path
 from ckptfix.storage.atomic import sync_folder
 
 _AT_FDCWD = -100
-_NOREPLACE = 1
+_NOREPLACE, _EXCHANGE = 1, 2
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # an old kernel or libc, NFS, many FUSE
 
 
-def renameat2(source: Path, target: Path) -> None:
+def renameat2(source: Path, target: Path, flags: int = _NOREPLACE) -> None:
     """Rename unless ``target`` exists, in one step of the kernel. Raises FileExistsError, OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     call = getattr(libc, "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _NOREPLACE):
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(source), None, str(target))
 
@@ -35,6 +35,17 @@ def rename_to_free(source: Path, target: Path) -> None:
                 errno.EEXIST, os.strerror(errno.EEXIST), str(source), None, str(target)
             ) from None
         os.rename(source, target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two names change places in one step; False where the kernel or the file system cannot. Raises OSError."""
+    try:
+        renameat2(one, other, _EXCHANGE)
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+        return False
+    return True
 
 
 def move(source: Path, target: Path) -> None:

@@ -1,0 +1,79 @@
+"""Which of the checkpoints in a project folder is the newest whole one."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+from ckptfix.checkpoint.manifest import MANIFEST, missing_files, read_manifest
+from ckptfix.errors import FormatError
+
+_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
+"""As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint with its number, and why it is not whole (None: it is, as far as can be seen without reading it)."""
+
+    path: Path
+    number: int
+    problem: str | None
+
+
+def candidates(folder: Path) -> tuple[Candidate, ...]:
+    """Return the numbered checkpoints in a ``checkpoints`` folder, newest first. Raises OSError."""
+    found = []
+    for name in os.listdir(folder):
+        match = _NUMBERED.fullmatch(name)
+        if match and (folder / name).is_dir():
+            found.append((int(match[1]), folder / name))
+    return tuple(
+        Candidate(path=path, number=number, problem=incomplete(path))
+        for number, path in sorted(found, reverse=True)
+    )
+
+
+def newest_whole(found: Iterable[Candidate]) -> Candidate | None:
+    """Return the first whole one of candidates that are ordered newest first."""
+    return next((candidate for candidate in found if candidate.problem is None), None)
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """Return the folder with the numbered checkpoints: ``path`` itself, or ``checkpoints`` in a project folder."""
+    below = path / "checkpoints"
+    return below if path.name != "checkpoints" and below.is_dir() else path
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """Return why a checkpoint is not whole, None when nothing says so.
+
+    With a manifest, every file of it must be there in its size; a folder that was repaired since is believed. Without
+    one, as stock accelerate leaves it, there must be the state of the generators, which it writes after all but the
+    custom objects, and no file may be empty.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+        names = sorted(os.listdir(checkpoint))
+        journal = os.listdir(checkpoint / JOURNAL_FOLDER) if JOURNAL_FOLDER in names else []
+    except (FormatError, OSError) as error:
+        return str(error)
+    if manifest is not None:
+        if any(name.endswith(".done") for name in journal):
+            return None
+        wrong = missing_files(checkpoint, manifest)
+        return "; ".join(wrong[:3]) or None
+    if SAVING in journal:
+        return f"its save was interrupted: there is no {MANIFEST}"
+    roles = {name: parsed.role for name in names if (parsed := parse_file_name(name)) is not None}
+    if Role.RNG_STATE not in roles.values():
+        return "no random_states_*.pkl, which save_state writes near its end"
+    empty = [name for name in roles if (checkpoint / name).stat().st_size == 0]
+    return f"{empty[0]} is empty" if empty else None
+
+
+SAVING = "saving"
+"""In ``.ckptfix`` of a folder into which a save is under way, or was when it was interrupted."""

@@ -1,0 +1,32 @@
+"""The line of the user's script that called, for warnings."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import accelerate
+import torch
+
+_NOT_THE_USER = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (__file__, accelerate.__file__, torch.__file__)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
+
+
+def calling_line() -> Line:
+    """Return the line that called into this package, accelerate or torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,331 @@
+"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
+
+Each function stands in front of one method of ``accelerate.Accelerator``. It gets the accelerator, the method it stands
+in front of, already bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+
+from ckptfix.errors import UsageError
+from ckptfix.runtime.backward import BackwardCheck, count_backward
+from ckptfix.runtime.callers import calling_line
+from ckptfix.runtime.held import Entry, Held, level_ids, levels
+from ckptfix.runtime.renewing import as_new, made_here, wrapper_of
+
+Method = Callable[..., Any]
+
+REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+
+
+class OnReprepare(Enum):
+    """WARN: once a call, and return what the first ``prepare`` gave. RAISE: UsageError. ALLOW: as accelerate does."""
+
+    WARN = "warn"
+    RAISE = "raise"
+    ALLOW = "allow"
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a guard does.
+
+    ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
+    every save record a sha256 of each tensor in its manifest.
+    """
+
+    on_reprepare: OnReprepare = OnReprepare.WARN
+    check_backward: bool = True
+    tensor_digests: bool = False
+
+
+class Guard:
+    """The guard of one Accelerator: what it holds, and whether one of its methods is running."""
+
+    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+        self.settings = settings
+        self.held = Held()
+        self.backward = BackwardCheck(accelerator)
+        self.depth = 0
+        self._accelerator = weakref.ref(accelerator)
+        self._registered: frozenset[int] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Yield whether this is the outermost call: what accelerate calls on itself goes through untouched."""
+        if self.depth == 0:
+            self.follow_the_registries()
+        self.depth += 1
+        try:
+            yield self.depth == 1
+        finally:
+            self.depth -= 1
+
+    def add(self, things: Sequence[Any], prepared: Any, where: str, *, evaluation: bool = False) -> Entry:
+        """Remember what these objects became."""
+        self._registered = None
+        return self.held.add(things, prepared, where, evaluation=evaluation)
+
+    def follow_the_registries(self) -> None:
+        """Forget what was taken out of the registries by hand, as some scripts do to free memory."""
+        accelerator = self._accelerator()
+        if accelerator is None or not self.held.entries:
+            return
+        things = [thing for name in REGISTRIES for thing in getattr(accelerator, name)]
+        registered = frozenset(map(id, things))
+        if registered != self._registered:
+            self._registered = registered
+            self.held.keep_only(level_ids(things))
+
+
+DEFAULTS = Settings()
+"""Of every Accelerator that was not given settings of its own."""
+
+GUARDS: "weakref.WeakKeyDictionary[Accelerator, Guard]" = weakref.WeakKeyDictionary()
+
+
+def guard_of(accelerator: Accelerator, settings: Settings | None = None) -> Guard:
+    """Return the guard of an accelerator, made at its first use."""
+    guard = GUARDS.get(accelerator)
+    if guard is None:
+        guard = GUARDS[accelerator] = Guard(accelerator, settings or DEFAULTS)
+    return guard
+
+
+def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placement: Any = None) -> Any:
+    """Stand in front of ``Accelerator.prepare``."""
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
+        if not is_outermost or _is_left_to_accelerate(accelerator, guard, args, device_placement):
+            return method(*args, device_placement=device_placement)
+        entries = [_held(accelerator, guard, thing) if _counts(thing) else None for thing in args]
+        twins = _twins(args)
+        new = [i for i in range(len(args)) if entries[i] is None and twins[i] == i]
+        again = [i for i in range(len(args)) if i not in new]
+        if again:
+            _complain(guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
+        given = [as_new(accelerator, args[i]) if _counts(args[i]) else args[i] for i in new]
+        placement = None if device_placement is None else [device_placement[i] for i in new]
+        if new and again and _wants_its_model(accelerator) and not any(map(_is_model, given)):
+            # FSDP2 wants model and optimizer in one call; of a model that is sharded already it needs nothing.
+            made: Any = [accelerator._prepare_one(thing, first_pass=True) for thing in given]
+            made = tuple(accelerator._prepare_one(thing) for thing in made)
+        elif new:
+            made = method(*given, device_placement=placement)
+            made = made if len(new) > 1 else (made,)
+        result = list(args)
+        for position, i in enumerate(new):
+            result[i] = made[position]
+            _remember(guard, args[i], given[position], made[position])
+        for i in again:
+            entry = entries[i]
+            result[i] = result[twins[i]] if entry is None else entry.prepared
+        return tuple(result) if len(result) > 1 else result[0]
+
+
+def prepare_model(
+    accelerator: Accelerator,
+    method: Method,
+    model: Any,
+    device_placement: Any = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """Stand in front of ``Accelerator.prepare_model``."""
+    return _prepare_one(accelerator, method, model, (device_placement, evaluation_mode), {}, evaluation_mode)
+
+
+def prepare_other(accelerator: Accelerator, method: Method, thing: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in front of ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader``."""
+    return _prepare_one(accelerator, method, thing, args, kwargs, False)
+
+
+def _prepare_one(
+    accelerator: Accelerator,
+    method: Method,
+    thing: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    evaluation: bool,
+) -> Any:
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
+        if not is_outermost or _is_left_to_accelerate(accelerator, guard, (thing,)):
+            return method(thing, *args, **kwargs)
+        entry = _held(accelerator, guard, thing, evaluation=evaluation)
+        if entry is not None:
+            _complain(guard, method.__name__, [thing], [entry])
+            return entry.prepared
+        given = as_new(accelerator, thing)
+        made = method(given, *args, **kwargs)
+        _remember(guard, thing, given, made, evaluation=evaluation)
+        return made
+
+
+def register_for_checkpointing(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
+    """Stand in front of ``Accelerator.register_for_checkpointing``."""
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost:
+        if not is_outermost or guard.settings.on_reprepare is OnReprepare.ALLOW:
+            return method(*objects)
+        known = {id(thing) for thing in accelerator._custom_objects}
+        new: list[Any] = []
+        again: list[Any] = []
+        for thing in objects:
+            (again if id(thing) in known else new).append(thing)
+            known.add(id(thing))
+        if again:
+            _complain(guard, "register_for_checkpointing", again, [])
+        return method(*new) if new or not objects else None
+
+
+def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
+    """Stand in front of ``Accelerator.free_memory`` and ``clear``: what was let go can be prepared anew."""
+    guard = guard_of(accelerator)
+    with guard.entered():
+        guard.held.clear()
+        guard.backward.stop()
+        return method(*objects)
+
+
+def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any) -> Any:
+    """Stand in front of ``Accelerator.backward``: count it."""
+    count_backward()
+    guard_of(accelerator).follow_the_registries()
+    return method(loss, **kwargs)
+
+
+def _is_left_to_accelerate(
+    accelerator: Accelerator, guard: Guard, args: Sequence[Any], device_placement: Any = None
+) -> bool:
+    """Whether a call goes to accelerate as it is: what the guard must not change, and what accelerate refuses."""
+    kind = accelerator.distributed_type.value
+    one_model = kind == "DEEPSPEED" or getattr(accelerator, "is_fsdp2", False)
+    return (
+        guard.settings.on_reprepare is OnReprepare.ALLOW
+        or kind == "MEGATRON_LM"  # it builds models from a configuration, not from what prepare is given
+        or (device_placement is not None and len(device_placement) != len(args))
+        or (
+            one_model
+            and len({i for i, thing in zip(_twins(args), args, strict=True) if _is_model(thing)}) > 1
+        )
+    )
+
+
+def _wants_its_model(accelerator: Accelerator) -> bool:
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    return getattr(accelerator, "is_fsdp2", False) or bool(parallelism and parallelism.tp_enabled)
+
+
+def _twins(args: Sequence[Any]) -> list[int]:
+    """Return for each argument the position of the first that is the same object, wrappers aside."""
+    inside = [level_ids([thing]) if _counts(thing) else set() for thing in args]
+    return [next((j for j in range(i) if inside[i] & inside[j]), i) for i in range(len(args))]
+
+
+def _held(accelerator: Accelerator, guard: Guard, thing: Any, *, evaluation: bool = False) -> Entry | None:
+    """Return the entry of an object that this accelerator holds, None for one to be prepared."""
+    entry = guard.held.find(thing)
+    if entry is None:
+        return _prepared_unguarded(accelerator, guard, thing)
+    if entry.evaluation and not evaluation:
+        # Prepared for evaluation only, it has no gradient synchronisation: this time it is meant.
+        mine = set(entry.members)
+        accelerator._models[:] = [
+            model for model in accelerator._models if mine.isdisjoint(level_ids([model]))
+        ]
+        guard.held.forget(entry)
+        return None
+    return entry
+
+
+def _prepared_unguarded(accelerator: Accelerator, guard: Guard, thing: Any) -> Entry | None:
+    """Return an entry for an object that was registered before this accelerator was guarded."""
+    mine = level_ids([thing])
+    for name in REGISTRIES:
+        for known in getattr(accelerator, name):
+            if mine.isdisjoint(level_ids([known])):
+                continue
+            prepared = known
+            if name == "_models":  # for DistributedDataParallel the registry holds what is inside
+                prepared = wrapper_of(known) if thing is known else thing
+            return guard.add((known, thing), prepared, "a line before the guard was on")
+    return None
+
+
+@contextmanager
+def _restored_on_error(accelerator: Accelerator, guard: Guard) -> Iterator[None]:
+    """Take back what a call registered when it fails: the next try would register it again."""
+    before = {name: list(getattr(accelerator, name)) for name in REGISTRIES}
+    entries = list(guard.held.entries)
+    try:
+        yield
+    except BaseException:
+        guard.held.entries = entries
+        for name, things in before.items():
+            getattr(accelerator, name)[:] = things
+        raise
+
+
+def _remember(guard: Guard, thing: Any, given: Any, made: Any, *, evaluation: bool = False) -> None:
+    if made is None or not _counts(thing):
+        return
+    guard.add((thing, given), made, str(calling_line()), evaluation=evaluation)
+    made_here(made)
+    if guard.settings.check_backward and isinstance(made, torch.optim.Optimizer):
+        *_, raw = levels(made)
+        guard.backward.watch(raw)
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module)
+
+
+def _counts(thing: Any) -> bool:
+    """Whether ``prepare`` does anything with an object; it hands numbers and strings through."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler)
+    ours = (AcceleratedOptimizer, AcceleratedScheduler)
+    return isinstance(thing, (*kinds, *ours)) or type(thing).__name__ in ("DummyOptim", "DummyScheduler")
+
+
+def _consequence(verb: str, thing: Any) -> str:
+    """Return what would come of the object being registered twice."""
+    if verb == "register_for_checkpointing":
+        return "save_state would write it twice, and a script that registers it once could not load the checkpoint"
+    if _is_model(thing):
+        return (
+            "save_state would write it twice (model.safetensors and model_1.safetensors), in twice the time and space, "
+            "its names would grow 'module.module.' prefixes, and runs could not load each other's checkpoints"
+        )
+    if isinstance(thing, torch.optim.Optimizer):
+        return "save_state would write its state twice (optimizer.bin and optimizer_1.bin), in twice the time and space"
+    if isinstance(thing, torch.utils.data.DataLoader):
+        return "save_state would write the state of its sampler twice (sampler.bin and sampler_1.bin)"
+    return "save_state would write it twice (scheduler.bin and scheduler_1.bin)"
+
+
+def _complain(guard: Guard, verb: str, things: list[Any], entries: Sequence[Entry | None]) -> None:
+    line = calling_line()
+    names = ", ".join(dict.fromkeys(type(thing).__name__ for thing in things))
+    first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
+    what = "; ".join(dict.fromkeys(_consequence(verb, thing) for thing in things))
+    once = verb if verb == "register_for_checkpointing" else "prepare"
+    ending = f", and the object of the first {once}() is returned" if once == "prepare" else ""
+    message = (
+        f"{verb}() at {line} was given {names}, which this Accelerator holds already{first}. Nothing is added{ending}. "
+        f"Twice in the registry, {what}. Give each object to {once}() once."
+    )
+    if guard.settings.on_reprepare is OnReprepare.RAISE:
+        raise UsageError(message)
+    warnings.warn_explicit(message, UserWarning, line.path, line.number)

@@ -1,0 +1,128 @@
+"""What a load is going to do: collected before anything is modified, and judged by the policy."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptfix.runtime.loading.entries import Entry
+from ckptfix.runtime.loading.naming import Fit
+from ckptfix.runtime.loading.offloaded import Slot
+from ckptfix.runtime.loading.policy import LoadPolicy, Need, Part
+from ckptfix.runtime.loading.report import ComponentReport, LoadReport, Status
+from ckptfix.runtime.loading.targets import ModelTarget, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel:
+    """Load ``state``, in the model's own names, into a model; ``slots`` are its tensors on the meta device."""
+
+    target: ModelTarget
+    state: Any
+    fit: Fit
+    slots: dict[str, Slot]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    """Call ``thing.load_state_dict(state)``."""
+
+    thing: Any
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetSampler:
+    """Call ``dataloader.set_sampler(sampler)``."""
+
+    dataloader: Any
+    sampler: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetRandom:
+    """Set the random number generators from what ``save_state`` wrote for this rank."""
+
+    states: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetStep:
+    """Set ``accelerator.step``."""
+
+    step: int
+
+
+Action = LoadModel | LoadState | SetSampler | SetRandom | SetStep
+
+
+@dataclass(slots=True)
+class Draft:
+    """The actions in their order with their reports, and why they may not be done.
+
+    ``advice``: what to do where entries cannot be told apart, when that is not ``ckptfix check``.
+    """
+
+    path: Path
+    policy: LoadPolicy
+    advice: str = ""
+    planned: list[tuple[ComponentReport, Action]] = field(default_factory=list)
+    others: list[ComponentReport] = field(default_factory=list)
+    failures: dict[str, list[str]] = field(default_factory=dict)
+    used: list[Entry] = field(default_factory=list)
+
+    def do(self, report: ComponentReport, action: Action, *entries: Entry) -> None:
+        """Add what will be done, from which files."""
+        self.planned.append((report, action))
+        self.used += entries
+
+    def cannot(
+        self, part: Part, reason: str, *, target: Target | None = None, files: tuple[str, ...] = (),
+        what: str = "", missing: bool = False,
+    ) -> None:  # fmt: skip
+        """Record that an object gets nothing: SKIPPED where nothing is there for it, FAILED where that is wrong.
+
+        A required part then fails the whole load.
+        """
+        required = self.policy.need(part) is Need.REQUIRE
+        report = ComponentReport(
+            part=part,
+            status=Status.SKIPPED if missing and not required else Status.FAILED,
+            index=target.index if target else None,
+            what=target.what if target else what,
+            files=files,
+            reason=reason,
+        )
+        self.others.append(report)
+        if required:
+            self.failures.setdefault(reason, []).append(report.name)
+
+    def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
+        """Record that the policy ignores an object."""
+        self.others.append(
+            ComponentReport(
+                part=part,
+                status=Status.SKIPPED,
+                index=target.index if target else None,
+                what=target.what if target else what,
+                reason="the policy says ignore",
+            )
+        )
+
+    def leave(self, part: Part, files: tuple[str, ...], reason: str) -> None:
+        """Record files that no object gets."""
+        self.others.append(ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason))
+
+    def to_warn_of(self) -> tuple[ComponentReport, ...]:
+        """Return the objects that were left as they were although the policy did not say ignore."""
+        return tuple(
+            report
+            for report in self.others
+            if self.policy.need(report.part) is Need.WARN and not (report.index is None and not report.what)
+        )
+
+    def report(self) -> LoadReport:
+        """Return the report, ordered by part."""
+        order = list(Part)
+        components = [report for report, _ in self.planned] + self.others
+        components.sort(key=lambda component: order.index(component.part))
+        return LoadReport(path=self.path, components=tuple(components))

@@ -1,0 +1,257 @@
+"""What a folder offers: the entries of every role in order, and which of them are one thing saved again."""
+
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.groups import ModelFiles, group_files
+from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.pairing import first_unequal, pair_up, signature
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_file import TorchFile
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Name -> shape; None for a value that is no tensor, or none that can be read without executing."""
+
+_STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
+"""Where ``load_state`` looks for the weights of a model, and the fallback that a full FSDP save leaves, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """One saved object: its files, its position among its kind, and what the manifest says of it.
+
+    ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the state dict in a
+    pickle. ``shapes``: of a state dict's names, empty for other states. ``aliases``: names that the file lacks -> the
+    name that it shared a storage with, as the manifest says.
+    """
+
+    index: int
+    members: tuple[Component, ...]
+    label: str
+    problem: str = ""
+    path: tuple[str, ...] = ()
+    shapes: Shapes = field(default_factory=dict, repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
+    recorded: ManifestEntry | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files, relative to the folder."""
+        return tuple(str(member.path) for member in self.members)
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The wrapper chain that all names carry."""
+        return common_wrappers(self.shapes)
+
+
+def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[Entry, ...]:
+    """Return the models that ``load_state`` would look for, one a position; safetensors before ``.bin``, as it does."""
+    found: dict[int, tuple[int, Entry]] = {}
+    recorded = {entry.index: entry for entry in manifest.models} if manifest else {}
+    for group in group_files(folder):
+        place = _position(group)
+        if place is None or group.stale_of is not None:
+            continue
+        index, rank = place
+        if index not in found or rank < found[index][0]:
+            found[index] = rank, _entry(group, index, recorded.get(index))
+    return tuple(entry for _, (_, entry) in sorted(found.items()))
+
+
+def all_state_dicts(folder: CheckpointFolder) -> tuple[Entry, ...]:
+    """Return every state dict of a module in a folder or file, those inside training dicts too."""
+    found: list[Entry] = []
+    for group in group_files(folder):
+        if group.stale_of is not None or not (group.members or group.missing):
+            continue
+        if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
+            continue
+        alone = group.members[0] if len(group.members) == 1 else None
+        if alone is None or alone.problem is not None or alone.whole is not None:
+            found.append(_entry(group, len(found), None))
+            continue
+        for scope in alone.scopes:
+            if scope.kind == "state dict" and scope.is_model:
+                found.append(_inside(alone, scope.path, len(found)))
+    return tuple(found)
+
+
+def state_entries(
+    folder: CheckpointFolder, role: Role, recorded: Sequence[ManifestEntry]
+) -> tuple[Entry, ...]:
+    """Return the entries of a role that Accelerate numbers (optimizers, schedulers, custom, ...), in order."""
+    known = {entry.file: entry for entry in recorded}
+    return tuple(
+        single_entry(component, known.get(str(component.path)))
+        for family in folder.entries(role)
+        for component in family
+    )
+
+
+def single_entry(component: Component, recorded: ManifestEntry | None = None) -> Entry:
+    """Return the entry that one file is."""
+    return Entry(
+        index=component.name.index,
+        members=(component,),
+        label=str(component.path),
+        problem=_problem(component),
+        recorded=recorded,
+    )
+
+
+def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int, int]:
+    """Return (position of a double -> position of what it doubles), proven by reading every byte of both.
+
+    ``wrapped``: the double's names must carry more of the wrappers that ``prepare`` puts around a model; otherwise
+    equal entries are doubles whatever their names. Raises OSError when a file cannot be read.
+    """
+    found: dict[int, int] = {}
+    alike: dict[Hashable, list[int]] = {}
+    order = sorted(range(len(entries)), key=lambda number: (_depth(entries[number]), number))
+    for number in order:
+        entry = entries[number]
+        if len(entry.members) != 1 or entry.problem or entry.path:
+            continue
+        component = entry.members[0]
+        originals = alike.setdefault((component.role, signature(component)), [])
+        for original in originals:
+            if wrapped and _depth(entry) <= _depth(entries[original]):
+                continue
+            pairing = pair_up(entries[original].members[0], component)
+            if pairing is not None and first_unequal(root, pairing, full=True) is None:
+                found[number] = original
+                break
+        else:
+            originals.append(number)
+    return found
+
+
+def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
+    """Return the files that are no longer what was scanned."""
+    known = {member.path: member.fingerprint for entry in entries for member in entry.members}
+    changed = []
+    for path, before in known.items():
+        status = os.stat(root / path)
+        if (status.st_size, status.st_mtime_ns, status.st_ino) != tuple(before):
+            changed.append(str(path))
+    return changed
+
+
+def _position(group: ModelFiles) -> tuple[int, int] | None:
+    """Return position and rank of preference of a model's files, None for files that ``load_state`` never reads."""
+    name = group.members[0].name if group.members else None
+    if name is not None and group.index_path is None:
+        if name.role is not Role.MODEL or name.shard is not None:
+            return None
+        return name.index, 2 * _STEMS.index((name.stem, name.suffix))
+    path = group.index_path
+    for rank, (stem, suffix) in enumerate(_STEMS):
+        ending = f"{suffix}.index.json"
+        if path is not None and path.name.startswith(stem) and path.name.endswith(ending):
+            number = path.name[len(stem) : -len(ending)]
+            if number == "":
+                return 0, 2 * rank + 1
+            if number[0] == "_" and number[1:].isdigit():
+                return int(number[1:]), 2 * rank + 1
+    return None
+
+
+def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Entry:
+    several = len(group.members) > 1
+    problems = [
+        f"{member.path}: {text}" if several else text
+        for member in group.members
+        if (text := _problem(member))
+    ]
+    if group.missing:
+        problems.append(f"{', '.join(group.missing[:3])} is missing")
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for member in group.members:
+        whole = member.whole
+        if whole is None and member.problem is None:
+            problems.append(f"{member.path} is no state dict")
+        shapes.update(_shapes(member, ()))
+    absent = [name for name in group.listed if name not in shapes]
+    if absent and not problems:
+        problems.append(f"{group.index_path} promises {absent[0]!r}, which no shard holds")
+    label = str(group.members[0].path) if len(group.members) == 1 else str(group.index_path)
+    tensors = [tensor for member in group.members for tensor in member.tensors]
+    if recorded is not None and not _speaks_of(recorded, label, tensors):
+        recorded = None
+    aliases = {
+        name: source
+        for name, source in (recorded.aliases if recorded else {}).items()
+        if name not in shapes and source in shapes
+    }
+    shapes.update({name: shapes[source] for name, source in aliases.items()})
+    return Entry(
+        index=index,
+        members=group.members,
+        label=label,
+        problem="; ".join(problems),
+        shapes=shapes,
+        aliases=aliases,
+        recorded=recorded,
+    )
+
+
+def _speaks_of(recorded: ManifestEntry, label: str, tensors: Sequence[TensorInfo]) -> bool:
+    """Whether the manifest means this file as it is: a repair may have moved or renamed what was saved."""
+    if recorded.file != label:
+        return False
+    return not recorded.keys or recorded.keys == key_fingerprint(
+        (tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors
+    )
+
+
+def _inside(component: Component, path: tuple[str, ...], index: int) -> Entry:
+    where = "".join(f"[{step!r}]" for step in path)
+    return Entry(
+        index=index,
+        members=(component,),
+        label=f"{component.path}{where}",
+        path=path,
+        shapes=_shapes(component, path),
+    )
+
+
+def _shapes(component: Component, path: tuple[str, ...]) -> dict[str, tuple[int, ...] | None]:
+    names: dict[str, tuple[int, ...] | None] = {}
+    for scope in component.scopes:
+        if scope.path == path and scope.kind == "state dict":
+            names = dict.fromkeys(scope.names)
+    if isinstance(component.content, TorchFile):
+        for state_dict in component.content.state_dicts:
+            if state_dict.path == path:
+                names.update({tensor.fqn: tensor.shape for tensor in state_dict.tensors})
+    else:
+        names.update({tensor.fqn: tensor.shape for tensor in component.tensors})
+    return names
+
+
+def _problem(component: Component) -> str:
+    problem = component.problem
+    if problem is None:
+        return ""
+    sizes = ""
+    if problem.need is not None and str(problem.need) not in problem.message:
+        sizes = f" ({problem.have} bytes are there, {problem.need} are needed)"
+    return f"{problem.kind.value}: {problem.message}{sizes}"
+
+
+def _depth(entry: Entry) -> tuple[int, int]:
+    """How often an entry was prepared; ``torch.compile`` does not count, as a script may compile one of two models."""
+    chain = [segment for segment in entry.chain if segment in PREPARE_WRAPPERS]
+    return len(set(chain)), len(chain)
+
+
+def component_at(folder: CheckpointFolder, name: str) -> Component | None:
+    """Return the component of this file name, None when there is none."""
+    wanted = PurePosixPath(name)
+    return next((component for component in folder.components if component.path == wanted), None)

@@ -1,0 +1,122 @@
+"""What a tolerant load did: one value for each object of the run and for each file that was left aside."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ckptfix.errors import OperationError
+from ckptfix.runtime.loading.policy import Part
+
+
+class Status(Enum):
+    """How a component ended.
+
+    RESTORED: exactly as ``Accelerator.load_state`` would. ADAPTED: restored, but names, positions or dtypes were
+    mapped; the reason says which. SKIPPED: left as it was, because there is nothing for it or the policy says so.
+    FAILED: left as it was, because what is there is wrong.
+    """
+
+    RESTORED = "restored"
+    ADAPTED = "adapted"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentReport:
+    """One object of the run, or one file of the checkpoint that no object got.
+
+    ``index``: position of the object in its registry; None for a file left aside, and for parts of which there is one.
+    ``what``: the class of the object, "" where there is none. ``files``: what was read for it, relative to the folder.
+    ``by_position``: several objects fitted equally, so the order alone decided.
+    """
+
+    part: Part
+    status: Status
+    index: int | None = None
+    what: str = ""
+    files: tuple[str, ...] = ()
+    reason: str = ""
+    by_position: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the component is called in messages: ``models 0 (Net)``, ``rng``, or a file's name."""
+        if self.index is None:
+            return self.part.value if self.what or not self.files else ", ".join(self.files)
+        return f"{self.part.value} {self.index}" + (f" ({self.what})" if self.what else "")
+
+    def __str__(self) -> str:
+        source = f" from {', '.join(self.files)}" if self.files and self.name != ", ".join(self.files) else ""
+        position = " by position" if self.by_position else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.name} {self.status.value}{source}{position}{reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the component as plain values for JSON."""
+        return {
+            "part": self.part.value,
+            "index": self.index,
+            "what": self.what,
+            "status": self.status.value,
+            "files": list(self.files),
+            "by_position": self.by_position,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one process loaded. ``str()`` is one line for each component."""
+
+    path: Path
+    components: tuple[ComponentReport, ...]
+
+    def of(self, part: Part | str) -> tuple[ComponentReport, ...]:
+        """Return the components of one part, for instance ``report.of("models")``."""
+        wanted = Part(part)
+        return tuple(component for component in self.components if component.part is wanted)
+
+    def with_status(self, status: Status | str) -> tuple[ComponentReport, ...]:
+        """Return the components that ended so, for instance ``report.with_status("skipped")``."""
+        wanted = Status(status)
+        return tuple(component for component in self.components if component.status is wanted)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every object of the run was restored or adapted; files left aside do not count."""
+        done = (Status.RESTORED, Status.ADAPTED)
+        return all(component.status in done for component in self.components if not _is_file(component))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON."""
+        return {
+            "path": str(self.path),
+            "complete": self.is_complete,
+            "components": [component.to_dict() for component in self.components],
+        }
+
+    def __iter__(self) -> Iterator[ComponentReport]:
+        return iter(self.components)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.path}:", *(f"  {component}" for component in self.components)])
+
+
+class LoadError(OperationError):
+    """A checkpoint could not be loaded as the policy requires.
+
+    ``modified``: whether anything in memory was changed; False unless an object itself refused its state during the
+    commit. ``report``: what was found until then, None when the folder could not be looked at.
+    """
+
+    def __init__(self, message: str, *, report: LoadReport | None = None, modified: bool = False) -> None:
+        super().__init__(message)
+        self.report = report
+        self.modified = modified
+
+
+def _is_file(component: ComponentReport) -> bool:
+    return component.index is None and not component.what and bool(component.files)

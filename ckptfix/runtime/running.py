@@ -1,0 +1,105 @@
+"""Runs a script as ``python SCRIPT`` does, with every Accelerator of it guarded.
+
+Nothing heavy is imported here: the guard comes on when the script itself imports accelerate, so that what the script
+sets before (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without ``ckptfix run``.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_replaced: list[ModuleType] = []  # the __main__ of before: its functions are still running
+
+
+def run_script(script: str, arguments: Sequence[str], *, on_reprepare: str, check_backward: bool) -> None:
+    """Run a script as ``__main__``. What it raises, and the status it exits with, go through untouched."""
+
+    def patch() -> None:
+        from ckptfix.runtime.accelerator import patch_accelerate
+
+        patch_accelerate(on_reprepare=on_reprepare, check_backward=check_backward)
+
+    when_imported("accelerate", patch)
+    sys.argv[:] = [script, *arguments]
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path[0] = str(Path(script).resolve().parent)
+    loader = _ScriptLoader("__main__", os.path.abspath(script))
+    spec = importlib.util.spec_from_file_location("__main__", loader.path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # As for a script: processes that multiprocessing spawns look for the file when there is no __spec__.
+    vars(module).update(__spec__=None, __cached__=None, __package__=None)
+    _replaced.append(sys.modules["__main__"])
+    sys.modules["__main__"] = module
+    loader.exec_module(module)
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Do something as soon as a module has been imported; at once when it is there already."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watcher(name, action))
+
+
+class _ScriptLoader(SourceFileLoader):
+    """Leaves no compiled copy beside the script, and uses none: neither does python."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError
+
+
+class _Watcher(MetaPathFinder):
+    """Finds one module as the others find it, and has an action follow its import.
+
+    It stays until the import is done: transformers looks for accelerate long before it imports it.
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+        self._asking = False
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != self._name or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Follower(spec.loader, self._imported)
+        return spec
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
+
+
+class _Follower(Loader):
+    """Loads a module with its own loader, and then does something."""
+
+    def __init__(self, loader: Loader, action: Callable[[], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._action()

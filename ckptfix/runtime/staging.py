@@ -1,0 +1,219 @@
+"""Where a save is written before it is whole, and how it becomes the checkpoint in one step.
+
+A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never lies there.
+"""
+
+import os
+import re
+import shutil
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role, describe_folder_name, parse_file_name
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+from ckptfix.checkpoint.latest import SAVING, candidates
+from ckptfix.checkpoint.manifest import MANIFEST
+from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.renaming import exchange
+
+_PREFIX = ".ckptfix-saving"
+_NAME = re.compile(rf"{re.escape(_PREFIX)}\+(.*)\+([0-9]+)\+.*", re.DOTALL)
+
+
+class How(Enum):
+    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last."""
+
+    NEW = "new"
+    SWAP = "swap"
+    INSIDE = "inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A save on its way: ``folder`` is written, ``target`` is what it becomes."""
+
+    target: Path
+    folder: Path
+    how: How
+
+
+def plan_staging(target: Path) -> Staging:
+    """Return where a save of ``target`` is staged. Looks only."""
+    target = Path(os.path.realpath(target))
+    beside = _own_name(target)
+    inside = target / JOURNAL_FOLDER / SAVING
+    if not target.is_dir() or not os.listdir(target):
+        return Staging(target, beside, How.NEW)
+    names = os.listdir(target)
+    is_ours = all(_is_ours(target, name) for name in names)
+    same_disk = os.stat(target).st_dev == os.stat(beside.parent).st_dev and not os.path.ismount(target)
+    is_in_use = Path(os.getcwd()).is_relative_to(target)
+    if is_ours and same_disk and not is_in_use:
+        return Staging(target, beside, How.SWAP)
+    return Staging(target, inside, How.INSIDE)
+
+
+def staging_parent(target: Path) -> Path:
+    """Return the nearest folder above ``target`` in which Accelerate takes no name for a checkpoint."""
+    parent = target.parent
+    while parent.name == "checkpoints":
+        parent = parent.parent
+    return parent
+
+
+def begin(staging: Staging) -> None:
+    """Make an empty staging folder; what interrupted saves left there, or beside it, goes."""
+    sweep(staging.folder.parent)
+    if os.path.lexists(staging.folder):
+        shutil.rmtree(staging.folder)
+    staging.folder.mkdir(parents=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what processes of this machine that are no more left in a folder."""
+    for name in os.listdir(parent) if parent.is_dir() else ():
+        match = _NAME.fullmatch(name)
+        if match and match[1] == socket.gethostname() and not _is_alive(int(match[2])):
+            shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def abandon(staging: Staging) -> None:
+    """Remove what was staged."""
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    if staging.how is How.INSIDE:
+        _remove_if_empty(staging.target / JOURNAL_FOLDER)
+
+
+def commit(staging: Staging, manifest: bytes) -> None:
+    """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new one is there.
+
+    INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
+    """
+    _widen_modes(staging.folder)
+    folder, target = staging.folder, staging.target
+    if staging.how is How.INSIDE:
+        _sync_tree(folder)
+        _move_in(staging, manifest)
+        return
+    (folder / JOURNAL_FOLDER).mkdir()
+    create_file(folder / MANIFEST, manifest)
+    _sync_tree(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if staging.how is How.NEW:
+        os.rename(folder, target)
+    elif not exchange(folder, target):
+        old = folder.with_name(f"{folder.name}-old")
+        os.rename(target, old)
+        os.rename(folder, target)
+        os.rename(old, folder)
+    sync_folder(target.parent)
+    if folder.parent != target.parent:
+        sync_folder(folder.parent)
+    shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
+
+
+def rotate(checkpoints: Path, limit: int) -> list[Path]:
+    """Remove the oldest whole checkpoints beyond ``limit``, and broken ones older than those that stay.
+
+    Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
+    """
+    sweep(staging_parent(checkpoints / "any"))
+    found = candidates(checkpoints)
+    whole = [candidate for candidate in found if candidate.problem is None]
+    if len(whole) <= max(1, limit):
+        return []
+    oldest_kept = whole[max(1, limit) - 1].number
+    removed = []
+    for candidate in found:
+        if candidate.number < oldest_kept:
+            trash = _own_name(candidate.path)
+            os.rename(candidate.path, trash)
+            shutil.rmtree(trash)
+            removed.append(candidate.path)
+    return removed
+
+
+def _own_name(target: Path) -> Path:
+    """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
+    return staging_parent(target) / f"{_PREFIX}+{socket.gethostname()}+{os.getpid()}+{target.name}"
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # left by an earlier process of this number
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _is_ours(target: Path, name: str) -> bool:
+    """Whether ``save_state`` wrote it, so that a new save replaces it; all else is the user's and stays."""
+    if name == JOURNAL_FOLDER:
+        return True
+    if (target / name).is_dir():
+        return describe_folder_name(name) is not None
+    parsed = parse_file_name(name)
+    return (
+        parsed is not None and parsed.role not in (Role.UNKNOWN, Role.WEIGHTS_INDEX) and parsed.shard is None
+    )
+
+
+def _move_in(staging: Staging, manifest: bytes) -> None:
+    folder, target = staging.folder, staging.target
+    (target / MANIFEST).unlink(missing_ok=True)
+    sync_folder(target / JOURNAL_FOLDER)
+    new = os.listdir(folder)
+    for name in os.listdir(target):
+        if name != JOURNAL_FOLDER and name not in new and _is_ours(target, name):
+            _remove(target / name)
+    for name in new:
+        if (folder / name).is_dir() and (target / name).exists():
+            _remove(target / name)
+        os.replace(folder / name, target / name)
+    sync_folder(target)
+    for name in os.listdir(target / JOURNAL_FOLDER):
+        _remove(target / JOURNAL_FOLDER / name)  # repairs of the files that are gone
+    create_file(target / MANIFEST, manifest)
+    sync_folder(target / JOURNAL_FOLDER)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not os.listdir(folder):
+        folder.rmdir()
+
+
+def _widen_modes(folder: Path) -> None:
+    """Give files the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
+    probe = folder / ".mode"
+    create_file(probe, b"")
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root) / name
+            if path.stat().st_mode & 0o777 == 0o600 != mode:
+                path.chmod(mode)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(Path(root) / name, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_folder(Path(root))

@@ -1,0 +1,131 @@
+"""The manifest: written and read back, refused when it is odd, and in nobody's way."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix import check, repair, undo
+from ckptfix.checkpoint.latest import SAVING, candidates, checkpoints_folder, incomplete, newest_whole
+from ckptfix.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestEntry,
+    key_fingerprint,
+    missing_files,
+    read_manifest,
+)
+from ckptfix.errors import FormatError
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+ENTRY = ManifestEntry(
+    index=0, file="model.safetensors", type="torch.nn.Linear", keys="ab", aliases={"b": "a"}
+)
+
+
+def make(**changes: Any) -> Manifest:
+    files = {"model.safetensors": 4, "sub/part.bin": 2}
+    return Manifest(
+        **{
+            "versions": {"torch": "2"},
+            "world_size": 2,
+            "step": 7,
+            "models": (ENTRY,),
+            "files": files,
+            **changes,
+        }
+    )
+
+
+def write(folder: Path, data: bytes) -> None:
+    (folder / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).write_bytes(data)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    write(tmp_path, make().to_bytes())
+    assert read_manifest(tmp_path) == make()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda document: None,
+        lambda document: [],
+        lambda document: {**document, "version": 2},
+        lambda document: {key: value for key, value in document.items() if key != "files"} | {"files": []},
+        lambda document: {**document, "unknown": 1},
+        lambda document: {**document, "world_size": "2"},
+        lambda document: {**document, "models": [{"index": 0}]},
+        lambda document: {**document, "models": [{**document["models"][0], "aliases": {"b": 1}}]},
+        lambda document: {**document, "files": {"../../etc/passwd": 1}},
+        lambda document: {**document, "files": {"/etc/passwd": 1}},
+        lambda document: {**document, "files": {"a": "1"}},
+    ],
+)
+def test_an_odd_manifest_is_refused(tmp_path: Path, damage: Any) -> None:
+    document = damage(json.loads(make().to_bytes()))
+    write(tmp_path, b"{" if document is None else json.dumps(document).encode())
+    with pytest.raises(FormatError, match="manifest"):
+        read_manifest(tmp_path)
+    assert incomplete(tmp_path) is not None
+
+
+def test_missing_files_are_named_with_both_sizes(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    assert missing_files(tmp_path, make()) == [
+        "model.safetensors has 3 bytes, 4 were saved",
+        "sub/part.bin is missing",
+    ]
+
+
+def test_a_key_fingerprint_ignores_the_order_alone() -> None:
+    one, other = ("a", "F32", (2, 3)), ("b", "F32", (3,))
+    assert key_fingerprint([one, other]) == key_fingerprint([other, one])
+    different = [("a", "F32", (3, 2)), ("a", "F16", (2, 3)), ("c", "F32", (2, 3))]
+    assert len({key_fingerprint([tensor, other]) for tensor in [one, *different]}) == 4
+
+
+def test_a_repair_and_its_undo_leave_the_manifest_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(FIXTURE, folder)
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    data = make(files=files).to_bytes()
+    write(folder, data)
+    assert incomplete(folder) is None
+    assert repair(folder).status == 0
+    assert incomplete(folder) is None, "a repaired folder is believed"
+    assert (folder / MANIFEST).read_bytes() == data
+    undo(folder)
+    assert (folder / MANIFEST).read_bytes() == data
+    assert [path.name for path in (folder / MANIFEST).parent.iterdir()] == ["manifest.json"]
+    assert [finding.code for finding in check(folder).findings] == ["doubled-model"]
+
+
+def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: Path) -> None:
+    for name in ("checkpoint_9", "checkpoint_10", "checkpoint_x", "notes", "checkpoint_010"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
+    (tmp_path / "checkpoint_11").write_text("a file")
+    assert [candidate.number for candidate in candidates(tmp_path)] == [10, 9]
+    best = newest_whole(candidates(tmp_path))
+    assert best is not None
+    assert best.path.name == "checkpoint_10"
+    assert newest_whole(()) is None
+
+
+def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "random_states_0.pkl").write_bytes(b"x")
+    assert incomplete(tmp_path) is None
+    (tmp_path / ".ckptfix" / SAVING).mkdir(parents=True)
+    assert "interrupted" in str(incomplete(tmp_path))
+
+
+def test_the_folder_of_checkpoints_is_found_from_the_project(tmp_path: Path) -> None:
+    assert checkpoints_folder(tmp_path) == tmp_path
+    (tmp_path / "checkpoints").mkdir()
+    assert checkpoints_folder(tmp_path) == tmp_path / "checkpoints"
+    assert checkpoints_folder(tmp_path / "checkpoints") == tmp_path / "checkpoints"

@@ -1,0 +1,70 @@
+"""Kill a child process at its n-th step on the file system, seen through audit events and named functions."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_EVENTS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.truncate",
+    "os.chmod",
+    "os.listdir",
+}
+
+
+class Steps:
+    """Counts steps below ``root`` and kills the process at one of them. Steps before ``armed`` do not count."""
+
+    def __init__(self, root: str, kill_at: int | None) -> None:
+        self.root = root
+        self.kill_at = kill_at
+        self.count = 0
+        self.armed = False
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.armed and event in _EVENTS and str(arguments[0]).startswith(self.root):
+            self.step()
+
+    def step(self) -> None:
+        """One step: the process ends here when it is the one."""
+        if not self.armed:
+            return
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is a step before and after what it does: for writers that raise no event."""
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            self.step()
+            result = function(*args, **kwargs)
+            self.step()
+            return result
+
+        return stepping
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked process and return its wait status: 0 when it ended well."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]

@@ -1,0 +1,95 @@
+"""accelerate #3967 as reported: with the guard its output is that of the run that prepares once.
+
+On the accelerate of this environment and on two older ones, which are kept in pytest's cache.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("installed", "1.12.0", "1.6.0")
+GUARDED = ("--module", "ckptfix", "run")
+
+pytestmark = pytest.mark.slow
+
+
+def older_accelerate(version: str, cache: pytest.Cache) -> Path:
+    """Return a folder with this accelerate alone; all else comes from the environment of the tests."""
+    folder = Path(cache.mkdir(f"accelerate-{version}"))
+    if not (folder / "ready").exists():
+        shutil.rmtree(folder)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        done = subprocess.run([*command, f"accelerate=={version}"], capture_output=True, text=True)
+        if done.returncode:
+            unreachable = (
+                "ConnectionError",
+                "NewConnectionError",
+                "Temporary failure",
+                "from versions: none",
+            )
+            assert any(sign in done.stderr for sign in unreachable), done.stderr
+            pytest.skip(f"no package registry, so no accelerate {version}: {done.stderr.strip()[-200:]}")
+        (folder / "ready").touch()
+    return folder
+
+
+@pytest.fixture(params=VERSIONS)
+def variables(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Environment variables with which `import accelerate` gives one version."""
+    made = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    assert request.config.cache is not None
+    if request.param != "installed":
+        made["PYTHONPATH"] = str(older_accelerate(request.param, request.config.cache))
+    imported = subprocess.run(
+        [sys.executable, "-c", "import accelerate; print(accelerate.__version__)"],
+        env=made, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert request.param in ("installed", imported.stdout.strip())
+    return made
+
+
+def reported(
+    folder: Path, variables: dict[str, str], prepares: int, *guard: str
+) -> tuple[list[list[str]], str]:
+    """Run the script in two processes; return the lines of each rank, and stderr."""
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [str(ROOT / "tests/runtime/reported.py"), str(folder), str(prepares)]
+    done = subprocess.run(
+        [*launcher, *guard, *script], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)], done.stderr
+
+
+def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_path: Path) -> None:
+    correct, _ = reported(tmp_path / "correct", variables, 1)
+    doubled, silence = reported(tmp_path / "doubled", variables, 2)
+    guarded, warning = reported(tmp_path / "guarded", variables, 2, *GUARDED)
+    for rank in range(2):
+        assert guarded[rank] == correct[rank]
+        assert "TOTAL MODELS 2" in doubled[rank]
+        assert any("model_1.safetensors" in line for line in doubled[rank])
+        lines = guarded[rank]
+        assert lines[:4] == [
+            "TOTAL MODELS 1",
+            "DistributedDataParallel -> Linear(in_features=10, out_features=2, bias=True)",
+            "unwrapped: True, at depth 1",
+            "keys ['module.weight', 'module.bias']",
+        ]
+        assert "state_dict on save x1" in lines
+        assert "state_dict on load x1" in lines
+        assert "gradient hooks x6" in lines
+        losses = [line for line in lines if line.startswith("step ")]
+        assert losses[3:5] == losses[5:7], "after load_state the same steps give the same losses"
+        assert (
+            "files ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', 'random_states_1.pkl']"
+            in lines
+        )
+    assert "prepare()" not in silence
+    assert warning.count("UserWarning: prepare() at") == 2, "one for each process"

@@ -1,0 +1,305 @@
+"""Saves that are whole or absent, and the newest whole one is what is loaded."""
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
+
+from ckptfix import check
+from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
+from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.runtime.accelerator import Accelerator
+from ckptfix.runtime.saving import latest_checkpoint
+from tests.runtime.killing import Steps
+from tests.runtime.ranks import run_ranks
+
+FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+class Views(torch.nn.Module):  # type: ignore[misc]
+    """Two halves of one buffer, and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(8.0)
+        self.register_buffer("low", both[:4])
+        self.register_buffer("high", both[4:])
+        self.one, self.other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+
+
+def run(project: Path, **options: Any) -> tuple[Accelerator, torch.nn.Module]:
+    """A run with automatic names, one model, one optimizer."""
+    torch.manual_seed(0)
+    config = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    return accelerator, model
+
+
+def set_weight(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def weight_of(model: torch.nn.Module) -> float:
+    return float(next(model.parameters()).flatten()[0].item())
+
+
+def weight_in(checkpoint: Path) -> float:
+    return float(next(iter(load_file(checkpoint / "model.safetensors").values())).flatten()[0])
+
+
+def test_a_save_has_a_manifest_and_stock_accelerate_loads_it(tmp_path: Path) -> None:
+    accelerator, model = run(tmp_path)
+    set_weight(model, 3.0)
+    saved = accelerator.save_state()
+    assert saved == tmp_path / "checkpoints" / "checkpoint_0"
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    assert [entry.type for entry in manifest.models] == ["torch.nn.modules.linear.Linear"]
+    assert [entry.type for entry in manifest.optimizers] == ["torch.optim.adamw.AdamW"]
+    assert set(manifest.files) == {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+    assert incomplete(saved) is None
+    assert check(saved).findings == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    set_weight(model, 0.0)
+    accelerate.Accelerator.load_state(accelerator, str(saved))
+    assert weight_of(model) == 3.0
+
+
+def test_digests_are_recorded_when_asked_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, tensor_digests=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.save_state(tmp_path / "c")
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest is not None
+    digests = manifest.models[0].digests
+    assert set(digests) == {"weight", "bias"}
+    expected = hashlib.sha256(b'["F32", [2, 2]]\n' + bytes(16)).hexdigest()
+    assert digests["weight"] == expected
+
+
+def test_numbers_go_on_after_a_resume(tmp_path: Path) -> None:
+    """Stock accelerate starts at 0 again, and a later load_state() takes an older one for the newest."""
+    accelerator, model = run(tmp_path)
+    for value in (1.0, 2.0):
+        set_weight(model, value)
+        accelerator.save_state()
+    again, model = run(tmp_path)
+    again.load_state()
+    assert weight_of(model) == 2.0
+    set_weight(model, 3.0)
+    assert again.save_state().name == "checkpoint_2"
+    third, _ = run(tmp_path)  # without a load
+    assert third.save_state().name == "checkpoint_3"
+
+
+def test_total_limit_counts_whole_ones(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path, total_limit=2)
+    for _ in range(4):
+        accelerator.save_state()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_a_failed_save_leaves_nothing_and_rotates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _ = run(tmp_path, total_limit=1)
+    accelerator.save_state()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.checkpointing.torch.save", full)
+        with pytest.raises(OSError, match="No space left"):
+            accelerator.save_state()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    assert accelerator.project_configuration.automatic_checkpoint_naming
+    assert accelerator.save_state().name == "checkpoint_1"
+
+
+def test_a_folder_that_is_saved_again_keeps_what_is_not_of_the_save(tmp_path: Path) -> None:
+    accelerator, model = run(tmp_path)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    for value in (1.0, 2.0, 3.0):
+        set_weight(model, value)
+        accelerator.save_state(tmp_path / "latest")
+        assert weight_in(tmp_path / "latest") == value
+        (tmp_path / "latest" / "notes.txt").write_text("mine")
+    assert (tmp_path / "latest" / "notes.txt").read_text() == "mine"
+    assert incomplete(tmp_path / "latest") is None
+
+
+def test_views_are_kept_and_ties_are_named(tmp_path: Path) -> None:
+    """Stock accelerate drops ``high``: it takes two halves of one buffer for duplicates."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Views())
+    accelerator.save_state(tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / "model.safetensors")
+    assert tensors["high"].tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert "other.weight" not in tensors
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest is not None
+    assert manifest.models[0].aliases == {"other.weight": "one.weight"}
+    model.high.fill_(0)
+    model.load_state_dict(
+        tensors, strict=False
+    )  # safetensors' load_model refuses such a model, whatever the file
+    assert model.high.tolist() == [4.0, 5.0, 6.0, 7.0]
+    accelerator.save_model(model, tmp_path / "m")
+    assert load_file(tmp_path / "m" / "model.safetensors")["high"].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_save_model_leaves_no_shards_of_an_earlier_save(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    accelerator.save_model(model, tmp_path, max_shard_size=80)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    (tmp_path / "config.json").write_text("{}")
+    accelerator.save_model(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    accelerator.save_model(model, tmp_path, max_shard_size=80)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert check(tmp_path).findings == ()
+
+
+def test_the_newest_whole_one_is_loaded_and_the_skipped_are_named(tmp_path: Path) -> None:
+    accelerator, model = run(tmp_path)
+    for value in (1.0, 2.0):
+        set_weight(model, value)
+        accelerator.save_state()
+    newest = tmp_path / "checkpoints" / "checkpoint_1"
+    (newest / "optimizer.bin").unlink()
+    with pytest.warns(UserWarning, match=r"passed over checkpoint_1: optimizer.bin is missing"):
+        assert latest_checkpoint(tmp_path).name == "checkpoint_0"
+    with pytest.warns(UserWarning, match="passed over checkpoint_1"):
+        accelerator.load_state()
+    assert weight_of(model) == 1.0
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        (checkpoint / "random_states_0.pkl").unlink()
+    with pytest.raises(UsageError, match="no whole checkpoint"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_stock_folder_is_judged_by_what_save_state_writes_last(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    accelerate.Accelerator.save_state(accelerator)
+    (tmp_path / "checkpoints" / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors").write_bytes(b"half")
+    with pytest.warns(UserWarning, match="no random_states"):
+        assert latest_checkpoint(tmp_path / "checkpoints").name == "checkpoint_0"
+
+
+def test_hooks_of_the_user_see_and_change_what_is_saved(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    seen = []
+
+    def hook(models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
+        seen.append(len(models))
+        Path(output_dir, "config.json").write_text("{}")
+
+    accelerator.register_save_state_pre_hook(hook)
+    saved = accelerator.save_state()
+    assert seen == [1]
+    assert (saved / "config.json").exists()
+    assert len(accelerator._save_model_state_pre_hook) == 1
+
+
+@FORKS
+def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        accelerator, _ = run(tmp_path)
+        accelerator.save_state()
+        if rank == 1:
+            torch.save = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        with pytest.raises((OSError, OperationError), match="No space left"):
+            accelerator.save_state()
+
+    assert run_ranks(2, work) == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+@FORKS
+def test_every_rank_may_load_at_once_what_was_saved(tmp_path: Path) -> None:
+    """Stock accelerate has no barrier after save_state: rank 1 fails every time."""
+
+    def work(rank: int) -> None:
+        accelerator, _ = run(tmp_path)
+        for _ in range(3):
+            accelerator.load_state(str(accelerator.save_state()))
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+@pytest.mark.slow
+@FORKS
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, victim: int) -> None:
+    for kill_at in range(1000):
+        project = tmp_path / str(kill_at)
+
+        def work(rank: int, project: Path = project, kill_at: int = kill_at) -> None:
+            accelerator, model = run(project, total_limit=1)
+            set_weight(model, 1.0)
+            accelerator.save_state()
+            set_weight(model, 2.0)
+            if rank == victim:
+                steps = Steps(str(project), kill_at)
+                for module, name in ((torch, "save"), (accelerate.utils.other, "safe_save_file")):
+                    setattr(module, name, steps.around(getattr(module, name)))
+                steps.armed = True
+            accelerator.save_state()
+
+        statuses = run_ranks(2, work)
+        folder = project / "checkpoints"
+        found = candidates(folder)
+        best = newest_whole(found)
+        assert best is not None
+        assert weight_in(best.path) == best.number + 1.0
+        assert all(candidate.problem is None for candidate in found), "half a checkpoint has a number"
+        assert {path.name for path in folder.iterdir()} <= {"checkpoint_0", "checkpoint_1"}
+        if statuses == [0, 0]:
+            assert kill_at > 2
+            return
+        assert os.WIFSIGNALED(statuses[victim])
+        assert os.WTERMSIG(statuses[victim]) == signal.SIGKILL
+
+        def resume(rank: int, project: Path = project, expected: float = best.number + 1.0) -> None:
+            accelerator, model = run(project, total_limit=1)
+            accelerator.load_state()
+            assert weight_of(model) == expected
+            accelerator.save_state()
+
+        if kill_at % 5 == 0:
+            assert run_ranks(2, resume) == [0, 0]
+            assert [path.name for path in project.iterdir()] == ["checkpoints"]
+            assert len(list(folder.iterdir())) == 1

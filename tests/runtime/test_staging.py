@@ -1,0 +1,171 @@
+"""From a staging folder to a checkpoint: killed at any step, the old one or the new one is there."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
+from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.runtime.staging import How, Staging, begin, commit, plan_staging, rotate
+from tests.runtime.killing import Steps, in_child
+
+OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
+NEW = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!", "random_states_1.pkl": b"new!"}
+
+
+def manifest(files: dict[str, bytes]) -> bytes:
+    sizes = {name: len(data) for name, data in files.items()}
+    return Manifest(versions={}, world_size=1, step=0, files=sizes).to_bytes()
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def save(target: Path, files: dict[str, bytes]) -> Staging:
+    staging = plan_staging(target)
+    begin(staging)
+    write(staging.folder, files)
+    commit(staging, manifest(files))
+    return staging
+
+
+def prepare(root: Path, how: How) -> Path:
+    target = root / "project" / "checkpoints" / "checkpoint_0"
+    if how is not How.NEW:
+        save(target, OLD)
+    if how is How.INSIDE:
+        (target / "notes.txt").write_text("mine")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+@pytest.mark.parametrize("how", How)
+def test_a_save_replaces_the_old_one_and_leaves_nothing_behind(tmp_path: Path, how: How) -> None:
+    target = prepare(tmp_path, how)
+    assert save(target, NEW).how is how
+    expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
+    assert contents(target) == expected
+    assert incomplete(target) is None
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["checkpoints"]
+    assert [path.name for path in target.parent.iterdir()] == ["checkpoint_0"]
+    assert [path.name for path in (target / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+def test_nothing_is_staged_where_accelerate_counts_names(tmp_path: Path) -> None:
+    target = tmp_path / "project" / "checkpoints" / "checkpoint_7"
+    assert plan_staging(target).folder.parent == tmp_path / "project"
+    assert plan_staging(tmp_path / "checkpoints" / "checkpoints" / "a").folder.parent == tmp_path
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
+    save(tmp_path / "real", OLD)
+    (tmp_path / "latest").symlink_to("real")
+    save(tmp_path / "latest", NEW)
+    assert (tmp_path / "latest").is_symlink()
+    assert contents(tmp_path / "real") == NEW
+
+
+def test_the_folder_of_the_process_is_not_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", OLD)
+    monkeypatch.chdir(tmp_path / "c")
+    assert save(Path("."), NEW).how is How.INSIDE
+    assert contents(Path()) == NEW
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """safetensors 0.8 makes files that only their owner can read."""
+    staging = plan_staging(tmp_path / "c")
+    begin(staging)
+    write(staging.folder, NEW)
+    (staging.folder / "model.safetensors").chmod(0o600)
+    old = os.umask(0o027)
+    try:
+        commit(staging, manifest(NEW))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "c" / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", How)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how: How) -> None:
+    for kill_at in range(1000):
+        root = tmp_path / str(kill_at)
+        target = prepare(root, how)
+        before = contents(target) if target.exists() else None
+
+        def work(root: Path = root, target: Path = target, kill_at: int = kill_at) -> None:
+            steps = Steps(str(root), kill_at)
+            steps.armed = True
+            save(target, NEW)
+
+        status = in_child(work)
+        assert status in (0, signal.SIGKILL)
+        found = newest_whole(candidates(target.parent))
+        now = contents(target) if target.exists() else None
+        expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
+        if found is None:
+            assert how is not How.SWAP or before is None
+            assert how is How.INSIDE or now is None
+        else:
+            assert now in (before, expected)
+        assert all(path.name == "checkpoint_0" for path in target.parent.iterdir()), (
+            "a name Accelerate trips over"
+        )
+        if how is How.INSIDE:
+            assert (target / "notes.txt").read_text() == "mine"
+        save(target, NEW)
+        assert contents(target) == expected
+        assert incomplete(target) is None
+        assert [path.name for path in (root / "project").iterdir()] == ["checkpoints"]
+        if status == 0:
+            assert kill_at > 10
+            return
+    pytest.fail("it never ended")
+
+
+def test_rotation_keeps_whole_ones_and_never_the_last_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for number in range(4):
+        save(folder / f"checkpoint_{number}", NEW)
+    (folder / "checkpoint_3" / "model.safetensors").unlink()  # broken: it does not count
+    (folder / "checkpoint_0" / "model.safetensors").unlink()
+    rotate(folder, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    rotate(folder, 0)
+    assert (folder / "checkpoint_2").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    for kill_at in range(1000):
+        folder = tmp_path / str(kill_at) / "checkpoints"
+        for number in range(3):
+            save(folder / f"checkpoint_{number}", NEW)
+
+        def work(folder: Path = folder, kill_at: int = kill_at) -> None:
+            steps = Steps(str(folder.parent), kill_at)
+            steps.armed = True
+            rotate(folder, 1)
+
+        status = in_child(work)
+        assert all(incomplete(path) is None for path in folder.iterdir())
+        assert (folder / "checkpoint_2").exists()
+        save(folder / "checkpoint_3", NEW)
+        rotate(folder, 1)
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoints"]
+        if status == 0:
+            assert kill_at > 5
+            return
