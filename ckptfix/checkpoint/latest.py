@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-from ckptfix.checkpoint.manifest import MANIFEST, missing_files, read_manifest
+from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.errors import FormatError
 
 _NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
@@ -61,13 +61,13 @@ def incomplete(checkpoint: Path) -> str | None:
         journal = os.listdir(checkpoint / JOURNAL_FOLDER) if JOURNAL_FOLDER in names else []
     except (FormatError, OSError) as error:
         return str(error)
+    if UNFINISHED in journal:
+        return "its save was interrupted while files were put in place"
     if manifest is not None:
         if any(name.endswith(".done") for name in journal):
             return None
         wrong = missing_files(checkpoint, manifest)
         return "; ".join(wrong[:3]) or None
-    if SAVING in journal:
-        return f"its save was interrupted: there is no {MANIFEST}"
     roles = {name: parsed.role for name in names if (parsed := parse_file_name(name)) is not None}
     if Role.RNG_STATE not in roles.values():
         return "no random_states_*.pkl, which save_state writes near its end"
@@ -75,5 +75,5 @@ def incomplete(checkpoint: Path) -> str | None:
     return f"{empty[0]} is empty" if empty else None
 
 
-SAVING = "saving"
-"""In ``.ckptfix`` of a folder into which a save is under way, or was when it was interrupted."""
+UNFINISHED = "unfinished"
+"""In ``.ckptfix`` of a folder while the files of a new save take the place of old ones one by one."""

@@ -26,6 +26,10 @@ _GUARDED: dict[str, Callable[..., Any]] = {
 }
 """Method of ``accelerate.Accelerator`` -> what stands in front of it."""
 
+_ON_EVERY_PROCESS = {"save_state", "load_state", "save_model"}
+"""Guarded in the subclass alone: there every process must call them. Scripts that were written for stock accelerate
+often save on the main process only, and would wait for ever."""
+
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
 """What the patch replaced, while it is on."""
 
@@ -108,7 +112,7 @@ def patch_accelerate(
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
     for name in _GUARDED:
-        if name not in _ORIGINALS:
+        if name not in _ORIGINALS and name not in _ON_EVERY_PROCESS:
             original = getattr(accelerate.Accelerator, name)
             _ORIGINALS[name] = original
             setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))

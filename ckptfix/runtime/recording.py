@@ -51,6 +51,8 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            if value.untyped_storage().data_ptr() == 0:
+                continue  # a tensor without storage shares none
             key = (value.device, value.untyped_storage().data_ptr(), _view(value))
             if first.setdefault(key, name) != name:
                 found[name] = first[key]

@@ -11,7 +11,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.latest import candidates, checkpoints_folder, newest_whole
+from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, newest_whole
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.errors import UsageError
 from ckptfix.runtime.guard import guard_of
@@ -95,10 +96,12 @@ def load_state(
             if accelerator.is_main_process:
                 try:
                     chosen = _latest(folder)
-                except (OSError, UsageError) as raised:
+                except Exception as raised:
                     error = raised
             agree(accelerator, error, "load_state")
             input_dir = from_main(accelerator, None if chosen is None else str(chosen))
+        elif is_outermost and input_dir is not None:
+            _check_finished(Path(os.path.expanduser(str(input_dir))))
         result = method(input_dir, *args, **kwargs)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             match = _NUMBER.fullmatch(Path(input_dir).name)
@@ -155,6 +158,13 @@ def _latest(folder: Path) -> Path:
     return best.path
 
 
+def _check_finished(folder: Path) -> None:
+    if (folder / JOURNAL_FOLDER / UNFINISHED).exists():
+        raise UsageError(
+            f"{folder} holds files of two saves: the last one was interrupted; load another checkpoint"
+        )
+
+
 def _plan(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Staging:
     """Return what the save becomes and where it is staged; the main process decides for all."""
     config = accelerator.project_configuration
@@ -162,7 +172,7 @@ def _plan(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -
     if accelerator.is_main_process:
         try:
             staging = plan_staging(_target(accelerator, output_dir))
-        except OSError as raised:
+        except Exception as raised:
             error = raised
     agree(accelerator, error, "save_state")
     decided: Staging = from_main(accelerator, staging)
@@ -177,7 +187,8 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
     if not config.automatic_checkpoint_naming:
         return Path(os.path.abspath(os.path.expanduser(str(output_dir))))
     folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
-    taken = [candidate.number + 1 for candidate in candidates(folder)] if folder.is_dir() else []
+    names = os.listdir(folder) if folder.is_dir() else []  # files and dangling links take a number, too
+    taken = [int(match[1]) + 1 for name in names if (match := _NUMBER.fullmatch(name))]
     return folder / f"checkpoint_{max([config.iteration, *taken])}"
 
 
@@ -185,13 +196,20 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
 def _on_all(accelerator: Accelerator, staging: Staging, what: str) -> Iterator[None]:
     """Run a part of the save on every process; when one fails, all raise, and nothing stays behind."""
     error: BaseException | None = None
+    config = accelerator.project_configuration
+    iteration = config.iteration
     try:
         yield
     except Exception as raised:
         error = raised
+    except BaseException:  # interrupted: the others may be gone as well, so nobody is waited for
+        if accelerator.is_local_main_process:
+            abandon(staging)
+        raise
     try:
         agree(accelerator, error, what)
     except BaseException:
+        config.iteration = iteration
         if accelerator.is_local_main_process:
             abandon(staging)
         raise

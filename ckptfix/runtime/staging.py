@@ -3,18 +3,21 @@
 A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never lies there.
 """
 
+import json
 import os
 import re
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, describe_folder_name, parse_file_name
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-from ckptfix.checkpoint.latest import SAVING, candidates
-from ckptfix.checkpoint.manifest import MANIFEST
+from ckptfix.checkpoint.latest import UNFINISHED, candidates
+from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
+from ckptfix.errors import FormatError
 from ckptfix.storage.atomic import create_file, sync_folder
 from ckptfix.storage.renaming import exchange
 
@@ -41,18 +44,16 @@ class Staging:
 
 def plan_staging(target: Path) -> Staging:
     """Return where a save of ``target`` is staged. Looks only."""
-    target = Path(os.path.realpath(target))
-    beside = _own_name(target)
-    inside = target / JOURNAL_FOLDER / SAVING
-    if not target.is_dir() or not os.listdir(target):
+    given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
+    beside = _own_name(given)
+    inside = Staging(target, target / JOURNAL_FOLDER / "saving", How.INSIDE)
+    if not _can_rename(beside.parent, target):
+        return inside
+    names = os.listdir(target) if target.is_dir() else []
+    if not names:
         return Staging(target, beside, How.NEW)
-    names = os.listdir(target)
-    is_ours = all(_is_ours(target, name) for name in names)
-    same_disk = os.stat(target).st_dev == os.stat(beside.parent).st_dev and not os.path.ismount(target)
-    is_in_use = Path(os.getcwd()).is_relative_to(target)
-    if is_ours and same_disk and not is_in_use:
-        return Staging(target, beside, How.SWAP)
-    return Staging(target, inside, How.INSIDE)
+    known = _own_files(target)
+    return Staging(target, beside, How.SWAP) if known.issuperset(names) else inside
 
 
 def staging_parent(target: Path) -> Path:
@@ -97,6 +98,13 @@ def commit(staging: Staging, manifest: bytes) -> None:
         _sync_tree(folder)
         _move_in(staging, manifest)
         return
+    if plan_staging(target).how is How.INSIDE:  # somebody put a file there while we were writing
+        _sync_tree(folder)
+        (target / JOURNAL_FOLDER).mkdir(parents=True, exist_ok=True)
+        _move_in(staging, manifest)
+        shutil.rmtree(folder)
+        return
+    known = _own_files(target)
     (folder / JOURNAL_FOLDER).mkdir()
     create_file(folder / MANIFEST, manifest)
     _sync_tree(folder)
@@ -104,10 +112,12 @@ def commit(staging: Staging, manifest: bytes) -> None:
     if staging.how is How.NEW:
         os.rename(folder, target)
     elif not exchange(folder, target):
-        old = folder.with_name(f"{folder.name}-old")
-        os.rename(target, old)
-        os.rename(folder, target)
-        os.rename(old, folder)
+        (folder / MANIFEST).unlink()
+        (folder / JOURNAL_FOLDER).rmdir()
+        _move_in(staging, manifest)
+    else:
+        for name in set(os.listdir(folder)) - known:  # came between our last look and the exchange
+            os.rename(folder / name, target / name)
     sync_folder(target.parent)
     if folder.parent != target.parent:
         sync_folder(folder.parent)
@@ -127,11 +137,19 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
     oldest_kept = whole[max(1, limit) - 1].number
     removed = []
     for candidate in found:
-        if candidate.number < oldest_kept:
-            trash = _own_name(candidate.path)
-            os.rename(candidate.path, trash)
-            shutil.rmtree(trash)
-            removed.append(candidate.path)
+        path = candidate.path
+        if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
+            continue
+        trash = _own_name(path)
+        try:
+            os.rename(path, trash)
+        except OSError:  # another disk, or a parent that we may not write to
+            (path / MANIFEST).unlink(missing_ok=True)
+            for states in path.glob("random_states_*.pkl"):
+                states.unlink()  # from here on nothing takes it for whole
+            trash = path
+        shutil.rmtree(trash)
+        removed.append(path)
     return removed
 
 
@@ -152,35 +170,65 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _is_ours(target: Path, name: str) -> bool:
-    """Whether ``save_state`` wrote it, so that a new save replaces it; all else is the user's and stays."""
-    if name == JOURNAL_FOLDER:
-        return True
-    if (target / name).is_dir():
-        return describe_folder_name(name) is not None
-    parsed = parse_file_name(name)
+def _can_rename(parent: Path, target: Path) -> bool:
+    """Whether a folder in ``parent`` can become ``target`` by a rename."""
+    existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
+    base = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
     return (
-        parsed is not None and parsed.role not in (Role.UNKNOWN, Role.WEIGHTS_INDEX) and parsed.shard is None
+        os.access(base, os.W_OK | os.X_OK)
+        and os.stat(base).st_dev == os.stat(existing).st_dev
+        and not os.path.ismount(target)
+        and not Path(os.getcwd()).is_relative_to(target)
+    )
+
+
+def _own_files(target: Path) -> set[str]:
+    """Return the names in a folder that our last save there wrote; all else is the user's, whatever its name."""
+    try:
+        manifest = read_manifest(target)
+    except (FormatError, OSError):
+        manifest = None
+    names = set() if manifest is None else {name.split("/")[0] for name in manifest.files}
+    with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
+        names.update(str(name) for name in json.loads((target / JOURNAL_FOLDER / UNFINISHED).read_text()))
+    return {JOURNAL_FOLDER, *names} if names else set()
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
+    parsed = [parse_file_name(name) for name in os.listdir(path)]
+    roles = {name.role for name in parsed if name is not None}
+    return (
+        (path / MANIFEST).exists()
+        or Role.RNG_STATE in roles
+        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
     )
 
 
 def _move_in(staging: Staging, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
-    (target / MANIFEST).unlink(missing_ok=True)
-    sync_folder(target / JOURNAL_FOLDER)
+    known = _own_files(target) - {JOURNAL_FOLDER}
     new = os.listdir(folder)
-    for name in os.listdir(target):
-        if name != JOURNAL_FOLDER and name not in new and _is_ours(target, name):
-            _remove(target / name)
+    journal = target / JOURNAL_FOLDER
+    (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known.union(new))))
+    os.replace(
+        journal / f"{UNFINISHED}.new", journal / UNFINISHED
+    )  # what is ours is known without a manifest
+    sync_folder(journal)
+    (target / MANIFEST).unlink(missing_ok=True)
+    sync_folder(journal)
+    for name in known.intersection(os.listdir(target)) - set(new):
+        _remove(target / name)
     for name in new:
         if (folder / name).is_dir() and (target / name).exists():
             _remove(target / name)
         os.replace(folder / name, target / name)
     sync_folder(target)
-    for name in os.listdir(target / JOURNAL_FOLDER):
+    for name in set(os.listdir(target / JOURNAL_FOLDER)) - {UNFINISHED}:
         _remove(target / JOURNAL_FOLDER / name)  # repairs of the files that are gone
     create_file(target / MANIFEST, manifest)
     sync_folder(target / JOURNAL_FOLDER)
+    (target / JOURNAL_FOLDER / UNFINISHED).unlink()
 
 
 def _remove(path: Path) -> None:

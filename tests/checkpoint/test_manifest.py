@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptfix import check, repair, undo
-from ckptfix.checkpoint.latest import SAVING, candidates, checkpoints_folder, incomplete, newest_whole
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_whole
 from ckptfix.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -120,7 +120,8 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(b"x")
     assert incomplete(tmp_path) is None
-    (tmp_path / ".ckptfix" / SAVING).mkdir(parents=True)
+    (tmp_path / ".ckptfix").mkdir()
+    (tmp_path / ".ckptfix" / UNFINISHED).touch()
     assert "interrupted" in str(incomplete(tmp_path))
 
 

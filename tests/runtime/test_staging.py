@@ -169,3 +169,62 @@ def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -
         if status == 0:
             assert kill_at > 5
             return
+
+
+def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
+    """A folder that no guarded save wrote: what has the name of a checkpoint's file may be the user's."""
+    target = tmp_path / "out"
+    mine = {"pytorch_model.bin": b"mine", "scheduler.bin": b"mine", "model_7.safetensors": b"mine"}
+    write(target, mine)
+    assert save(target, NEW).how is How.INSIDE
+    assert contents(target) == {**mine, **NEW}
+
+
+def test_a_file_that_appears_while_a_save_is_written_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for files in (OLD, NEW):
+        staging = plan_staging(target)
+        begin(staging)
+        write(staging.folder, files)
+        write(target, {"ema.pt": b"mine"})
+        commit(staging, manifest(files))
+        assert contents(target) == {**files, "ema.pt": b"mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_an_exchange_of_names_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "out", OLD)
+    monkeypatch.setattr("ckptfix.runtime.staging.exchange", lambda one, other: False)
+    assert save(tmp_path / "out", NEW).how is How.SWAP
+    assert contents(tmp_path / "out") == NEW
+    assert incomplete(tmp_path / "out") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_rotation_leaves_folders_and_links_that_are_not_of_a_save(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    write(folder / "checkpoint_0", {"my_eval.json": b"{}"})
+    (folder / "checkpoint_1").symlink_to(tmp_path)
+    for number in (2, 3, 4):
+        save(folder / f"checkpoint_{number}", NEW)
+    rotate(folder, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1", "checkpoint_4"]
+
+
+def test_the_empty_folder_of_the_process_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert save(Path("."), NEW).how is How.INSIDE
+    assert Path.cwd() == tmp_path
+    assert contents(tmp_path) == NEW
+
+
+def test_a_link_called_checkpoints_gets_no_staging_folder_inside(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "checkpoints").symlink_to("../big")
+    staging = plan_staging(tmp_path / "project" / "checkpoints" / "checkpoint_0")
+    assert staging.folder.parent == tmp_path / "project"

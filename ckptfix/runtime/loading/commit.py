@@ -87,5 +87,13 @@ def _load_model(action: LoadModel) -> None:
     for name, value in values.items():
         action.slots[name].write(value)
         arrived = action.slots[name].read()
-        if not torch.equal(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
+        if not _same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
             raise RuntimeError(f"{name!r} is not what was written")
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bits, for NaN equals nothing."""
+    if one.shape != other.shape:
+        return False
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return bool(torch.equal(*flat))
