@@ -86,10 +86,10 @@ class KeyMap:
         """Return the new name of a tensor; a name without the chain keeps its beginning."""
         if self.inner:
             fqn = without_private_wrappers(fqn)
-        prefix = _dotted(self.remove)
+        prefix = dotted(self.remove)
         if not fqn.startswith(prefix):
             return fqn
-        return _dotted(self.insert) + fqn[len(prefix) :]
+        return dotted(self.insert) + fqn[len(prefix) :]
 
     def module(self, name: str) -> str:
         """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
@@ -128,7 +128,8 @@ def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, s
 
 
 @lru_cache(maxsize=64)
-def _dotted(chain: tuple[str, ...]) -> str:
+def dotted(chain: tuple[str, ...]) -> str:
+    """Return a wrapper chain as it stands before a name."""
     return "".join(f"{segment}." for segment in chain)
 
 

@@ -48,6 +48,21 @@ def checkpoints_folder(path: Path) -> Path:
     return below if path.name != "checkpoints" and below.is_dir() else path
 
 
+def outside_checkpoints(path: Path) -> Path:
+    """Return the nearest folder above ``path`` in which Accelerate takes no name for a checkpoint."""
+    parent = path.parent
+    while parent.name == "checkpoints":
+        parent = parent.parent
+    return parent
+
+
+def mixed(checkpoint: Path) -> str | None:
+    """Return in words that a folder holds files of two saves, None when it does not."""
+    if not (checkpoint / JOURNAL_FOLDER / UNFINISHED).exists():
+        return None
+    return f"{checkpoint} holds files of two saves: the last one was interrupted; load another checkpoint"
+
+
 def incomplete(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not whole, None when nothing says so.
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER
+from ckptfix.checkpoint.latest import outside_checkpoints
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.target import Target
-from ckptfix.storage.atomic import sync_folder
+from ckptfix.storage.atomic import sync_folder, sync_tree
 from ckptfix.storage.building import build
 from ckptfix.storage.journal import transactions
 from ckptfix.storage.recipes import Range, Recipe
@@ -35,7 +36,7 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
         yield copy
         if transactions(staging):
             shutil.rmtree(staging / JOURNAL_FOLDER)
-        _sync_tree(staging)
+        sync_tree(staging)
         os.rename(copy.path, output)
         sync_folder(output.absolute().parent)
     finally:
@@ -54,10 +55,7 @@ def check_output(target: Target, output: Path) -> None:
 
 def _staging_folder(output: Path) -> Path:
     """Return a new name beside ``output``; never inside ``checkpoints/``, where Accelerate reads every name."""
-    parent = output.absolute().parent
-    while parent.name == "checkpoints":
-        parent = parent.parent
-    return parent / f".{output.name}.ckptfix-{os.getpid()}"
+    return outside_checkpoints(output.absolute()) / f".{output.name}.ckptfix-{os.getpid()}"
 
 
 def _check_space(target: Target, output: Path) -> None:
@@ -89,16 +87,3 @@ def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None
             build(Recipe.like(source, pieces), target.root, staging / name, progress=progress)
         elif source.is_symlink():
             os.symlink(os.readlink(source), staging / name)
-
-
-def _sync_tree(staging: Path) -> None:
-    for root, _, names in os.walk(staging):
-        for name in names:
-            path = Path(root) / name
-            if path.is_file() and not path.is_symlink():
-                fd = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-        sync_folder(Path(root))

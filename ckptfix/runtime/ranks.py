@@ -1,5 +1,6 @@
 """What the processes of a run tell each other, so that all of them succeed or all of them fail."""
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -8,11 +9,16 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ckptfix.errors import OperationError
 
 
-def from_main(accelerator: Accelerator, value: Any) -> Any:
-    """Return the main process's value on every process."""
-    if accelerator.num_processes == 1:
-        return value
-    return broadcast_object_list([value])[0]
+def on_main(accelerator: Accelerator, work: Callable[[], Any], what: str) -> Any:
+    """Let the main process decide, and return what it decided on every process; when it fails, all raise."""
+    value, error = None, None
+    if accelerator.is_main_process:
+        try:
+            value = work()
+        except Exception as raised:
+            error = raised
+    agree(accelerator, error, what)
+    return value if accelerator.num_processes == 1 else broadcast_object_list([value])[0]
 
 
 def agree(accelerator: Accelerator, error: BaseException | None, what: str) -> None:

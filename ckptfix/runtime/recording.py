@@ -13,17 +13,11 @@ from accelerate import Accelerator
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.formats.torch_tensors import TORCH_DTYPES
 
 StateDict = dict[str, Any]
 
 _PACKAGES = ("ckptfix", "accelerate", "torch", "safetensors")
-_DTYPES = {
-    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "complex64": "C64", "complex128": "C128", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
-"""``torch.dtype`` names -> safetensors' nouns, which the scan of a file gives as well."""
 
 
 def separate_views(state: StateDict) -> None:
@@ -153,7 +147,7 @@ def _view(tensor: torch.Tensor) -> object:
 
 def _dtype(tensor: torch.Tensor) -> str:
     name = str(tensor.dtype).removeprefix("torch.")
-    return _DTYPES.get(name, name)
+    return TORCH_DTYPES.get(name, name)
 
 
 def _type(thing: object) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, newest_whole
+from ckptfix.checkpoint.latest import candidates, checkpoints_folder, mixed, newest_whole
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.errors import UsageError
 from ckptfix.runtime.guard import guard_of
-from ckptfix.runtime.ranks import agree, from_main
+from ckptfix.runtime.ranks import agree, on_main
 from ckptfix.runtime.recording import make_manifest, model_entries, separate_views
 from ckptfix.runtime.staging import Staging, abandon, begin, commit, plan_staging, rotate
 
@@ -92,16 +91,9 @@ def load_state(
     with guard_of(accelerator).entered() as is_outermost:
         if is_outermost and input_dir is None and config.automatic_checkpoint_naming:
             folder = Path(accelerator.project_dir) / "checkpoints"
-            chosen, error = None, None
-            if accelerator.is_main_process:
-                try:
-                    chosen = _latest(folder)
-                except Exception as raised:
-                    error = raised
-            agree(accelerator, error, "load_state")
-            input_dir = from_main(accelerator, None if chosen is None else str(chosen))
-        elif is_outermost and input_dir is not None:
-            _check_finished(Path(os.path.expanduser(str(input_dir))))
+            input_dir = on_main(accelerator, lambda: str(_latest(folder)), "load_state")
+        elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
+            raise UsageError(problem)
         result = method(input_dir, *args, **kwargs)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             match = _NUMBER.fullmatch(Path(input_dir).name)
@@ -158,24 +150,12 @@ def _latest(folder: Path) -> Path:
     return best.path
 
 
-def _check_finished(folder: Path) -> None:
-    if (folder / JOURNAL_FOLDER / UNFINISHED).exists():
-        raise UsageError(
-            f"{folder} holds files of two saves: the last one was interrupted; load another checkpoint"
-        )
-
-
 def _plan(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Staging:
     """Return what the save becomes and where it is staged; the main process decides for all."""
     config = accelerator.project_configuration
-    staging, error = None, None
-    if accelerator.is_main_process:
-        try:
-            staging = plan_staging(_target(accelerator, output_dir))
-        except Exception as raised:
-            error = raised
-    agree(accelerator, error, "save_state")
-    decided: Staging = from_main(accelerator, staging)
+    decided: Staging = on_main(
+        accelerator, lambda: plan_staging(_target(accelerator, output_dir)), "save_state"
+    )
     if config.automatic_checkpoint_naming:
         config.iteration = int(decided.target.name.removeprefix("checkpoint_"))
     return decided

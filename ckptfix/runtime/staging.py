@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-from ckptfix.checkpoint.latest import UNFINISHED, candidates
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, outside_checkpoints
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
 from ckptfix.errors import FormatError
-from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
 from ckptfix.storage.renaming import exchange
 
 _PREFIX = ".ckptfix-saving"
@@ -56,14 +56,6 @@ def plan_staging(target: Path) -> Staging:
     return Staging(target, beside, How.SWAP) if known.issuperset(names) else inside
 
 
-def staging_parent(target: Path) -> Path:
-    """Return the nearest folder above ``target`` in which Accelerate takes no name for a checkpoint."""
-    parent = target.parent
-    while parent.name == "checkpoints":
-        parent = parent.parent
-    return parent
-
-
 def begin(staging: Staging) -> None:
     """Make an empty staging folder; what interrupted saves left there, or beside it, goes."""
     sweep(staging.folder.parent)
@@ -92,36 +84,37 @@ def commit(staging: Staging, manifest: bytes) -> None:
 
     INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
     """
-    _widen_modes(staging.folder)
     folder, target = staging.folder, staging.target
-    if staging.how is How.INSIDE:
-        _sync_tree(folder)
+    _widen_modes(folder)
+    sync_tree(folder)
+    if (
+        staging.how is How.INSIDE or plan_staging(target).how is How.INSIDE
+    ):  # files came while we were writing
         _move_in(staging, manifest)
-        return
-    if plan_staging(target).how is How.INSIDE:  # somebody put a file there while we were writing
-        _sync_tree(folder)
-        (target / JOURNAL_FOLDER).mkdir(parents=True, exist_ok=True)
-        _move_in(staging, manifest)
-        shutil.rmtree(folder)
-        return
+    else:
+        _put_in_place(staging, manifest)
+    shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
+
+
+def _put_in_place(staging: Staging, manifest: bytes) -> None:
+    folder, target = staging.folder, staging.target
     known = _own_files(target)
     (folder / JOURNAL_FOLDER).mkdir()
     create_file(folder / MANIFEST, manifest)
-    _sync_tree(folder)
+    sync_folder(folder / JOURNAL_FOLDER)
+    sync_folder(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     if staging.how is How.NEW:
         os.rename(folder, target)
-    elif not exchange(folder, target):
-        (folder / MANIFEST).unlink()
-        (folder / JOURNAL_FOLDER).rmdir()
-        _move_in(staging, manifest)
-    else:
+    elif exchange(folder, target):
         for name in set(os.listdir(folder)) - known:  # came between our last look and the exchange
             os.rename(folder / name, target / name)
+    else:
+        shutil.rmtree(folder / JOURNAL_FOLDER)
+        _move_in(staging, manifest)
     sync_folder(target.parent)
     if folder.parent != target.parent:
         sync_folder(folder.parent)
-    shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
@@ -129,7 +122,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
 
     Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
     """
-    sweep(staging_parent(checkpoints / "any"))
+    sweep(outside_checkpoints(checkpoints / "any"))
     found = candidates(checkpoints)
     whole = [candidate for candidate in found if candidate.problem is None]
     if len(whole) <= max(1, limit):
@@ -155,7 +148,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
 
 def _own_name(target: Path) -> Path:
     """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
-    return staging_parent(target) / f"{_PREFIX}+{socket.gethostname()}+{os.getpid()}+{target.name}"
+    return outside_checkpoints(target) / f"{_PREFIX}+{socket.gethostname()}+{os.getpid()}+{target.name}"
 
 
 def _is_alive(pid: int) -> bool:
@@ -210,6 +203,7 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
     known = _own_files(target) - {JOURNAL_FOLDER}
     new = os.listdir(folder)
     journal = target / JOURNAL_FOLDER
+    journal.mkdir(parents=True, exist_ok=True)
     (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known.union(new))))
     os.replace(
         journal / f"{UNFINISHED}.new", journal / UNFINISHED
@@ -224,11 +218,11 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
             _remove(target / name)
         os.replace(folder / name, target / name)
     sync_folder(target)
-    for name in set(os.listdir(target / JOURNAL_FOLDER)) - {UNFINISHED}:
-        _remove(target / JOURNAL_FOLDER / name)  # repairs of the files that are gone
+    for name in set(os.listdir(journal)) - {UNFINISHED}:
+        _remove(journal / name)  # repairs of the files that are gone
     create_file(target / MANIFEST, manifest)
-    sync_folder(target / JOURNAL_FOLDER)
-    (target / JOURNAL_FOLDER / UNFINISHED).unlink()
+    sync_folder(journal)
+    (journal / UNFINISHED).unlink()
 
 
 def _remove(path: Path) -> None:
@@ -254,14 +248,3 @@ def _widen_modes(folder: Path) -> None:
             path = Path(root) / name
             if path.stat().st_mode & 0o777 == 0o600 != mode:
                 path.chmod(mode)
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            fd = os.open(Path(root) / name, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        sync_folder(Path(root))

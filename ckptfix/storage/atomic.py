@@ -29,6 +29,20 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make every file below ``folder``, and their names, durable."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = Path(root) / name
+            if path.is_file() and not path.is_symlink():
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        sync_folder(Path(root))
+
+
 def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a new file and sync it; ``mode`` is subject to the umask. Raises FileExistsError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

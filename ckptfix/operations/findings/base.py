@@ -65,11 +65,6 @@ class Finding:
         }
 
 
-def dotted(chain: tuple[str, ...]) -> str:
-    """Return a wrapper chain as it stands before a name."""
-    return "".join(f"{segment}." for segment in chain)
-
-
 def _plain(value: object) -> object:
     if isinstance(value, PurePosixPath):
         return str(value)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.operations.findings.base import Action, Finding, Severity, dotted
+from ckptfix.checkpoint.keys import dotted
+from ckptfix.operations.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, human_size
 
 

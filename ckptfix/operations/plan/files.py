@@ -30,6 +30,7 @@ def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
 def plan_indexes(draft: Draft, maps: Maps) -> None:
     """Plan the indexes that follow renamed shards, and those that contradict the headers."""
     broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
+    renamed = {key[0] for key in maps}
     for group in draft.groups:
         if group.index_path is None or group.stale_of is not None:
             continue
@@ -38,7 +39,7 @@ def plan_indexes(draft: Draft, maps: Maps) -> None:
             draft.stay(finding.code, (group.index_path,), finding.advice)
             continue
         new_map = _weight_map(group, maps)
-        is_renamed = any(key[0] == member.path for key in maps for member in group.members)
+        is_renamed = any(member.path in renamed for member in group.members)
         if finding is None and not (is_renamed and group.index is not None):
             continue
         action = WriteIndex(

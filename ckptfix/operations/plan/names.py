@@ -49,16 +49,21 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
         if not group.members or group.members[0].path in dropped:
             continue
         maps = _key_maps(draft, group)
-        renamed = [member for member in group.members if any(key[0] == member.path for key in maps)]
+        own: dict[PurePosixPath, dict[ScopeKey, KeyMap]] = {}
+        for key, key_map in maps.items():
+            own.setdefault(key[0], {})[key] = key_map
+        renamed = [member for member in group.members if member.path in own]
         if renamed and (objection := _objection(draft, group, maps)):
             draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
-            maps, renamed = {}, []
+            maps, own = {}, {}
         first = group.members[0].path
         bundle = bundles.get(first, first)
         for member in group.members:
-            if member in renamed or member.path in adds_format:
-                own = {key: key_map for key, key_map in maps.items() if key[0] == member.path}
-                _rewrite(draft, member, own, member.path in adds_format, bundle if own else None)
+            adds = member.path in adds_format
+            if member.path in own:
+                _rewrite(draft, member, own[member.path], adds, bundle)
+            elif adds:
+                _rewrite(draft, member, {}, adds, None)
         happening.update(maps)
     return happening
 

@@ -9,8 +9,8 @@ from typing import Any
 from accelerate.utils import DistributedType
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER, CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.runtime.loading.agreeing import agree, outline
@@ -95,10 +95,8 @@ def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
     if not root.is_dir():
         kind = "is a file; next: load_checkpoint_tolerant(model, path)" if root.exists() else "does not exist"
         raise LoadError(f"{root} {kind}")
-    if (root / JOURNAL_FOLDER / UNFINISHED).exists():
-        raise LoadError(
-            f"{root} holds files of two saves: the last one was interrupted; load another checkpoint"
-        )
+    if problem := mixed(root):
+        raise LoadError(problem)
     folder = scan_folder(root)
     if not folder.components:
         numbered = sorted(str(name) for name in folder.subfolders if str(name).startswith("checkpoint_"))
