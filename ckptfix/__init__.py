@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         load_checkpoint_tolerant,
         load_state_tolerant,
     )
-    from ckptfix.runtime.saving import latest_checkpoint
+    from ckptfix.runtime.saving.resuming import latest_checkpoint
 
 _HOMES = {
     "check": "operations.check",
@@ -60,7 +60,7 @@ _HOMES = {
     "LoadPolicy": "runtime.loading",
     "LoadReport": "runtime.loading",
     "OnReprepare": "runtime.guard",
-    "latest_checkpoint": "runtime.saving",
+    "latest_checkpoint": "runtime.saving.resuming",
     "Finding": "operations.findings",
     "Severity": "operations.findings",
     "ChangedError": "errors",

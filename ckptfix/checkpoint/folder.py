@@ -12,9 +12,6 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.weights_index import WeightsIndex
 
-JOURNAL_FOLDER = ".ckptfix"
-"""Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
-
 PLAIN_FOLDER = "a folder"
 """What a sub-folder is that Accelerate did not write."""
 

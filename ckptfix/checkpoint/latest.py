@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.errors import FormatError
+from ckptfix.storage.paths import JOURNAL
 
-_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
+NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 """As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15)."""
 
 
@@ -28,7 +28,7 @@ def candidates(folder: Path) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints in a ``checkpoints`` folder, newest first. Raises OSError."""
     found = []
     for name in os.listdir(folder):
-        match = _NUMBERED.fullmatch(name)
+        match = NUMBERED.fullmatch(name)
         if match and (folder / name).is_dir():
             found.append((int(match[1]), folder / name))
     return tuple(
@@ -58,7 +58,7 @@ def outside_checkpoints(path: Path) -> Path:
 
 def mixed(checkpoint: Path) -> str | None:
     """Return in words that a folder holds files of two saves, None when it does not."""
-    if not (checkpoint / JOURNAL_FOLDER / UNFINISHED).exists():
+    if not (checkpoint / JOURNAL / UNFINISHED).exists():
         return None
     return f"{checkpoint} holds files of two saves: the last one was interrupted; load another checkpoint"
 
@@ -73,7 +73,7 @@ def incomplete(checkpoint: Path) -> str | None:
     try:
         manifest = read_manifest(checkpoint)
         names = sorted(os.listdir(checkpoint))
-        journal = os.listdir(checkpoint / JOURNAL_FOLDER) if JOURNAL_FOLDER in names else []
+        journal = os.listdir(checkpoint / JOURNAL) if JOURNAL in names else []
     except (FormatError, OSError) as error:
         return str(error)
     if UNFINISHED in journal:

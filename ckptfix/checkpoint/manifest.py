@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER
 from ckptfix.errors import FormatError
+from ckptfix.storage.paths import JOURNAL
 
-MANIFEST = f"{JOURNAL_FOLDER}/manifest.json"
+MANIFEST = f"{JOURNAL}/manifest.json"
 """Where the manifest is, relative to the checkpoint."""
 
 VERSION = 1

@@ -7,7 +7,6 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
 from ckptfix.checkpoint.folder import (
-    JOURNAL_FOLDER,
     PLAIN_FOLDER,
     CheckpointFolder,
     Component,
@@ -25,6 +24,7 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
 from ckptfix.formats.weights_index import MAX_INDEX, WeightsIndex, parse_index
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import FileReader, open_reader
 
 Content = SafetensorsFile | TorchFile | WeightsIndex
@@ -39,7 +39,7 @@ def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
     with os.scandir(root) as listing, paused_gc():
         for entry in sorted(listing, key=lambda entry: entry.name):
             path = PurePosixPath(entry.name)
-            if entry.name == JOURNAL_FOLDER or (only is not None and entry.name != only):
+            if entry.name == JOURNAL or (only is not None and entry.name != only):
                 continue
             name = parse_file_name(entry.name)
             if os.path.isdir(

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
@@ -12,6 +12,7 @@ from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.paths import JOURNAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def check(
 def interrupted(target: Target) -> tuple[Finding, ...]:
     """Return a finding for each transaction that a killed repair or undo left behind."""
     return tuple(
-        InterruptedRepair(path=PurePosixPath(JOURNAL_FOLDER), transaction=transaction.number)
+        InterruptedRepair(path=PurePosixPath(JOURNAL), transaction=transaction.number)
         for transaction in transactions(target.root)
         if transaction.state is State.PENDING or transaction.problem
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER
 from ckptfix.checkpoint.latest import outside_checkpoints
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
@@ -14,6 +13,7 @@ from ckptfix.operations.target import Target
 from ckptfix.storage.atomic import sync_folder, sync_tree
 from ckptfix.storage.building import build
 from ckptfix.storage.journal import transactions
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.recipes import Range, Recipe
 
 
@@ -35,7 +35,7 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
         copy = Target(staging, target.only)
         yield copy
         if transactions(staging):
-            shutil.rmtree(staging / JOURNAL_FOLDER)
+            shutil.rmtree(staging / JOURNAL)
         sync_tree(staging)
         os.rename(copy.path, output)
         sync_folder(output.absolute().parent)
@@ -78,7 +78,7 @@ def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None
     names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
     for name in names:
         source = target.root / name
-        if name == JOURNAL_FOLDER:
+        if name == JOURNAL:
             continue
         if source.is_dir():
             shutil.copytree(source, staging / name)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER, PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.errors import UsageError
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.wording import count_of
 
 
@@ -58,7 +59,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise UsageError(f"{path} is no folder")
     found = []
     for root, folders, files in os.walk(path):
-        folders[:] = sorted(folder for folder in folders if folder != JOURNAL_FOLDER)
+        folders[:] = sorted(folder for folder in folders if folder != JOURNAL)
         if any(parse_file_name(name) is not None for name in files):
             found.append(Path(root))
     if not found:

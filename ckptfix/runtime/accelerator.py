@@ -7,8 +7,11 @@ from typing import Any
 
 import accelerate
 
-from ckptfix.runtime import guard, saving
-from ckptfix.runtime.guard import OnReprepare, Settings, guard_of
+from ckptfix.runtime import guard
+from ckptfix.runtime.guard import WAIT_FOR_RANKS, OnReprepare, Settings, guard_of
+from ckptfix.runtime.saving.model import save_model
+from ckptfix.runtime.saving.resuming import load_state
+from ckptfix.runtime.saving.state import save_state
 
 _GUARDED: dict[str, Callable[..., Any]] = {
     "prepare": guard.prepare,
@@ -20,15 +23,11 @@ _GUARDED: dict[str, Callable[..., Any]] = {
     "free_memory": guard.free_memory,
     "clear": guard.free_memory,
     "backward": guard.backward,
-    "save_state": saving.save_state,
-    "load_state": saving.load_state,
-    "save_model": saving.save_model,
+    "save_state": save_state,
+    "load_state": load_state,
+    "save_model": save_model,
 }
 """Method of ``accelerate.Accelerator`` -> what stands in front of it."""
-
-_ON_EVERY_PROCESS = {"save_state", "load_state", "save_model"}
-"""Guarded in the subclass alone: there every process must call them. Scripts that were written for stock accelerate
-often save on the main process only, and would wait for ever."""
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
 """What the patch replaced, while it is on."""
@@ -68,6 +67,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do with an object that it
     holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
     accumulated or scaled. ``tensor_digests``: record a sha256 of every tensor in the manifest of each save.
+    ``wait_for_ranks``: how many seconds ``save_state`` on the main process waits for the others before it saves alone.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         on_reprepare: OnReprepare | str = OnReprepare.WARN,
         check_backward: bool = True,
         tensor_digests: bool = False,
+        wait_for_ranks: float = WAIT_FOR_RANKS,
         **kwargs: Any,
     ) -> None:
         """Make an accelerator; other arguments go to ``accelerate.Accelerator``."""
-        guard_of(self, Settings(OnReprepare(on_reprepare), check_backward, tensor_digests))
+        guard_of(self, Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, wait_for_ranks))
         super().__init__(*args, **kwargs)
 
 
@@ -103,16 +104,19 @@ def patch_accelerate(
     on_reprepare: OnReprepare | str = OnReprepare.WARN,
     check_backward: bool = True,
     tensor_digests: bool = False,
+    wait_for_ranks: float = WAIT_FOR_RANKS,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
 
-    For code that makes its own Accelerator: transformers' Trainer, third-party loops. ``unpatch_accelerate`` ends it.
+    For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
+    ``Accelerator``. ``unpatch_accelerate`` ends it.
     """
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
+    guard.DEFAULTS.wait_for_ranks = wait_for_ranks
     for name in _GUARDED:
-        if name not in _ORIGINALS and name not in _ON_EVERY_PROCESS:
+        if name not in _ORIGINALS:
             original = getattr(accelerate.Accelerator, name)
             _ORIGINALS[name] = original
             setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))

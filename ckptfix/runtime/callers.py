@@ -1,5 +1,6 @@
 """The line of the user's script that called, for warnings."""
 
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -7,9 +8,12 @@ from dataclasses import dataclass
 import accelerate
 import torch
 
-_NOT_THE_USER = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (__file__, accelerate.__file__, torch.__file__)
+_NOT_THE_USER = (
+    *(
+        os.path.dirname(os.path.abspath(path)) + os.sep
+        for path in (__file__, accelerate.__file__, torch.__file__)
+    ),
+    contextlib.__file__,
 )
 
 

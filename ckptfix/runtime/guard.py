@@ -25,6 +25,9 @@ from ckptfix.runtime.renewing import as_new, made_here, wrapper_of
 
 Method = Callable[..., Any]
 
+WAIT_FOR_RANKS = 30.0
+"""Seconds: longer than processes of a run that trains together are apart, once a run where only the main one saves."""
+
 REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
@@ -41,12 +44,14 @@ class Settings:
     """What a guard does.
 
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
-    every save record a sha256 of each tensor in its manifest.
+    every save record a sha256 of each tensor in its manifest. ``wait_for_ranks``: how many seconds a save on the main
+    process waits for the others before it goes on alone.
     """
 
     on_reprepare: OnReprepare = OnReprepare.WARN
     check_backward: bool = True
     tensor_digests: bool = False
+    wait_for_ranks: float = WAIT_FOR_RANKS
 
 
 class Guard:

@@ -17,13 +17,16 @@ from typing import Any
 _replaced: list[ModuleType] = []  # the __main__ of before: its functions are still running
 
 
-def run_script(script: str, arguments: Sequence[str], *, on_reprepare: str, check_backward: bool) -> None:
-    """Run a script as ``__main__``. What it raises, and the status it exits with, go through untouched."""
+def run_script(script: str, arguments: Sequence[str], **settings: Any) -> None:
+    """Run a script as ``__main__``, with ``settings`` for ``patch_accelerate``.
+
+    What it raises, and the status it exits with, go through untouched.
+    """
 
     def patch() -> None:
         from ckptfix.runtime.accelerator import patch_accelerate
 
-        patch_accelerate(on_reprepare=on_reprepare, check_backward=check_backward)
+        patch_accelerate(**settings)
 
     when_imported("accelerate", patch)
     sys.argv[:] = [script, *arguments]

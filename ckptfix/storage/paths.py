@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.errors import OperationError
 
 JOURNAL = ".ckptfix"
+"""Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
 
 
 def check_path(path: PurePosixPath) -> None:

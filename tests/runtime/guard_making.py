@@ -6,18 +6,17 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from ckptfix.runtime.accelerator import Accelerator
+from tests.runtime.loading_runs import reset
 
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """accelerate's state is one for the whole process."""
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset()
 
 
 def accelerator(**arguments: Any) -> Accelerator:

@@ -1,36 +1,18 @@
-"""What `test_guard_ranks.py` runs in two processes.
-
-    torchrun --nproc_per_node 2 -m tests.runtime.guard_ranks FOLDER
-
-Every case writes what it saw into FOLDER/CASE-RANK.json; the test judges it.
-"""
+"""The cases of the guard in two processes, for `test_guard_ranks.py`."""
 
 import copy
-import json
-import os
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
-
-Seen = dict[str, Any]
-CASES: dict[str, Callable[[Path], Seen]] = {}
-
-
-def case(work: Callable[[Path], Seen]) -> Callable[[Path], Seen]:
-    CASES[work.__name__] = work
-    return work
+from tests.runtime.loading_runs import reset
+from tests.runtime.rank_cases import Seen, case, main, turn_on_fsdp
 
 
 class Counted(nn.Linear):  # type: ignore[misc]
@@ -110,7 +92,7 @@ def again(_: Path) -> Seen:
 def stale_flag(_: Path) -> Seen:
     first = accelerate.Accelerator(cpu=True)
     prepared = first.prepare(model())
-    fresh_state()
+    reset()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     second = accelerator.prepare(prepared)
     return {
@@ -202,13 +184,8 @@ def saved_by_two(folder: Path) -> Seen:
 
 
 def fully_sharded(version: int) -> tuple[Accelerator, Any]:
-    """accelerate turns FSDP on for GPUs alone; on gloo the rest of its path runs all the same."""
     accelerator = Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
-    accelerator.state.device = torch.device("cpu")  # FSDP takes cpu:0 for another device
+    turn_on_fsdp(accelerator, fsdp_version=version)
     return accelerator, nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
 
 
@@ -259,27 +236,6 @@ def fsdp2(_: Path) -> Seen:
         "changed": changed,
         "refused": refused,
     }
-
-
-def fresh_state() -> None:
-    """accelerate's state is one for the whole process; the process group stays."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for name, work in CASES.items():
-        try:
-            seen = work(folder)
-        except Exception:
-            seen = {"error": traceback.format_exc()}
-        rank = torch.distributed.get_rank()
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(seen))
-        torch.distributed.barrier()
-        fresh_state()
-    # At a usual exit gloo's threads abort ("terminate called without an active exception"), with a guard and without.
-    os._exit(0)
 
 
 if __name__ == "__main__":

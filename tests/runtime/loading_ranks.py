@@ -1,42 +1,18 @@
-"""What `test_loading_ranks.py` runs in two processes.
+"""The cases of load_state_tolerant in two processes, for `test_loading_ranks.py`."""
 
-    torchrun --nproc_per_node 2 -m tests.runtime.loading_ranks FOLDER
-
-Every case writes what it saw into FOLDER/CASE-RANK.json; the test judges it.
-"""
-
-import json
 import os
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 from accelerate import Accelerator
-from accelerate.state import PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from ckptfix.runtime.loading import LoadError, LoadPolicy, load_state_tolerant
 from fixtures.models import TwoLayer
 from tests.runtime.loading_runs import FIXTURES, Run, make_run, reset, run_of_fixture, seeded
-
-Seen = dict[str, Any]
-CASES: dict[str, Callable[[Path], Seen]] = {}
-
-
-def case(work: Callable[[Path], Seen]) -> Callable[[Path], Seen]:
-    CASES[work.__name__] = work
-    return work
-
-
-def rank() -> int:
-    number: int = torch.distributed.get_rank()
-    return number
+from tests.runtime.rank_cases import Seen, case, main, rank, turn_on_fsdp
 
 
 def fresh() -> Run:
@@ -187,12 +163,7 @@ def a_hook_on_one_rank_alone(folder: Path) -> Seen:
 def fully_sharded(folder: Path) -> Seen:
     """FSDP's own loading is called, after the files were looked at; code in a pickle stops it before."""
     accelerator = Accelerator(cpu=True)
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1, state_dict_type="SHARDED_STATE_DICT"
-    )
-    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
-    accelerator.state.device = torch.device("cpu")  # FSDP takes cpu:0 for another device
+    turn_on_fsdp(accelerator, fsdp_version=1, state_dict_type="SHARDED_STATE_DICT")
     calls: list[str] = []
     accelerator.load_state = calls.append
     accelerator._models.append(nn.Linear(1, 1))
@@ -222,20 +193,6 @@ def saved_plain(folder: Path) -> Path:
         torch.save({"a": torch.ones(1)}, path / "optimizer.bin")
     torch.distributed.barrier()
     return path
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    for name, work in CASES.items():
-        try:
-            seen = work(folder)
-        except Exception:
-            seen = {"crash": traceback.format_exc()}
-        (folder / f"{name}-{rank()}.json").write_text(json.dumps(seen))
-        torch.distributed.barrier()
-        reset()
-    # The threads of gloo groups that reset() let go can end in "terminate called" at a usual exit.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,15 @@
 """load_state_tolerant in two real processes: all ranks load, or none, and none waits for another for ever."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+from tests.runtime.rank_cases import Ranks, run_cases
 
-Ranks = dict[str, list[dict[str, Any]]]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Run every case once; return what each rank saw."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", "tests.runtime.loading_ranks", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    found: Ranks = {}
-    for path in sorted(folder.glob("*-[01].json")):
-        found.setdefault(path.stem[:-2], []).append(json.loads(path.read_text()))
-    for name, ranks in found.items():
-        assert len(ranks) == 2, name
-        for rank in ranks:
-            assert "crash" not in rank, rank["crash"]
-    return found
+    return run_cases("tests.runtime.loading_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def test_a_healthy_folder_gives_what_stock_gives_on_every_rank(seen: Ranks) -> None:

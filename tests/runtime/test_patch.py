@@ -4,14 +4,17 @@ import gc
 import inspect
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 
+from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import UsageError
 from ckptfix.runtime import guard
 from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
@@ -85,6 +88,24 @@ def test_what_was_prepared_before() -> None:
     assert [len(kind) for kind in (made._models, made._optimizers, made._schedulers, made._dataloaders)] == [
         1
     ] * 4
+
+
+def test_saves_are_whole_and_the_newest_whole_one_is_loaded(tmp_path: Path) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    made = stock(project_config=config)
+    model = made.prepare(nn.Linear(2, 2))
+    patch_accelerate()
+    weights = []
+    for _ in range(2):
+        nn.init.normal_(model.weight)
+        weights.append(model.weight.detach().clone())
+        saved = made.save_state()
+        assert read_manifest(saved) is not None
+    (saved / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match="passed over checkpoint_1"):
+        made.load_state()
+    assert torch.equal(model.weight, weights[0])
+    assert made.save_state().name == "checkpoint_2"
 
 
 def test_no_double_warning_with_the_subclass() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ckptfix.checkpoint.latest import incomplete
 from ckptfix.runtime import running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +166,39 @@ def test_two_processes(launcher: tuple[str, ...], project: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout == "2 ['--lr', '1'] (1, 1) True\n" * 2, found.stderr
     assert found.stderr.count("UserWarning: prepare()") == 2
+
+
+SAVES_ALONE = """
+import os, sys
+from accelerate import Accelerator
+import torch
+
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+for step in range(2):
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    if accelerator.is_main_process:
+        accelerator.save_state(f"step-{step}")
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+accelerator.save_state("all")
+accelerator.load_state("all")
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+
+
+def test_a_script_that_saves_on_the_main_process_alone(project: Path) -> None:
+    name = script(project, SAVES_ALONE)
+    launcher = str(BINARIES / "torchrun"), "--standalone", "--nproc_per_node", "2", "--module"
+    found = run(*launcher, "ckptfix", "run", "--wait-for-ranks", "1", name, cwd=project)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("not all other processes came within 1 s") == 1
+    saved = [path for path in project.iterdir() if path.name != "scripts"]
+    assert {path.name for path in saved} == {"step-0", "step-1", "all"}
+    for path in saved:
+        assert (path / ".ckptfix" / "manifest.json").exists()
+        assert incomplete(path) is None
+    assert (project / "all" / "random_states_1.pkl").exists()
 
 
 SPAWNS = """

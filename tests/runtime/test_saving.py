@@ -1,5 +1,6 @@
 """Saves that are whole or absent, and the newest whole one is what is loaded."""
 
+import ctypes
 import hashlib
 import os
 import signal
@@ -19,7 +20,7 @@ from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.runtime.accelerator import Accelerator
-from ckptfix.runtime.saving import latest_checkpoint
+from ckptfix.runtime.saving.resuming import latest_checkpoint
 from tests.runtime.killing import Steps
 from tests.runtime.ranks import run_ranks
 
@@ -256,6 +257,64 @@ def test_every_rank_may_load_at_once_what_was_saved(tmp_path: Path) -> None:
         accelerator, _ = run(tmp_path)
         for _ in range(3):
             accelerator.load_state(str(accelerator.save_state()))
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def own_disk(folder: Path) -> bool:
+    """Mount a disk of this process's own on a folder; False where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private = 0x20000, 0x44000
+    statuses = (
+        libc.unshare(new_namespace),
+        libc.mount(b"none", b"/", None, private, None),
+        libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, None),
+    )
+    return statuses == (0, 0, 0)
+
+
+@FORKS
+def test_nodes_without_a_shared_disk_each_have_a_whole_part(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def work(rank: int) -> None:
+        os.environ["LOCAL_RANK"] = "0"  # the first process of its node
+        if rank == 1 and not own_disk(disk):
+            (tmp_path / "not allowed").touch()
+        accelerator, _ = run(disk, total_limit=1)
+        if rank == 1 and not (tmp_path / "not allowed").exists():
+            leftover = disk / "checkpoints" / "checkpoint_0"  # of an earlier run, on this node alone
+            leftover.mkdir(parents=True)
+            (leftover / "mine.txt").write_text("mine")
+        for number in range(2):
+            saved = accelerator.save_state()
+            assert incomplete(saved) is None
+            states = [path.name for path in saved.glob("random_states_*")]
+            if not (tmp_path / "not allowed").exists():
+                assert states == [f"random_states_{rank}.pkl"]
+                assert (saved / "model.safetensors").exists() == (rank == 0)
+            assert saved.name == f"checkpoint_{number}"
+        assert [path.name for path in disk.iterdir()] == ["checkpoints"]
+
+    assert run_ranks(2, work) == [0, 0]
+    if (tmp_path / "not allowed").exists():
+        pytest.skip("no mount namespace for this user")
+
+
+@FORKS
+def test_nodes_with_a_shared_disk_save_once_whatever_is_left_over(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        os.environ["LOCAL_RANK"] = "0"
+        accelerator, model = run(tmp_path)
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        for value in (1.0, 2.0):
+            set_weight(model, value)
+            saved = accelerator.save_state(tmp_path / "c")
+            assert weight_in(saved) == value
+            manifest = read_manifest(saved)
+            assert manifest is not None
+            assert "random_states_1.pkl" in manifest.files
 
     assert run_ranks(2, work) == [0, 0]
 

@@ -2,13 +2,17 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.runtime.staging import How, Staging, begin, commit, plan_staging, rotate
+from ckptfix.runtime.saving import leftovers
+from ckptfix.runtime.saving.leftovers import sweep
+from ckptfix.runtime.saving.rotation import rotate
+from ckptfix.runtime.saving.staging import How, Staging, begin, commit, plan_staging
 from tests.runtime.killing import Steps, in_child
 
 OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
@@ -196,7 +200,7 @@ def test_without_an_exchange_of_names_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "out", OLD)
-    monkeypatch.setattr("ckptfix.runtime.staging.exchange", lambda one, other: False)
+    monkeypatch.setattr("ckptfix.runtime.saving.staging.exchange", lambda one, other: False)
     assert save(tmp_path / "out", NEW).how is How.SWAP
     assert contents(tmp_path / "out") == NEW
     assert incomplete(tmp_path / "out") is None
@@ -228,3 +232,47 @@ def test_a_link_called_checkpoints_gets_no_staging_folder_inside(tmp_path: Path)
     (tmp_path / "project" / "checkpoints").symlink_to("../big")
     staging = plan_staging(tmp_path / "project" / "checkpoints" / "checkpoint_0")
     assert staging.folder.parent == tmp_path / "project"
+
+
+def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
+    path = folder / f".ckptfix-saving+{machine}+{pid}+0123456789abcdef+c"
+    path.mkdir()
+    (path / "model.safetensors").touch()
+    for each in (path / "model.safetensors", path):
+        os.utime(each, (time.time() - age,) * 2)
+    return path
+
+
+def test_only_what_dead_saves_left_is_swept(tmp_path: Path) -> None:
+    machine, day = leftovers._machine(), 86400
+    alive = os.getppid()
+    dead = in_child_pid()
+    gone = [
+        left_over(tmp_path, machine, dead),
+        left_over(tmp_path, machine, os.getpid()),
+        left_over(tmp_path, "a-host-that-is-no-more-1", 7, age=2 * day),
+    ]
+    kept = [
+        left_over(tmp_path, machine, alive, age=2 * day),
+        left_over(tmp_path, "another-host-1", 7, age=day / 2),
+        # the same host name and process number, in another container
+        left_over(tmp_path, machine.rpartition("-")[0] + "-1", dead),
+    ]
+    sweep(tmp_path)
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in kept)
+
+
+def in_child_pid() -> int:
+    """Return the number of a process that is no more."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_a_name_of_any_length_can_be_saved(tmp_path: Path) -> None:
+    target = tmp_path / ("ä" * 127)
+    save(target, NEW)
+    assert contents(target) == NEW

@@ -5,24 +5,19 @@ A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so
 
 import json
 import os
-import re
 import shutil
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.folder import JOURNAL_FOLDER
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, outside_checkpoints
+from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
 from ckptfix.errors import FormatError
+from ckptfix.runtime.saving.leftovers import own_name, sweep
 from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.renaming import exchange
-
-_PREFIX = ".ckptfix-saving"
-_NAME = re.compile(rf"{re.escape(_PREFIX)}\+(.*)\+([0-9]+)\+.*", re.DOTALL)
 
 
 class How(Enum):
@@ -45,8 +40,8 @@ class Staging:
 def plan_staging(target: Path) -> Staging:
     """Return where a save of ``target`` is staged. Looks only."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
-    beside = _own_name(given)
-    inside = Staging(target, target / JOURNAL_FOLDER / "saving", How.INSIDE)
+    beside = own_name(given)
+    inside = Staging(target, target / JOURNAL / beside.name, How.INSIDE)
     if not _can_rename(beside.parent, target):
         return inside
     names = os.listdir(target) if target.is_dir() else []
@@ -56,27 +51,26 @@ def plan_staging(target: Path) -> Staging:
     return Staging(target, beside, How.SWAP) if known.issuperset(names) else inside
 
 
-def begin(staging: Staging) -> None:
-    """Make an empty staging folder; what interrupted saves left there, or beside it, goes."""
-    sweep(staging.folder.parent)
-    if os.path.lexists(staging.folder):
-        shutil.rmtree(staging.folder)
-    staging.folder.mkdir(parents=True)
+def begin(staging: Staging) -> bool:
+    """Make an empty staging folder; what dead saves left beside it goes. False: another process has made it.
 
-
-def sweep(parent: Path) -> None:
-    """Remove what processes of this machine that are no more left in a folder."""
-    for name in os.listdir(parent) if parent.is_dir() else ():
-        match = _NAME.fullmatch(name)
-        if match and match[1] == socket.gethostname() and not _is_alive(int(match[2])):
-            shutil.rmtree(parent / name, ignore_errors=True)
+    Its name is of this save alone, so a folder of that name is on the same disk and not left over.
+    """
+    parent = staging.folder.parent
+    sweep(parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        staging.folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def abandon(staging: Staging) -> None:
     """Remove what was staged."""
     shutil.rmtree(staging.folder, ignore_errors=True)
     if staging.how is How.INSIDE:
-        _remove_if_empty(staging.target / JOURNAL_FOLDER)
+        _remove_if_empty(staging.target / JOURNAL)
 
 
 def commit(staging: Staging, manifest: bytes) -> None:
@@ -87,80 +81,34 @@ def commit(staging: Staging, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
     _widen_modes(folder)
     sync_tree(folder)
-    if (
-        staging.how is How.INSIDE or plan_staging(target).how is How.INSIDE
-    ):  # files came while we were writing
+    # Looked at again: files may have come while we were writing, and this may be another disk than the main process's.
+    how = How.INSIDE if staging.how is How.INSIDE else plan_staging(target).how
+    if how is How.INSIDE:
         _move_in(staging, manifest)
     else:
-        _put_in_place(staging, manifest)
+        _put_in_place(staging, how, manifest)
     shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
 
 
-def _put_in_place(staging: Staging, manifest: bytes) -> None:
+def _put_in_place(staging: Staging, how: How, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
     known = _own_files(target)
-    (folder / JOURNAL_FOLDER).mkdir()
+    (folder / JOURNAL).mkdir()
     create_file(folder / MANIFEST, manifest)
-    sync_folder(folder / JOURNAL_FOLDER)
+    sync_folder(folder / JOURNAL)
     sync_folder(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if staging.how is How.NEW:
+    if how is How.NEW:
         os.rename(folder, target)
     elif exchange(folder, target):
         for name in set(os.listdir(folder)) - known:  # came between our last look and the exchange
             os.rename(folder / name, target / name)
     else:
-        shutil.rmtree(folder / JOURNAL_FOLDER)
+        shutil.rmtree(folder / JOURNAL)
         _move_in(staging, manifest)
     sync_folder(target.parent)
     if folder.parent != target.parent:
         sync_folder(folder.parent)
-
-
-def rotate(checkpoints: Path, limit: int) -> list[Path]:
-    """Remove the oldest whole checkpoints beyond ``limit``, and broken ones older than those that stay.
-
-    Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
-    """
-    sweep(outside_checkpoints(checkpoints / "any"))
-    found = candidates(checkpoints)
-    whole = [candidate for candidate in found if candidate.problem is None]
-    if len(whole) <= max(1, limit):
-        return []
-    oldest_kept = whole[max(1, limit) - 1].number
-    removed = []
-    for candidate in found:
-        path = candidate.path
-        if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
-            continue
-        trash = _own_name(path)
-        try:
-            os.rename(path, trash)
-        except OSError:  # another disk, or a parent that we may not write to
-            (path / MANIFEST).unlink(missing_ok=True)
-            for states in path.glob("random_states_*.pkl"):
-                states.unlink()  # from here on nothing takes it for whole
-            trash = path
-        shutil.rmtree(trash)
-        removed.append(path)
-    return removed
-
-
-def _own_name(target: Path) -> Path:
-    """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
-    return outside_checkpoints(target) / f"{_PREFIX}+{socket.gethostname()}+{os.getpid()}+{target.name}"
-
-
-def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # left by an earlier process of this number
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _can_rename(parent: Path, target: Path) -> bool:
@@ -182,27 +130,18 @@ def _own_files(target: Path) -> set[str]:
     except (FormatError, OSError):
         manifest = None
     names = set() if manifest is None else {name.split("/")[0] for name in manifest.files}
+    if manifest is not None:  # a process that came too late to the save adds its own
+        names.update(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))
     with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
-        names.update(str(name) for name in json.loads((target / JOURNAL_FOLDER / UNFINISHED).read_text()))
-    return {JOURNAL_FOLDER, *names} if names else set()
-
-
-def _was_saved(path: Path) -> bool:
-    """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
-    parsed = [parse_file_name(name) for name in os.listdir(path)]
-    roles = {name.role for name in parsed if name is not None}
-    return (
-        (path / MANIFEST).exists()
-        or Role.RNG_STATE in roles
-        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
-    )
+        names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
+    return {JOURNAL, *names} if names else set()
 
 
 def _move_in(staging: Staging, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
-    known = _own_files(target) - {JOURNAL_FOLDER}
+    known = _own_files(target) - {JOURNAL}
     new = os.listdir(folder)
-    journal = target / JOURNAL_FOLDER
+    journal = target / JOURNAL
     journal.mkdir(parents=True, exist_ok=True)
     (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known.union(new))))
     os.replace(

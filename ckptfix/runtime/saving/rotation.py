@@ -1,0 +1,50 @@
+"""Which old checkpoints go after a save: never the last whole one, and never one that is not ours."""
+
+import os
+import shutil
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.latest import candidates, outside_checkpoints
+from ckptfix.checkpoint.manifest import MANIFEST
+from ckptfix.runtime.saving.leftovers import own_name, sweep
+
+
+def rotate(checkpoints: Path, limit: int) -> list[Path]:
+    """Remove the oldest whole checkpoints beyond ``limit``, and broken ones older than those that stay.
+
+    Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
+    """
+    sweep(outside_checkpoints(checkpoints / "any"))
+    found = candidates(checkpoints)
+    whole = [candidate for candidate in found if candidate.problem is None]
+    if len(whole) <= max(1, limit):
+        return []
+    oldest_kept = whole[max(1, limit) - 1].number
+    removed = []
+    for candidate in found:
+        path = candidate.path
+        if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
+            continue
+        trash = own_name(path)
+        try:
+            os.rename(path, trash)
+        except OSError:  # another disk, or a parent that we may not write to
+            (path / MANIFEST).unlink(missing_ok=True)
+            for states in path.glob("random_states_*.pkl"):
+                states.unlink()  # from here on nothing takes it for whole
+            trash = path
+        shutil.rmtree(trash)
+        removed.append(path)
+    return removed
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
+    parsed = [parse_file_name(name) for name in os.listdir(path)]
+    roles = {name.role for name in parsed if name is not None}
+    return (
+        (path / MANIFEST).exists()
+        or Role.RNG_STATE in roles
+        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
+    )
