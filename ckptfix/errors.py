@@ -10,6 +10,7 @@
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
+        ├── RemoteOSError        another process of the run had an OSError (runtime.ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── LoadError            a checkpoint could not be loaded as required (runtime.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
@@ -47,6 +48,10 @@ class OperationError(CkptfixError):
     The folder is as it was before it. Only after a JournalError a transaction may still be unfinished: then the
     next repair or undo takes the folder back first, or says what is in the way.
     """
+
+
+class RemoteOSError(OperationError, OSError):
+    """Another process of the run had an OSError: scripts that go on after a full disk catch it on every process."""
 
 
 class LockedError(OperationError):

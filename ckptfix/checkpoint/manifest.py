@@ -20,6 +20,12 @@ VERSION = 1
 MAX_MANIFEST = 256 << 20
 """Longest manifest that is read, in bytes; a tensor's digest takes about 120."""
 
+_KINDS = ("models", "optimizers", "schedulers", "dataloaders", "custom")
+"""The fields of a manifest that are lists of entries."""
+
+_LINKS = ("models", "optimizer")
+"""The fields of an entry that name others by position; written only where there are any."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
@@ -27,7 +33,8 @@ class ManifestEntry:
 
     ``keys``: fingerprint of the names, dtypes and shapes, for optimizers of the shapes of their parameters; "" when not
     known. ``aliases``: name that is not in the file -> name of the tensor it shares its storage with. ``digests``:
-    tensor name -> sha256, only when asked for.
+    tensor name -> sha256, only when asked for. ``models``: of an optimizer, the positions of the models whose
+    parameters it holds; () when none is known. ``optimizer``: of a scheduler, the position of the one it drives.
     """
 
     index: int
@@ -36,6 +43,8 @@ class ManifestEntry:
     keys: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    models: tuple[int, ...] = ()
+    optimizer: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,12 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
-        return (json.dumps({"version": VERSION, **asdict(self)}, indent=1, ensure_ascii=True) + "\n").encode()
+        document = asdict(self)
+        for entry in (entry for kind in _KINDS for entry in document[kind]):
+            for link in _LINKS:
+                if entry[link] in ((), None):
+                    del entry[link]
+        return (json.dumps({"version": VERSION, **document}, indent=1, ensure_ascii=True) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -76,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         document = json.loads(data)
         if document.pop("version") != VERSION:
             raise FormatError(f"{folder / MANIFEST} is of another version than {VERSION}")
-        for kind in ("models", "optimizers", "schedulers", "dataloaders", "custom"):
+        for kind in _KINDS:
             document[kind] = tuple(_entry(value) for value in document[kind])
         manifest = Manifest(**document)
         _check(manifest)
@@ -110,7 +124,15 @@ def missing_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def _entry(value: Any) -> ManifestEntry:
-    entry = ManifestEntry(**value)
+    links = value.get("models", [])
+    if not isinstance(links, list):
+        raise TypeError("the models of an entry are a list")
+    entry = ManifestEntry(**{**value, "models": tuple(links)})
+    positions = [*entry.models, *([] if entry.optimizer is None else [entry.optimizer])]
+    if not all(type(position) is int and position >= 0 for position in positions):
+        raise TypeError("a position that is none")
+    if len(set(entry.models)) != len(entry.models):
+        raise ValueError("a position twice")
     if type(entry.index) is not int or not all(
         type(text) is str for text in (entry.file, entry.type, entry.keys)
     ):

@@ -30,10 +30,13 @@ from ckptfix.storage.reading import FileReader, open_reader
 Content = SafetensorsFile | TorchFile | WeightsIndex
 
 
-def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
+def scan_folder(
+    root: Path, only: str | None = None, *, wanted: Callable[[FileName], bool] = lambda name: True
+) -> CheckpointFolder:
     """Scan the folder ``root``, or just the file ``only`` in it.
 
-    Raises OSError when the folder itself cannot be listed; an unreadable file becomes a component with a problem.
+    ``wanted``: by their names, the files to look at; others are neither opened nor returned. Raises OSError when the
+    folder itself cannot be listed; an unreadable file becomes a component with a problem.
     """
     components, strays, subfolders = [], [], {}
     with os.scandir(root) as listing, paused_gc():
@@ -42,6 +45,8 @@ def scan_folder(root: Path, only: str | None = None) -> CheckpointFolder:
             if entry.name == JOURNAL or (only is not None and entry.name != only):
                 continue
             name = parse_file_name(entry.name)
+            if name is not None and not wanted(name):
+                continue
             if os.path.isdir(
                 entry.path
             ):  # and not entry.is_dir(), which raises for a link that leads to itself

@@ -16,19 +16,16 @@ import click
 )
 @click.option("--no-check-backward", is_flag=True, help="Do not warn of loss.backward().")
 @click.option(
-    "--wait-for-ranks",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long save_state on the main process waits for the others before it saves alone.",
+    "--save-together",
+    is_flag=True,
+    help="Every process of the script calls save_state: save as one, with a barrier at the end.",
 )
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     on_reprepare: str,
     no_check_backward: bool,
-    wait_for_ranks: float,
+    save_together: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> Callable[[], None]:
@@ -46,5 +43,5 @@ def run_command(
         arguments,
         on_reprepare=on_reprepare,
         check_backward=not no_check_backward,
-        wait_for_ranks=wait_for_ranks,
+        save_together=save_together,
     )

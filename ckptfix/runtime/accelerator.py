@@ -8,7 +8,7 @@ from typing import Any
 import accelerate
 
 from ckptfix.runtime import guard
-from ckptfix.runtime.guard import WAIT_FOR_RANKS, OnReprepare, Settings, guard_of
+from ckptfix.runtime.guard import OnReprepare, Settings, guard_of
 from ckptfix.runtime.saving.model import save_model
 from ckptfix.runtime.saving.resuming import load_state
 from ckptfix.runtime.saving.state import save_state
@@ -67,7 +67,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do with an object that it
     holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
     accumulated or scaled. ``tensor_digests``: record a sha256 of every tensor in the manifest of each save.
-    ``wait_for_ranks``: how many seconds ``save_state`` on the main process waits for the others before it saves alone.
+    ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
+    that calls it on the main process alone.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         on_reprepare: OnReprepare | str = OnReprepare.WARN,
         check_backward: bool = True,
         tensor_digests: bool = False,
-        wait_for_ranks: float = WAIT_FOR_RANKS,
+        save_together: bool = True,
         **kwargs: Any,
     ) -> None:
         """Make an accelerator; other arguments go to ``accelerate.Accelerator``."""
-        guard_of(self, Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, wait_for_ranks))
+        guard_of(self, Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, save_together))
         super().__init__(*args, **kwargs)
 
 
@@ -104,17 +105,18 @@ def patch_accelerate(
     on_reprepare: OnReprepare | str = OnReprepare.WARN,
     check_backward: bool = True,
     tensor_digests: bool = False,
-    wait_for_ranks: float = WAIT_FOR_RANKS,
+    save_together: bool = False,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
 
     For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
-    ``Accelerator``. ``unpatch_accelerate`` ends it.
+    ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
+    ``unpatch_accelerate`` ends it.
     """
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
-    guard.DEFAULTS.wait_for_ranks = wait_for_ranks
+    guard.DEFAULTS.save_together = save_together
     for name in _GUARDED:
         if name not in _ORIGINALS:
             original = getattr(accelerate.Accelerator, name)

@@ -4,6 +4,7 @@ Each function stands in front of one method of ``accelerate.Accelerator``. It ge
 in front of, already bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,6 @@ from ckptfix.runtime.renewing import as_new, made_here, wrapper_of
 
 Method = Callable[..., Any]
 
-WAIT_FOR_RANKS = 30.0
-"""Seconds: longer than processes of a run that trains together are apart, once a run where only the main one saves."""
-
 REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 
@@ -44,14 +42,14 @@ class Settings:
     """What a guard does.
 
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
-    every save record a sha256 of each tensor in its manifest. ``wait_for_ranks``: how many seconds a save on the main
-    process waits for the others before it goes on alone.
+    every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
+    and all of them save as one.
     """
 
     on_reprepare: OnReprepare = OnReprepare.WARN
     check_backward: bool = True
     tensor_digests: bool = False
-    wait_for_ranks: float = WAIT_FOR_RANKS
+    save_together: bool = False
 
 
 class Guard:
@@ -61,20 +59,21 @@ class Guard:
         self.settings = settings
         self.held = Held()
         self.backward = BackwardCheck(accelerator)
-        self.depth = 0
+        self._running = threading.local()
         self._accelerator = weakref.ref(accelerator)
         self._registered: frozenset[int] | None = None
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
         """Yield whether this is the outermost call: what accelerate calls on itself goes through untouched."""
-        if self.depth == 0:
+        depth = getattr(self._running, "depth", 0)  # of this thread: a save may go on in another
+        if depth == 0:
             self.follow_the_registries()
-        self.depth += 1
+        self._running.depth = depth + 1
         try:
-            yield self.depth == 1
+            yield depth == 0
         finally:
-            self.depth -= 1
+            self._running.depth = depth
 
     def add(self, things: Sequence[Any], prepared: Any, where: str, *, evaluation: bool = False) -> Entry:
         """Remember what these objects became."""

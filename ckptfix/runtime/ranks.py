@@ -6,24 +6,26 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from ckptfix.errors import OperationError
+from ckptfix.errors import OperationError, RemoteOSError
 
 
 class Ranks:
-    """The processes that do one thing: all of a run together, or this one without the others.
+    """The processes of a run. Each method is a collective operation: every process must call it, failed or not."""
 
-    Together, each method is a collective operation: every process must call it, failed or not.
-    """
-
-    def __init__(self, accelerator: Accelerator, *, together: bool = True) -> None:
-        """Take all processes of the accelerator's run, or this one."""
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Take all processes of the accelerator's run."""
         self._accelerator = accelerator
-        self._several = together and accelerator.num_processes > 1
+        self._several = accelerator.num_processes > 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in their order."""
+        found: list[Any] = gather_object([value]) if self._several else [value]
+        return found
 
     def on_main(self, work: Callable[[], Any], what: str) -> Any:
         """Let the main process decide, and return what it decided on every process; when it fails, all raise."""
         value, error = None, None
-        if self._accelerator.is_main_process or not self._several:
+        if self._accelerator.is_main_process:
             try:
                 value = work()
             except Exception as raised:
@@ -33,14 +35,17 @@ class Ranks:
 
     def agree(self, error: BaseException | None, what: str) -> None:
         """Raise on every process when any of them failed: its own error where there is one, else OperationError."""
-        if self._several:
-            rank = self._accelerator.process_index
-            own = None if error is None else f"process {rank}: {type(error).__name__}: {error}"
-            failures = [message for message in gather_object([own]) if message is not None]
-            if failures and error is None:
-                raise OperationError(f"{what} failed on another process, so all of them stop: {failures[0]}")
+        own = None
+        if error is not None:
+            text = f"process {self._accelerator.process_index}: {type(error).__name__}: {error}"
+            own = (text, isinstance(error, OSError))
+        failures = [failure for failure in self.gather(own) if failure is not None] if self._several else []
         if error is not None:
             raise error
+        if failures:
+            text, is_os_error = failures[0]
+            kind = RemoteOSError if is_os_error else OperationError
+            raise kind(f"{what} failed on another process, so all of them stop: {text}")
 
     def wait(self) -> None:
         """Return when every process is here."""

@@ -39,6 +39,10 @@ def make(**changes: Any) -> Manifest:
     )
 
 
+OPTIMIZER = ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.AdamW", models=(0, 2))
+SCHEDULER = ManifestEntry(index=0, file="scheduler.bin", type="torch.optim.StepLR", optimizer=0)
+
+
 def write(folder: Path, data: bytes) -> None:
     (folder / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).write_bytes(data)
@@ -46,8 +50,31 @@ def write(folder: Path, data: bytes) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
-    write(tmp_path, make().to_bytes())
-    assert read_manifest(tmp_path) == make()
+    manifest = make(optimizers=(OPTIMIZER,), schedulers=(SCHEDULER,))
+    write(tmp_path, manifest.to_bytes())
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_a_manifest_from_before_objects_were_linked_is_read(tmp_path: Path) -> None:
+    document = json.loads(make(optimizers=(OPTIMIZER,), schedulers=(SCHEDULER,)).to_bytes())
+    for entry in (*document["models"], *document["optimizers"], *document["schedulers"]):
+        entry.pop("models", None)
+        entry.pop("optimizer", None)
+    write(tmp_path, json.dumps(document).encode())
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (manifest.optimizers[0].models, manifest.schedulers[0].optimizer) == ((), None)
+    assert manifest.models == (ENTRY,)
+
+
+def test_links_are_written_only_where_there_are_any() -> None:
+    document = json.loads(make(optimizers=(OPTIMIZER,), schedulers=(SCHEDULER,)).to_bytes())
+    links = [
+        {name for name in ("models", "optimizer") if name in entry}
+        for kind in ("models", "optimizers", "schedulers")
+        for entry in document[kind]
+    ]
+    assert links == [set(), {"models"}, {"optimizer"}]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +88,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         lambda document: {**document, "world_size": "2"},
         lambda document: {**document, "models": [{"index": 0}]},
         lambda document: {**document, "models": [{**document["models"][0], "aliases": {"b": 1}}]},
+        *(
+            lambda document, wrong=wrong: {**document, "models": [{**document["models"][0], **wrong}]}
+            for wrong in (
+                {"models": 0},
+                {"models": ["0"]},
+                {"models": [-1]},
+                {"models": [True]},
+                {"models": [0, 0]},
+                {"models": {"0": 0}},
+                {"optimizer": "0"},
+                {"optimizer": -1},
+                {"optimizer": False},
+            )
+        ),
         lambda document: {**document, "files": {"../../etc/passwd": 1}},
         lambda document: {**document, "files": {"/etc/passwd": 1}},
         lambda document: {**document, "files": {"a": "1"}},

@@ -2,14 +2,17 @@
 
 import gc
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+from ckptfix.checkpoint import scan
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import ProblemKind
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.reading import FileReader, open_reader
 from tests.operations.builders import write_safetensors
 
 P = PurePosixPath
@@ -58,6 +61,24 @@ def test_one_file_alone(tmp_path: Path) -> None:
     assert [str(component.path) for component in folder.components] == ["model_1.safetensors"]
     (strange,) = scan_folder(tmp_path, "strange").components  # asked for by name, so it is looked at
     assert (strange.role, strange.problem is not None) == (Role.UNKNOWN, True)
+
+
+def test_files_that_are_not_wanted_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}.")
+    write_safetensors(tmp_path / "model.safetensors", WEIGHTS)
+    (tmp_path / "notes.txt").write_text("mine")
+    opened = []
+
+    def opening(path: Path) -> AbstractContextManager[FileReader]:
+        opened.append(path.name)
+        return open_reader(path)
+
+    monkeypatch.setattr(scan, "open_reader", opening)
+    folder = scan_folder(tmp_path, wanted=lambda name: name.rank in (None, 1))
+    assert sorted(opened) == ["model.safetensors", "random_states_1.pkl"]
+    assert [str(component.path) for component in folder.components] == sorted(opened)
+    assert folder.strays == (P("notes.txt"),)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """load_state_tolerant in one process: what is on disk arrives, however it was saved, and the disk stays as it is."""
 
+import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import save_file
 from torch import nn
 
+import ckptfix
 from ckptfix.runtime.loading import (
     LoadError,
     LoadPolicy,
@@ -317,6 +320,84 @@ def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
     assert not report.is_complete
 
 
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The names of files of random states that Python opens, once each time."""
+    names: list[str] = []
+    OPENINGS.append(names)
+    yield names
+    OPENINGS.remove(names)
+
+
+OPENINGS: list[list[str]] = []
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and OPENINGS and "random_states" in (name := Path(str(arguments[0])).name):
+        OPENINGS[-1].append(name)
+
+
+sys.addaudithook(_note)  # a hook stays for as long as the process lives
+
+
+def of_many_ranks(tmp_path: Path) -> Path:
+    folder = saved(tmp_path / "c")
+    for rank in range(1, 50):
+        shutil.copy(folder / "random_states_0.pkl", folder / f"random_states_{rank}.pkl")
+    return folder
+
+
+def test_a_rank_opens_its_own_random_states_alone(tmp_path: Path, opened: list[str]) -> None:
+    folder = of_many_ranks(tmp_path)
+    run = fresh()
+    opened.clear()
+    report = load_state_tolerant(run.accelerator, folder)
+    assert set(opened) == {"random_states_0.pkl"}
+    assert report.is_complete
+
+
+@pytest.mark.parametrize("own", ["missing", "damaged"])
+def test_a_rank_without_random_states_opens_one_other_for_the_step(
+    tmp_path: Path, opened: list[str], own: str
+) -> None:
+    folder = of_many_ranks(tmp_path)
+    (folder / "random_states_0.pkl").unlink()
+    if own == "damaged":
+        (folder / "random_states_0.pkl").write_bytes(b"no pickle")
+    run = fresh()
+    opened.clear()
+    with pytest.warns(UserWarning, match="rng"):
+        report = load_state_tolerant(run.accelerator, folder)
+    assert set(opened) - {"random_states_0.pkl"} == {"random_states_1.pkl"}
+    assert run.accelerator.step == 2
+    if own == "missing":
+        assert "49 ranks saved theirs, this run has 1 rank" in report.of("rng")[0].reason
+    opened.clear()
+    load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(rng="ignore", step="ignore"))  # type: ignore[arg-type]
+    assert opened == []
+
+
+def test_states_without_a_step_send_no_rank_to_all_others(tmp_path: Path, opened: list[str]) -> None:
+    folder = of_many_ranks(tmp_path)
+    for path in folder.glob("random_states_*"):
+        torch.save(
+            {"random_state": random.getstate()}, path
+        )  # as no version of accelerate since 1.0 saves them
+    run = fresh()
+    opened.clear()
+    with pytest.warns(UserWarning, match="rng failed|step"):
+        load_state_tolerant(run.accelerator, folder)
+    assert set(opened) == {"random_states_0.pkl"}
+
+
+def test_a_folder_with_nothing_but_the_random_states_of_another_rank(tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_state(str(tmp_path / "c"))
+    (tmp_path / "c" / "random_states_0.pkl").rename(tmp_path / "c" / "random_states_5.pkl")
+    with pytest.warns(UserWarning, match=r"no random_states_0\.pkl"):
+        report = load_state_tolerant(Accelerator(cpu=True), tmp_path / "c")
+    assert report.of("step")[0].files == ("random_states_5.pkl",)
+
+
 def test_missing_and_extra_components_by_the_policys_word(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c")
     (folder / "scheduler.bin").unlink()
@@ -450,6 +531,45 @@ def test_automatic_naming_hints_at_the_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="checkpoint_0"):
         load_state_tolerant(accelerator, tmp_path / "checkpoints")
     assert load_state_tolerant(accelerator, tmp_path / "checkpoints" / "checkpoint_0").is_complete
+
+
+@pytest.mark.parametrize("kind", [Accelerator, ckptfix.Accelerator], ids=["stock", "guarded"])
+@pytest.mark.parametrize("loaded", [0, 2], ids=["an older one", "the newest"])
+def test_numbers_go_on_after_a_load(tmp_path: Path, kind: type, loaded: int) -> None:
+    def run() -> Run:
+        config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        return make_run(nn.Linear(2, 2), accelerator=kind(cpu=True, project_config=config))
+
+    saving = run()
+    for _ in range(3):
+        saving.accelerator.save_state()
+    reset()
+    again = run()
+    folder = tmp_path / "checkpoints" / f"checkpoint_{loaded}"
+    (tmp_path / "checkpoints" / "broken").mkdir()
+    with pytest.raises(LoadError):
+        load_state_tolerant(again.accelerator, tmp_path / "checkpoints" / "broken")
+    assert again.accelerator.project_configuration.iteration == 0
+    (tmp_path / "checkpoints" / "broken").rmdir()
+    load_state_tolerant(again.accelerator, f"{folder}/")
+    assert again.accelerator.project_configuration.iteration == 3
+    again.accelerator.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in range(4)]
+
+
+def test_numbers_stay_as_they_are_where_nothing_is_numbered(tmp_path: Path) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=7)
+    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=config))
+    run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_7").rename(tmp_path / "mine")
+    load_state_tolerant(run.accelerator, tmp_path / "mine")
+    assert config.iteration == 8
+    plain = ProjectConfiguration(str(tmp_path))
+    reset()
+    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=plain))
+    (tmp_path / "mine").rename(tmp_path / "checkpoint_7")
+    load_state_tolerant(run.accelerator, tmp_path / "checkpoint_7")
+    assert plain.iteration == 0
 
 
 def test_the_report_as_plain_values(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from ckptfix.runtime.loading import LoadError, LoadPolicy, load_checkpoint_tolerant, load_state_tolerant
-from ckptfix.runtime.loading.allowing import resolve
+from ckptfix.runtime.loading.reading import resolve
 from fixtures.models import RunSettings
 from tests.runtime.loading_runs import reset
 

@@ -59,11 +59,14 @@ def test_ranks_that_would_load_different_things_load_nothing(seen: Ranks) -> Non
         assert rank["same"]
 
 
-def test_a_failure_after_the_agreement_is_told_to_all(seen: Ranks) -> None:
+def test_a_failure_after_the_agreement_is_taken_back_on_all(seen: Ranks) -> None:
     first, second = seen["an_object_of_one_rank_refuses"]
     assert "custom 0 (SampleCounter) refused its state" in second["error"]
     assert "rank 1 failed" in first["error"]
-    assert [first["modified"], second["modified"]] == [True, True]
+    for rank in (first, second):
+        assert "everything was taken back" in rank["error"]
+        assert rank["same"]
+        assert not rank["modified"]
 
 
 def test_a_hook_on_one_rank_alone_hangs_nobody(seen: Ranks) -> None:

@@ -8,8 +8,9 @@ import numpy
 import torch
 
 from ckptfix.runtime.loading.entries import Entry
-from ckptfix.runtime.loading.settling import same_class
+from ckptfix.runtime.loading.matching import same_class
 from ckptfix.runtime.loading.targets import Target
+from ckptfix.runtime.saving.recording import parameter_shapes
 
 _SHAPED_TEXT = """
     exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg prev step_size sum ax"""
@@ -51,7 +52,12 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
             and set(names) == set(mine)
         ):
             return f"group {number} names its parameters in another order than here"
-    return _shapes_problem(state, target.inner)
+    if reason := _shapes_problem(state, target.inner):
+        return reason
+    recorded = entry.recorded.keys if entry.recorded is not None else ""
+    if recorded and recorded != parameter_shapes(target.inner):  # all that tells where no state was saved
+        return "by the manifest its parameters had other shapes than those of the optimizer here"
+    return ""
 
 
 def _options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
@@ -117,6 +123,12 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
             f"it has {', '.join(map(str, extra))} beside: it was saved from another class than {target.what}"
         )
     return ""
+
+
+def custom_problem(state: Any, entry: Entry, target: Target) -> str:
+    """Return why a registered object cannot take a state, as far as its class is known: a scheduler of torch's."""
+    is_scheduler = isinstance(target.inner, torch.optim.lr_scheduler.LRScheduler)
+    return scheduler_problem(state, entry, target) if is_scheduler else ""
 
 
 def scaler_problem(state: Any, scaler: Any) -> str:

@@ -1,12 +1,20 @@
-"""The only module that modifies anything: it does what was planned, in the order of ``Accelerator.load_state``."""
+"""All ranks load, or none: they agree, modify everything in the order of ``Accelerator.load_state``, or take it back.
 
+Beside hooks of the script and loads that are delegated to accelerate, nothing is modified anywhere else.
+"""
+
+import os
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import assert_never
 
+from ckptfix.checkpoint.latest import NUMBERED
 from ckptfix.runtime.loading.draft import (
+    OF_A_RANK,
     Action,
     Draft,
     LoadModel,
@@ -15,9 +23,12 @@ from ckptfix.runtime.loading.draft import (
     SetSampler,
     SetStep,
 )
-from ckptfix.runtime.loading.policy import Part
-from ckptfix.runtime.loading.randomness import set_random
-from ckptfix.runtime.loading.report import LoadError
+from ckptfix.runtime.loading.randomness import current_random, set_random
+from ckptfix.runtime.loading.report import LoadError, Part
+from ckptfix.runtime.loading.rollback import State, Tensors, can_be_kept, may_refuse, same_bytes
+from ckptfix.runtime.ranks import Ranks
+
+Outline = tuple[tuple[str, str, tuple[str, ...], tuple[int, ...]], ...]
 
 _ORDER = (
     Part.MODELS,
@@ -32,24 +43,173 @@ _ORDER = (
 """The order of ``accelerate.checkpointing.load_accelerator_state``, then step and custom objects."""
 
 
-def commit(draft: Draft, accelerator: Any) -> None:
-    """Do every action of a draft. Raises LoadError, with ``modified`` set, when an object refuses its state."""
-    done: list[str] = []
-    for report, action in sorted(draft.planned, key=lambda pair: _ORDER.index(pair[0].part)):
+class Commit:
+    """What a draft is going to do, and the way back from it where code of the script may stop it half way.
+
+    Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``: what hooks of the
+    script began to modify already.
+    """
+
+    def __init__(self, draft: Draft, accelerator: Any, tensors: Tensors | None = None) -> None:
+        """Keep what will be modified. Modifies nothing."""
+        self._draft = draft
+        self._accelerator = accelerator
+        self._planned = sorted(draft.planned, key=lambda pair: _ORDER.index(pair[0].part))
+        self._attempted = 0
+        self._random = current_random()
+        self._step = getattr(accelerator, "step", None)
+        self._tensors = tensors
+        self._states: dict[int, State] = {}
+        self._samplers: dict[int, Any] = {}
+        self._is_kept = tensors is not None or any(
+            may_refuse(report.part, action) for report, action in self._planned
+        )
+        if self._is_kept:
+            try:
+                self._keep()
+            except (
+                MemoryError,
+                RuntimeError,
+            ):  # torch's word for no memory; a load that works needs no way back
+                self._is_kept = False
+
+    def _keep(self) -> None:
+        models = [action for _, action in self._planned if isinstance(action, LoadModel)]
+        if self._tensors is None:
+            slots = [slot for action in models for slot in action.slots.values()]
+            self._tensors = Tensors([action.target.thing for action in models], slots)
+        for number, (_, action) in enumerate(self._planned):
+            if isinstance(action, LoadState):
+                self._states[number] = State(action.thing)
+            elif isinstance(action, SetSampler):
+                self._samplers[number] = action.dataloader.get_sampler()
+
+    def run(self) -> None:
+        """Do every action. Raises LoadError when one fails; what was done until then is not taken back here."""
+        for report, action in self._planned:
+            self._attempted += 1
+            try:
+                perform(action, self._accelerator)
+            except Exception as error:  # load_state_dict of a class of the script raises anything
+                raise LoadError(
+                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}",
+                    report=self._draft.report(),
+                    modified=True,
+                ) from error
+
+    def take_back(self) -> list[str]:
+        """Put everything back as it was; return the names of what could not be."""
+        attempted = self._planned[: self._attempted]
+        if not self._is_kept:
+            return [report.name for report, _ in attempted]
+        lost = []
+        for number, (report, action) in reversed(list(enumerate(attempted))):
+            try:
+                is_back = self._restore(number, action)
+            except Exception:  # of a class of the script, or no memory
+                is_back = False
+            if not is_back:
+                lost.append(report.name)
         try:
-            _do(action, accelerator)
-        except Exception as error:  # load_state_dict of a user's class raises anything
-            before = f"already loaded: {', '.join(done)}" if done else "nothing was loaded before it"
+            if self._tensors is not None:
+                self._tensors.restore()
+        except Exception:
+            lost += [report.name for report, action in attempted if isinstance(action, LoadModel)]
+        set_random(self._random)
+        if self._accelerator is not None:
+            self._accelerator.step = self._step
+        return lost[::-1]
+
+    def _restore(self, number: int, action: Action) -> bool:
+        match action:
+            case LoadModel():
+                return can_be_kept(list(action.slots.values()))
+            case LoadState():
+                return self._states[number].restore()
+            case SetSampler():
+                action.dataloader.set_sampler(self._samplers[number])
+        return True
+
+
+def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError) -> LoadError:
+    """Take a commit back on every rank after it failed on any; return the error to raise, which says how that went.
+
+    ``commit``: None on a rank that did not come to begin.
+    """
+    own = [] if commit is None else commit.take_back()
+    everyone = (
+        [(0, own)] if accelerator is None else Ranks(accelerator).gather((accelerator.process_index, own))
+    )
+    lost = [
+        f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
+    ]
+    ending = "everything was taken back, nothing is modified"
+    if lost:
+        ending = f"{'; '.join(lost)} could not be taken back: the run must not go on from here"
+    return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
+
+
+def agree(accelerator: Any, error: BaseException | None, outline: Outline = ()) -> None:
+    """Raise on every rank when any rank failed, or when ranks would load different things.
+
+    Every rank must call it, failed or not. A rank's own error is raised as it is, others see a LoadError that names the
+    rank.
+    """
+    rank = accelerator.process_index
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = Ranks(accelerator).gather((rank, own, bool(getattr(error, "modified", False)), outline))
+    if error is not None:
+        raise error
+    failed = [(other, text) for other, text, _, _ in everyone if text is not None]
+    if failed:
+        more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise LoadError(
+            f"rank {failed[0][0]} failed{more}, so rank {rank} stops too: {failed[0][1]}",
+            modified=any(flag for _, _, flag, _ in everyone),
+        )
+    for other, _, _, theirs in everyone:
+        if theirs != everyone[0][3]:
             raise LoadError(
-                f"{draft.path}: {report.name} refused its state: {type(error).__name__}: {error}; {before}; the "
-                f"run must not go on from here",
-                report=draft.report(),
-                modified=True,
-            ) from error
-        done.append(report.name)
+                f"rank {other} would load something else than rank {everyone[0][0]}: "
+                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same folder?"
+            )
 
 
-def _do(action: Action, accelerator: Any) -> None:
+def outline(draft: Draft) -> Outline:
+    """Return what must be the same on every rank: component, status, files and their sizes in bytes."""
+    sizes = {str(member.path): member.size for entry in draft.used for member in entry.members}
+    return tuple(
+        (report.name, report.status.value, report.files, tuple(sizes.get(name, 0) for name in report.files))
+        for report in draft.report().components
+        if report.part not in OF_A_RANK
+    )
+
+
+def go_on_numbering(accelerator: Any, path: Path) -> None:
+    """Let automatic numbers go on after the checkpoint that was loaded, and after all that are there.
+
+    Stock ``save_state`` refuses a number that is taken, and ``load_state`` leaves it at 0. Every rank must call it.
+    """
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        return
+
+    def following() -> int | None:
+        loaded = NUMBERED.fullmatch(Path(os.path.abspath(path)).name)
+        if loaded is None:
+            return None
+        names = [loaded[0]]
+        with suppress(OSError):  # everything is loaded by now
+            names += os.listdir(Path(accelerator.project_dir or "") / "checkpoints")
+        return 1 + max(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
+
+    number = Ranks(accelerator).on_main(following, f"load_state_tolerant {path}")
+    if number is not None:
+        config.iteration = number
+
+
+def perform(action: Action, accelerator: Any) -> None:
+    """Do one action."""
     match action:
         case LoadModel():
             _load_model(action)
@@ -87,13 +247,12 @@ def _load_model(action: LoadModel) -> None:
     for name, value in values.items():
         action.slots[name].write(value)
         arrived = action.slots[name].read()
-        if not _same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
+        if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
             raise RuntimeError(f"{name!r} is not what was written")
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bits, for NaN equals nothing."""
-    if one.shape != other.shape:
-        return False
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return bool(torch.equal(*flat))
+def _first_difference(one: Outline, other: Outline) -> str:
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            return f"{left} against {right}"
+    return f"{len(one)} components against {len(other)}"

@@ -1,15 +1,22 @@
 """What a load is going to do: collected before anything is modified, and judged by the policy."""
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfix.runtime.loading.entries import Entry
-from ckptfix.runtime.loading.naming import Fit
+from ckptfix.runtime.loading.entries import Entry, changed_files
 from ckptfix.runtime.loading.offloaded import Slot
-from ckptfix.runtime.loading.policy import LoadPolicy, Need, Part
-from ckptfix.runtime.loading.report import ComponentReport, LoadReport, Status
-from ckptfix.runtime.loading.targets import ModelTarget, Target
+from ckptfix.runtime.loading.report import (
+    ComponentReport,
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Need,
+    Part,
+    Status,
+)
+from ckptfix.runtime.loading.targets import Fit, ModelTarget, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,9 @@ class SetStep:
     step: int
 
 
+OF_A_RANK = (Part.RNG, Part.STEP, Part.DATALOADERS)
+"""The parts that each rank has a state of its own of."""
+
 Action = LoadModel | LoadState | SetSampler | SetRandom | SetStep
 
 
@@ -67,7 +77,7 @@ class Draft:
     advice: str = ""
     planned: list[tuple[ComponentReport, Action]] = field(default_factory=list)
     others: list[ComponentReport] = field(default_factory=list)
-    failures: dict[str, list[str]] = field(default_factory=dict)
+    failures: dict[str, list[ComponentReport]] = field(default_factory=dict)
     used: list[Entry] = field(default_factory=list)
 
     def do(self, report: ComponentReport, action: Action, *entries: Entry) -> None:
@@ -94,7 +104,7 @@ class Draft:
         )
         self.others.append(report)
         if required:
-            self.failures.setdefault(reason, []).append(report.name)
+            self.failures.setdefault(reason, []).append(report)
 
     def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
         """Record that the policy ignores an object."""
@@ -117,7 +127,9 @@ class Draft:
         return tuple(
             report
             for report in self.others
-            if self.policy.need(report.part) is Need.WARN and not (report.index is None and not report.what)
+            if self.policy.need(report.part) is Need.WARN
+            and report.status in (Status.SKIPPED, Status.FAILED)
+            and not (report.index is None and not report.what)
         )
 
     def report(self) -> LoadReport:
@@ -126,3 +138,34 @@ class Draft:
         components = [report for report, _ in self.planned] + self.others
         components.sort(key=lambda component: order.index(component.part))
         return LoadReport(path=self.path, components=tuple(components))
+
+
+def stop_if_failed(draft: Draft, root: Path) -> None:
+    """Raise LoadError when something required is not there, or a file is not what was scanned."""
+    if draft.failures:
+        order = list(Part)
+        failures = sorted(draft.failures.items(), key=lambda failure: order.index(failure[1][0].part))
+        lines = [f"{', '.join(report.name for report in reports)}: {reason}" for reason, reports in failures]
+        raise LoadError(
+            f"{draft.path} was not loaded, nothing was modified:\n  " + "\n  ".join(lines),
+            report=draft.report(),
+        )
+    changed = changed_files(root, draft.used)
+    if changed:
+        raise LoadError(f"{draft.path}: {', '.join(changed)} changed while it was read; load it again")
+
+
+def as_load_error(problem: Exception, draft: Draft) -> LoadError:
+    """Return any failure before the commit as a LoadError with the report so far."""
+    if isinstance(problem, LoadError):
+        return problem
+    found = LoadError(f"{draft.path}: {type(problem).__name__}: {problem}", report=draft.report())
+    found.__cause__ = problem
+    return found
+
+
+def warn_of(draft: Draft, *, is_main: bool) -> None:
+    """Emit one UserWarning for each object that was left as it was; those all ranks share, on the main one alone."""
+    for report in draft.to_warn_of():
+        if is_main or report.part in OF_A_RANK:
+            warnings.warn(f"{draft.path}: {report}", UserWarning, stacklevel=3)

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers
@@ -80,6 +80,33 @@ def all_state_dicts(folder: CheckpointFolder) -> tuple[Entry, ...]:
             if scope.kind == "state dict" and scope.is_model:
                 found.append(_inside(alone, scope.path, len(found)))
     return tuple(found)
+
+
+def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | None:
+    """Return a manifest without what it says of files that are not those that were saved.
+
+    It speaks of files by name and position, and a repair moves entries up; models are judged one by one, by their keys.
+    """
+    if manifest is None:
+        return None
+    optimizers = manifest.optimizers if _is_as_saved(manifest, folder, Role.OPTIMIZER) else ()
+    schedulers = manifest.schedulers if _is_as_saved(manifest, folder, Role.SCHEDULER) else ()
+    if not _is_as_saved(manifest, folder, Role.MODEL):
+        optimizers = tuple(replace(entry, models=()) for entry in optimizers)
+    if not optimizers:
+        schedulers = tuple(replace(entry, optimizer=None) for entry in schedulers)
+    custom = manifest.custom if _is_as_saved(manifest, folder, Role.CUSTOM) else ()
+    return replace(manifest, optimizers=optimizers, schedulers=schedulers, custom=custom)
+
+
+def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bool:
+    """Whether the files of a role are those that the manifest lists, in their sizes."""
+    saved = {
+        name: size
+        for name, size in manifest.files.items()
+        if (parsed := parse_file_name(name)) is not None and parsed.role is role
+    }
+    return saved == {str(one.path): one.size for one in folder.components if one.role is role}
 
 
 def state_entries(

@@ -10,21 +10,19 @@ import torch
 from ckptfix.runtime.loading.checking import dtype_change, dtype_problem
 from ckptfix.runtime.loading.draft import Draft, LoadModel
 from ckptfix.runtime.loading.entries import Entry
-from ckptfix.runtime.loading.matching import Assignment
-from ckptfix.runtime.loading.naming import Fit, fit
+from ckptfix.runtime.loading.following import Placed, went_elsewhere
+from ckptfix.runtime.loading.matching import Assignment, hidden_by, misfits, settle, undecided
 from ckptfix.runtime.loading.offloaded import find_slots
-from ckptfix.runtime.loading.policy import Part
 from ckptfix.runtime.loading.reading import Unreadable, read_weights
-from ckptfix.runtime.loading.report import ComponentReport, Status
-from ckptfix.runtime.loading.settling import hidden_by, misfits, settle, undecided
-from ckptfix.runtime.loading.targets import ModelTarget
+from ckptfix.runtime.loading.report import ComponentReport, Part, Status
+from ckptfix.runtime.loading.targets import Fit, ModelTarget, distinct, fit
 
 Fits = list[list[Fit | str]]
 
 
 def plan_models(
     draft: Draft, root: Path, entries: Sequence[Entry], targets: Sequence[ModelTarget], device: torch.device
-) -> None:
+) -> Placed:
     """Add to the draft what every model gets. Reads tensors onto the CPU, modifies nothing. Raises OSError.
 
     ``device``: where tensors go that are on the meta device and that no hook looks after.
@@ -34,6 +32,7 @@ def plan_models(
     exact = [[isinstance(found, Fit) and found.is_exact for found in row] for row in fits]
     settled = settle(root, entries, targets, reasons, exact=exact)
     assignment = settled.assignment
+    pairs: dict[int, int] = {}
     for number, target in enumerate(targets):
         position = assignment.pairs.get(number)
         if position is None:
@@ -45,7 +44,10 @@ def plan_models(
         found = fits[position][number]
         assert isinstance(found, Fit)
         moved = position != number
-        _load(draft, root, entries[position], target, found, device, number in assignment.by_position, moved)
+        if _load(
+            draft, root, entries[position], target, found, device, number in assignment.by_position, moved
+        ):
+            pairs[number] = position
     for double, original in settled.aside.items():
         reason = f"the same model again as {entries[original].label}, equal in every byte"
         draft.leave(Part.MODELS, entries[double].files, reason)
@@ -53,6 +55,34 @@ def plan_models(
         draft.leave(
             Part.MODELS, entries[number].files, entries[number].problem or "it fits no model of this run"
         )
+    return Placed(
+        part=Part.MODELS,
+        entries=entries,
+        targets=targets,
+        pairs=pairs,
+        aside=settled.aside,
+        is_moved=went_elsewhere(entries, targets, pairs, settled.aside),
+    )
+
+
+def run_hooks(accelerator: Any, path: str, draft: Draft) -> list[Any]:
+    """Call the hooks with the list of models, as ``load_state`` does, and return the models they left in it."""
+    models = list(accelerator._models)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(models, path)
+    kept = {id(model) for model in models}
+    for target in distinct(accelerator._models):
+        if id(target.thing) not in kept:
+            draft.others.append(
+                ComponentReport(
+                    part=Part.MODELS,
+                    status=Status.RESTORED,
+                    index=target.index,
+                    what=target.what,
+                    reason="by a hook of the script (register_load_state_pre_hook)",
+                )
+            )
+    return models
 
 
 def _nothing_for(
@@ -80,13 +110,13 @@ def _nothing_for(
 def _load(
     draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit, device: torch.device,
     by_position: bool, moved: bool,
-) -> None:  # fmt: skip
-    """Read an entry for a model, and add its loading or the reason against it."""
+) -> bool:  # fmt: skip
+    """Read an entry for a model, and add its loading or the reason against it. Return whether it is loaded."""
     try:
         weights = read_weights(root, entry, trust=draft.policy.trust)
     except Unreadable as error:
         draft.cannot(Part.MODELS, str(error), target=target, files=entry.files)
-        return
+        return False
     changed = [name for name in weights if name not in found.names]
     state: OrderedDict[str, Any] = OrderedDict(
         (found.names[name], weights[name]) for name in weights if not changed
@@ -95,7 +125,7 @@ def _load(
     if changed or lost:
         text = f"{root / entry.label} changed while it was read: {(changed or lost)[0]!r}; load it again"
         draft.cannot(Part.MODELS, text, target=target, files=entry.files)
-        return
+        return False
     _metadata(weights, state, found)
     pairs = []
     for name, value in state.items():
@@ -106,19 +136,19 @@ def _load(
         if type(own).__name__ == "DTensor":
             reason = "the model's tensor is sharded over ranks; next: accelerator.load_state(path)"
             draft.cannot(Part.MODELS, f"{name!r}: {reason}", target=target, files=entry.files)
-            return
+            return False
         reason = dtype_problem(value, own)
         if shapes[0] != shapes[1]:
             reason = f"the shape is {shapes[0]} in the file, {shapes[1]} in the model"
         if reason:
             draft.cannot(Part.MODELS, f"{entry.label}: {name!r}: {reason}", target=target, files=entry.files)
-            return
+            return False
         pairs.append((value.dtype, own.dtype))
     slots, wrong = find_slots(target.thing, target.meta, device)
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         draft.cannot(Part.MODELS, f"its weights would not arrive: {wrong[0]}{more}", target=target)
-        return
+        return False
     reasons = [] if found.is_exact else [_renamed(entry, found)]
     if moved:
         reasons.append("from another position")
@@ -135,6 +165,7 @@ def _load(
         by_position=by_position,
     )
     draft.do(report, LoadModel(target=target, state=state, fit=found, slots=slots), entry)
+    return True
 
 
 def _metadata(weights: Any, state: Any, found: Fit) -> None:

@@ -8,13 +8,11 @@ import torch
 
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.runtime.loading.commit import commit
-from ckptfix.runtime.loading.draft import Draft
+from ckptfix.runtime.loading.commit import Commit, take_back_on_all
+from ckptfix.runtime.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
 from ckptfix.runtime.loading.entries import Entry, all_state_dicts
 from ckptfix.runtime.loading.models import plan_models
-from ckptfix.runtime.loading.policy import LoadPolicy, Need
-from ckptfix.runtime.loading.report import LoadError, LoadReport
-from ckptfix.runtime.loading.state import as_load_error, stop_if_failed, warn_of
+from ckptfix.runtime.loading.report import LoadError, LoadPolicy, LoadReport, Need
 from ckptfix.runtime.loading.targets import model_targets
 
 
@@ -42,7 +40,11 @@ def load_checkpoint_tolerant(
         error = as_load_error(problem, draft)
     if error is not None:
         raise error
-    commit(draft, None)
+    commit = Commit(draft, None)
+    try:
+        commit.run()
+    except LoadError as failure:
+        raise take_back_on_all(None, commit, failure) from failure.__cause__
     warn_of(draft, is_main=True)
     return draft.report()
 

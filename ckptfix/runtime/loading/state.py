@@ -1,7 +1,6 @@
 """``load_state_tolerant``: look at everything, read everything, agree, and only then modify."""
 
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,26 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.runtime.loading.agreeing import agree, outline
-from ckptfix.runtime.loading.checking import optimizer_problem, scheduler_problem
-from ckptfix.runtime.loading.commit import commit
+from ckptfix.runtime.loading.checking import custom_problem, optimizer_problem, scheduler_problem
+from ckptfix.runtime.loading.commit import Commit, agree, go_on_numbering, outline, take_back_on_all
 from ckptfix.runtime.loading.delegated import load_delegated
-from ckptfix.runtime.loading.draft import Draft
-from ckptfix.runtime.loading.entries import changed_files, model_entries, state_entries
-from ckptfix.runtime.loading.hooks import Undo, run_hooks
-from ckptfix.runtime.loading.models import plan_models
-from ckptfix.runtime.loading.policy import LoadPolicy, Need, Part
-from ckptfix.runtime.loading.randomness import plan_random
-from ckptfix.runtime.loading.report import LoadError, LoadReport
-from ckptfix.runtime.loading.states import plan_dataloaders, plan_scaler, plan_states
+from ckptfix.runtime.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
+from ckptfix.runtime.loading.entries import believed, model_entries, state_entries
+from ckptfix.runtime.loading.following import Owners, Placed
+from ckptfix.runtime.loading.models import plan_models, run_hooks
+from ckptfix.runtime.loading.randomness import not_of_a_rank, plan_random, ranks_in
+from ckptfix.runtime.loading.report import LoadError, LoadPolicy, LoadReport, Need, Part
+from ckptfix.runtime.loading.rollback import Tensors
+from ckptfix.runtime.loading.states import (
+    Offer,
+    is_hopeless,
+    plan_dataloaders,
+    plan_scaler,
+    plan_states,
+    read_states,
+)
 from ckptfix.runtime.loading.targets import distinct, model_targets
+from ckptfix.runtime.saving.recording import driven_optimizer, held_models
 
 DELEGATED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Where models are sharded over ranks: accelerate loads these itself, after the files were looked at."""
@@ -40,9 +46,12 @@ def load_state_tolerant(
     nested names, other containers, sharded weights, another number of ranks, missing and extra components. On a healthy
     folder the result is that of ``load_state``, bit for bit. On a distributed run every rank must call it.
 
-    Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any rank. Nothing was
-    modified then, unless ``error.modified``: an object of the script refused its own state during the commit.
-    ValueError for a policy that is none.
+    Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any rank, or when an
+    object refuses its own state. Nothing is modified then, unless ``error.modified``: the error names what could not be
+    taken back. ValueError for a policy that is none.
+
+    For the way back the weights are copied to the CPU, if objects with a ``load_state_dict`` that is not torch's are
+    to be loaded. With automatic naming, numbers go on after the checkpoint.
     """
     policy = policy or LoadPolicy()
     if accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1:
@@ -53,26 +62,21 @@ def load_state_tolerant(
     if accelerator.distributed_type in DELEGATED:
         return load_delegated(accelerator, root, policy)
     draft = Draft(path=root, policy=policy)
+    undo: Tensors | None = None
     error: Exception | None = None
-    folder: CheckpointFolder | None = None
-    manifest: Manifest | None = None
-    has_hooks = bool(accelerator._load_model_state_pre_hook)
     try:
         folder, manifest = look(root)
-        if not has_hooks:
-            _plan_models(draft, accelerator, accelerator._models, folder, manifest)
-        _plan_states(draft, accelerator, folder, manifest)
-        stop_if_failed(draft, root)
+        offers = _plan_before_hooks(draft, accelerator, folder, manifest)
     except Exception as problem:  # told to the other ranks, then raised: a rank that leaves alone hangs them
         error = as_load_error(problem, draft)
     agree(accelerator, error)
-    assert folder is not None
-    undo: Undo | None = None
     try:  # a rank without hooks goes the same way, as one with hooks will wait for it
-        if has_hooks:
-            undo = Undo(accelerator._models)
-            _plan_models(draft, accelerator, run_hooks(accelerator, str(root), draft), folder, manifest)
-            stop_if_failed(draft, root)
+        models = accelerator._models
+        if accelerator._load_model_state_pre_hook:
+            undo = Tensors(models)
+            models = run_hooks(accelerator, str(root), draft)
+        _plan(draft, accelerator, models, folder, manifest, offers)
+        stop_if_failed(draft, root)
     except Exception as problem:
         error = as_load_error(problem, draft)
     try:
@@ -81,13 +85,25 @@ def load_state_tolerant(
         if undo is not None:
             undo.restore()
         raise
-    try:
-        commit(draft, accelerator)
-    except Exception as problem:
-        error = problem
-    agree(accelerator, error)
+    _commit(draft, accelerator, undo)
+    go_on_numbering(accelerator, root)
     warn_of(draft, is_main=accelerator.is_main_process)
     return draft.report()
+
+
+def _commit(draft: Draft, accelerator: Any, undo: Tensors | None) -> None:
+    """Do what was planned on every rank, or take it back on every rank and raise LoadError."""
+    error: Exception | None = None
+    commit: Commit | None = None
+    try:
+        commit = Commit(draft, accelerator, undo)
+        commit.run()
+    except Exception as problem:
+        error = as_load_error(problem, draft)
+    try:
+        agree(accelerator, error)
+    except LoadError as failure:
+        raise take_back_on_all(accelerator, commit, failure) from failure.__cause__
 
 
 def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
@@ -97,8 +113,8 @@ def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
         raise LoadError(f"{root} {kind}")
     if problem := mixed(root):
         raise LoadError(problem)
-    folder = scan_folder(root)
-    if not folder.components:
+    folder = scan_folder(root, wanted=not_of_a_rank)
+    if not folder.components and not ranks_in(root):
         numbered = sorted(str(name) for name in folder.subfolders if str(name).startswith("checkpoint_"))
         hint = f"; it holds checkpoints: {', '.join(numbered[:3])}" if numbered else ""
         others = ", ".join(f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3])
@@ -108,58 +124,64 @@ def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
     return folder, read_manifest(root)
 
 
-def as_load_error(problem: Exception, draft: Draft) -> LoadError:
-    """Return any failure before the commit as a LoadError with the report so far."""
-    if isinstance(problem, LoadError):
-        return problem
-    found = LoadError(f"{draft.path}: {type(problem).__name__}: {problem}", report=draft.report())
-    found.__cause__ = problem
-    return found
+def _plan_before_hooks(
+    draft: Draft, accelerator: Any, folder: CheckpointFolder, manifest: Manifest | None
+) -> tuple[Offer, Offer, Offer]:
+    """Plan what does not depend on where models go; return what optimizers, schedulers and custom objects may get.
+
+    Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can be known.
+    """
+    root = folder.root
+    said = believed(manifest, folder) or Manifest(versions={}, world_size=0, step=0)
+    parts = (
+        (Part.OPTIMIZERS, Role.OPTIMIZER, said.optimizers, accelerator._optimizers, optimizer_problem),
+        (Part.SCHEDULERS, Role.SCHEDULER, said.schedulers, accelerator._schedulers, scheduler_problem),
+        (Part.CUSTOM, Role.CUSTOM, said.custom, accelerator._custom_objects, custom_problem),
+    )
+    optimizers, schedulers, custom = (
+        read_states(draft, part, root, state_entries(folder, role, recorded), distinct(things), check)
+        for part, role, recorded, things, check in parts
+    )
+    plan_dataloaders(draft, folder, accelerator._dataloaders)
+    plan_scaler(draft, folder, accelerator.scaler)
+    plan_random(draft, root, manifest, accelerator.process_index, accelerator.num_processes)
+    if accelerator._load_model_state_pre_hook:
+        trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
+        for offer in (optimizers, schedulers, custom):
+            if is_hopeless(trial, offer):
+                plan_states(trial, root, offer)
+        stop_if_failed(trial, root)
+    return optimizers, schedulers, custom
 
 
-def warn_of(draft: Draft, *, is_main: bool) -> None:
-    """Emit one UserWarning for each object that was left as it was; those all ranks share, on the main one alone."""
-    for report in draft.to_warn_of():
-        if is_main or report.part in (Part.RNG, Part.STEP, Part.DATALOADERS):
-            warnings.warn(f"{draft.path}: {report}", UserWarning, stacklevel=3)
+def _plan(
+    draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
+    offers: tuple[Offer, Offer, Offer],
+) -> None:  # fmt: skip
+    """Add to the draft what models get, and what follows them. ``models``: those that hooks left to load."""
+    root = folder.root
+    optimizers, schedulers, custom = offers
+    placed = _plan_models(draft, accelerator, models, folder, manifest)
+    things = [target.thing for target in optimizers.targets]
+    held = [target.thing for target in placed.targets]
+    driving = plan_states(draft, root, optimizers, placed, lambda: held_models(things, held))
+    plan_states(draft, root, schedulers, driving, lambda: _driven(schedulers, driving))
+    plan_states(draft, root, custom)
 
 
 def _plan_models(
     draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None
-) -> None:
+) -> Placed:
     if draft.policy.models is Need.IGNORE:
         for target in distinct(models):
             draft.ignore(Part.MODELS, target)
-        return
+        return Placed(part=Part.MODELS)
     entries = model_entries(folder, manifest)
-    plan_models(draft, folder.root, entries, model_targets(models), accelerator.device)
+    targets = model_targets(models, accelerator._models)
+    return plan_models(draft, folder.root, entries, targets, accelerator.device)
 
 
-def _plan_states(draft: Draft, accelerator: Any, folder: CheckpointFolder, manifest: Manifest | None) -> None:
-    root = folder.root
-    optimizers = state_entries(folder, Role.OPTIMIZER, manifest.optimizers if manifest else ())
-    schedulers = state_entries(folder, Role.SCHEDULER, manifest.schedulers if manifest else ())
-    custom = state_entries(folder, Role.CUSTOM, manifest.custom if manifest else ())
-    plan_states(
-        draft, Part.OPTIMIZERS, root, optimizers, distinct(accelerator._optimizers), optimizer_problem
-    )
-    plan_states(
-        draft, Part.SCHEDULERS, root, schedulers, distinct(accelerator._schedulers), scheduler_problem
-    )
-    plan_dataloaders(draft, folder, accelerator._dataloaders)
-    plan_scaler(draft, folder, accelerator.scaler)
-    plan_random(draft, folder, manifest, accelerator.process_index, accelerator.num_processes)
-    plan_states(draft, Part.CUSTOM, root, custom, distinct(accelerator._custom_objects))
-
-
-def stop_if_failed(draft: Draft, root: Path) -> None:
-    """Raise LoadError when something required is not there, or a file is not what was scanned."""
-    if draft.failures:
-        lines = [f"{', '.join(names)}: {reason}" for reason, names in draft.failures.items()]
-        raise LoadError(
-            f"{draft.path} was not loaded, nothing was modified:\n  " + "\n  ".join(lines),
-            report=draft.report(),
-        )
-    changed = changed_files(root, draft.used)
-    if changed:
-        raise LoadError(f"{draft.path}: {', '.join(changed)} changed while it was read; load it again")
+def _driven(schedulers: Offer, optimizers: Placed) -> Owners:
+    things = [target.thing for target in optimizers.targets]
+    found = [driven_optimizer(target.thing, things) for target in schedulers.targets]
+    return [() if number is None else (number,) for number in found]

@@ -1,6 +1,7 @@
 """Plan what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,64 +10,112 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.runtime.loading.checking import scaler_problem
 from ckptfix.runtime.loading.draft import Draft, LoadState, SetSampler
 from ckptfix.runtime.loading.entries import Entry, component_at, single_entry
-from ckptfix.runtime.loading.policy import Need, Part
+from ckptfix.runtime.loading.following import Owners, Placed, follow, went_elsewhere
+from ckptfix.runtime.loading.matching import hidden_by, misfits, settle, undecided
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
-from ckptfix.runtime.loading.report import ComponentReport, Status
-from ckptfix.runtime.loading.settling import hidden_by, misfits, settle, undecided
+from ckptfix.runtime.loading.report import ComponentReport, Need, Part, Status
 from ckptfix.runtime.loading.targets import Target
 
 Check = Callable[[Any, Entry, Target], str]
 """Returns why a state does not suit a target, "" when it does."""
 
 
-def plan_states(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it can.
+
+    ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores the part.
+    """
+
+    part: Part
+    entries: Sequence[Entry]
+    targets: Sequence[Target]
+    states: list[Any] = field(default_factory=list, repr=False)
+    problems: list[str] = field(default_factory=list)
+    reasons: list[list[str]] = field(default_factory=list)
+
+
+def read_states(
     draft: Draft, part: Part, root: Path, entries: Sequence[Entry], targets: Sequence[Target],
     check: Check | None = None,
-) -> None:  # fmt: skip
-    """Add to the draft what every object of a numbered part gets. Reads its files, modifies nothing. Raises OSError."""
+) -> Offer:  # fmt: skip
+    """Read the states of a part, and hold each against every object."""
+    offer = Offer(part=part, entries=entries, targets=targets)
+    if draft.policy.need(part) is Need.IGNORE or not targets:
+        return offer
+    for entry in entries:
+        state, problem = _read(draft, root, entry)
+        offer.states.append(state)
+        offer.problems.append(problem)
+        offer.reasons.append(
+            [problem or (check(state, entry, target) if check else "") for target in targets]
+        )
+    return offer
+
+
+def is_hopeless(draft: Draft, offer: Offer) -> bool:
+    """Whether a part that is required lacks a state for some object, wherever the models will go."""
+    if draft.policy.need(offer.part) is not Need.REQUIRE:
+        return False
+    fitting = [row for row in offer.reasons if "" in row]
+    return len(fitting) < len(offer.targets) or any(all(column) for column in zip(*fitting, strict=True))
+
+
+def plan_states(
+    draft: Draft, root: Path, offer: Offer, before: Placed | None = None, owners: Callable[[], Owners] = tuple
+) -> Placed:
+    """Add to the draft what every object of a numbered part gets. Modifies nothing. Raises OSError.
+
+    ``before``: where the objects went that these belong to; ``owners`` says which of them each holds.
+    """
+    part, entries, targets = offer.part, offer.entries, offer.targets
+    before = before or Placed(part=part)
     if draft.policy.need(part) is Need.IGNORE:
         for target in targets:
             draft.ignore(part, target)
-        return
-    states: list[Any] = []
-    problems: list[str] = []
-    reasons: list[list[str]] = []
-    for entry in entries if targets else ():
-        state, problem = _read(draft, root, entry)
-        states.append(state)
-        problems.append(problem)
-        reasons.append([problem or (check(state, entry, target) if check else "") for target in targets])
+        return Placed(part=before.part, is_moved=before.is_moved)
     if not targets:
         for entry in entries:
             draft.leave(part, entry.files, "no object of this run is registered for it")
-        return
-    settled = settle(root, entries, targets, reasons)
+        return Placed(part=part, is_moved=before.is_moved)
+    followed = follow(offer.reasons, entries, before, owners)
+    settled = settle(root, entries, targets, followed.reasons)
     assignment = settled.assignment
+    pairs: dict[int, int] = {}
     for number, target in enumerate(targets):
         position = assignment.pairs.get(number)
         if position is None:
-            _nothing_for(
-                draft, part, entries, target, [row[number] for row in reasons], assignment.refusal, number
-            )
+            row = [reasons[number] for reasons in followed.reasons]
+            _nothing_for(draft, offer, target, row, assignment.refusal, number)
             continue
-        if hidden := hidden_by(entries, position, number, problems):
+        if hidden := hidden_by(entries, position, number, offer.problems):
             draft.cannot(part, hidden, target=target)
             continue
         entry, moved = entries[position], position != number
+        pairs[number] = position
         report = ComponentReport(
             part=part,
             status=Status.ADAPTED if moved else Status.RESTORED,
             index=target.index,
             what=target.what,
             files=entry.files,
-            reason="from another position" if moved else "",
+            reason=followed.why(before, number, position) if moved else "",
             by_position=number in assignment.by_position,
         )
-        draft.do(report, LoadState(thing=target.thing, state=states[position]), entry)
+        draft.do(report, LoadState(thing=target.thing, state=offer.states[position]), entry)
     for double, original in settled.aside.items():
         draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
     for number in assignment.left:
-        draft.leave(part, entries[number].files, next(iter(reasons[number]), ""))
+        draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
+    return Placed(
+        part=part,
+        entries=entries,
+        targets=targets,
+        pairs=pairs,
+        aside=settled.aside,
+        is_moved=went_elsewhere(entries, targets, pairs, settled.aside)
+        or (before.is_moved and len(pairs) < len(targets)),
+    )
 
 
 def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
@@ -94,21 +143,15 @@ def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
 
 def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequence[Any]) -> None:
     """Add what the samplers and stateful dataloaders get; others save nothing. By position, as ``load_state`` does."""
-    from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-
     for index, dataloader in enumerate(dataloaders):
         target = Target(index=index, thing=dataloader, inner=dataloader)
-        has_sampler = isinstance(dataloader.dataset, IterableDatasetShard) and isinstance(
-            dataloader.get_sampler(), SeedableRandomSampler
-        )
-        is_stateful = getattr(dataloader, "use_stateful_dataloader", False)
         if draft.policy.dataloaders is Need.IGNORE:
-            if has_sampler or is_stateful:
+            if has_sampler(dataloader) or is_stateful(dataloader):
                 draft.ignore(Part.DATALOADERS, target)
             continue
-        if has_sampler:
+        if has_sampler(dataloader):
             _one(draft, folder, Role.SAMPLER, "sampler", target, _set_sampler)
-        if is_stateful:
+        if is_stateful(dataloader):
             _one(draft, folder, Role.DATALOADER, "dl_state_dict", target, _load_state)
     used = {file for report in (*(r for r, _ in draft.planned), *draft.others) for file in report.files}
     for component in folder.components:
@@ -116,6 +159,19 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
             draft.leave(
                 Part.DATALOADERS, (str(component.path),), "no dataloader of this run saves such a state"
             )
+
+
+def has_sampler(dataloader: Any) -> bool:
+    """Whether ``save_state`` writes the sampler of a dataloader."""
+    from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+
+    is_sharded = isinstance(dataloader.dataset, IterableDatasetShard)
+    return is_sharded and isinstance(dataloader.get_sampler(), SeedableRandomSampler)
+
+
+def is_stateful(dataloader: Any) -> bool:
+    """Whether ``save_state`` writes the state of a dataloader."""
+    return bool(getattr(dataloader, "use_stateful_dataloader", False))
 
 
 def _set_sampler(target: Target, state: Any) -> SetSampler:
@@ -158,10 +214,11 @@ def _read(draft: Draft, root: Path, entry: Entry) -> tuple[Any, str]:
 
 
 def _nothing_for(
-    draft: Draft, part: Part, entries: Sequence[Entry], target: Target, reasons: Sequence[str],
+    draft: Draft, offer: Offer, target: Target, reasons: Sequence[str],
     refusal: tuple[tuple[int, ...], tuple[int, ...]] | None, number: int,
 ) -> None:  # fmt: skip
     """Say why an object gets nothing."""
+    part, entries = offer.part, offer.entries
     if not entries:
         draft.cannot(part, f"{draft.path} has no file for it", target=target, missing=True)
         return

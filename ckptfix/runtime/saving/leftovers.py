@@ -17,10 +17,25 @@ _DEAD_AFTER = 86400.0
 """Seconds without any change after which a save of another machine is taken for dead: it would write all the time."""
 
 
+_in_use: set[str] = set()
+"""Names that this process has given and not released: a save may go on in another thread."""
+
+
 def own_name(target: Path) -> Path:
     """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
     name = f"{_PREFIX}+{_machine()}+{os.getpid()}+{secrets.token_hex(8)}+{_short(target.name)}"
+    _in_use.add(name)
     return outside_checkpoints(target) / name
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name was given by ``own_name``, here or anywhere."""
+    return _NAME.fullmatch(name) is not None
+
+
+def release(path: Path) -> None:
+    """Say that this process is done with a name."""
+    _in_use.discard(path.name)
 
 
 def sweep(parent: Path) -> None:
@@ -46,11 +61,11 @@ def _machine() -> str:
 
 
 def _is_alive(folder: Path, machine: str, pid: int) -> bool:
-    """Whether a save may still be going on; one of this very process is over, as this one begins."""
+    """Whether a save may still be going on."""
     if machine != _machine():
         return time.time() - _last_change(folder) < _DEAD_AFTER
     if pid == os.getpid():
-        return False
+        return folder.name in _in_use
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

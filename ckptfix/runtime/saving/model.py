@@ -31,42 +31,56 @@ def save_model(
         if not is_outermost:
             return method(model, save_directory, *args, **kwargs)
         safetensors = bool(kwargs.get("safe_serialization", args[1] if len(args) > 1 else True))
-        before = _weights_in(Path(save_directory), safetensors) if accelerator.is_main_process else {}
-        with _separated(accelerator):
+        before = _weights_in(Path(save_directory), safetensors) if accelerator.is_main_process else set()
+        written: set[str] = set()
+        with _watched(accelerator, written):
             result = method(model, save_directory, *args, **kwargs)
-        if before:
-            now = _weights_in(Path(save_directory), safetensors)
-            for path in before.keys() & now.keys():
-                if before[path] == now[path]:
-                    path.unlink()
+        if len(written) > 1:
+            written.add(_index_name(safetensors))  # accelerate writes it itself, when there are several files
+        for name in before - written if written else ():
+            (Path(save_directory) / name).unlink()
         return result
 
 
 @contextmanager
-def _separated(accelerator: Accelerator) -> Iterator[None]:
-    original = accelerator.get_state_dict
+def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
+    """Give views storages of their own, and collect the names of the files that are written."""
+    before = dict(vars(accelerator))
+    get_state_dict, save = accelerator.get_state_dict, accelerator.save
 
-    def get_state_dict(*args: Any, **kwargs: Any) -> Any:
-        state = original(*args, **kwargs)
+    def separated(*args: Any, **kwargs: Any) -> Any:
+        state = get_state_dict(*args, **kwargs)
         if state is not None:
             separate_views(state)
         return state
 
-    accelerator.get_state_dict = get_state_dict
+    def noted(state: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        written.add(os.path.basename(path))
+        return save(state, path, *args, **kwargs)
+
+    accelerator.get_state_dict, accelerator.save = separated, noted
     try:
         yield
     finally:
-        del accelerator.get_state_dict
+        for name in ("get_state_dict", "save"):
+            if name in before:
+                setattr(accelerator, name, before[name])
+            else:
+                delattr(accelerator, name)
 
 
-def _weights_in(folder: Path, safetensors: bool) -> dict[Path, tuple[int, int, int]]:
-    """Return the files of ``save_model`` in a folder with what tells whether they were written since."""
+def _index_name(safetensors: bool) -> str:
+    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
+
+
+def _weights_in(folder: Path, safetensors: bool) -> set[str]:
+    """Return the names of the files of ``save_model`` in a folder."""
     if not folder.is_dir():
-        return {}
+        return set()
     stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
     names = os.listdir(folder)
     is_save_state = any(parsed.role is Role.RNG_STATE for name in names if (parsed := parse_file_name(name)))
-    found = {}
+    found = set()
     for name in names:
         parsed = parse_file_name(name)
         if parsed is None or parsed.stem != stem or parsed.index:
@@ -75,8 +89,7 @@ def _weights_in(folder: Path, safetensors: bool) -> dict[Path, tuple[int, int, i
         if (
             (is_single and not is_save_state)
             or (parsed.shard and parsed.suffix == suffix)
-            or (name == f"{stem}{suffix}.index.json")
+            or name == _index_name(safetensors)
         ):
-            status = (folder / name).stat()
-            found[folder / name] = (status.st_mtime_ns, status.st_ino, status.st_size)
+            found.add(name)
     return found

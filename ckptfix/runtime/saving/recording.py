@@ -4,7 +4,8 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
+from ckptfix.runtime.held import levels
 
 StateDict = dict[str, Any]
 
@@ -57,8 +59,12 @@ def model_entries(
     accelerator: Accelerator, models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool,
     digests: bool,
 ) -> tuple[ManifestEntry, ...]:  # fmt: skip
-    """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself."""
+    """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself.
+
+    A hook that took some of the weights leaves unknown which model each of the others is of.
+    """
     entries = []
+    numbered = len(weights) in (0, len(models))
     for index, model in enumerate(models):
         state = weights[index] if index < len(weights) else {}
         stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
@@ -72,7 +78,7 @@ def model_entries(
             ManifestEntry(
                 index=index,
                 file=f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}",
-                type=_type(accelerator.unwrap_model(model, keep_torch_compile=False)),
+                type=_type(accelerator.unwrap_model(model, keep_torch_compile=False)) if numbered else "",
                 keys=key_fingerprint(
                     (name, _dtype(value), tuple(value.shape)) for name, value in written.items()
                 )
@@ -92,18 +98,16 @@ def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[Manifest
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+    # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
+    linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
     return Manifest(
         versions={package: importlib.metadata.version(package) for package in _PACKAGES}
         | {"python": platform.python_version()},
         world_size=accelerator.num_processes,
         step=accelerator.step,
         models=models,
-        optimizers=_entries(
-            files, Role.OPTIMIZER, (optimizer.optimizer for optimizer in accelerator._optimizers)
-        ),
-        schedulers=_entries(
-            files, Role.SCHEDULER, (scheduler.scheduler for scheduler in accelerator._schedulers)
-        ),
+        optimizers=_optimizers(accelerator, files, linked=linked),
+        schedulers=_schedulers(accelerator, files),
         dataloaders=_entries(files, Role.SAMPLER, accelerator._dataloaders),
         custom=_entries(files, Role.CUSTOM, accelerator._custom_objects),
         files=files,
@@ -119,6 +123,68 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def innermost(thing: object) -> Any:
+    """Return what is inside all wrappers of a prepared object."""
+    return list(levels(thing))[-1]
+
+
+def held_models(optimizers: Sequence[Any], models: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return for each optimizer the positions of the models that have parameters in it."""
+    owners: dict[int, set[int]] = {}
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    return [
+        tuple(sorted({index for parameter in _parameters(one) for index in owners.get(id(parameter), ())}))
+        for one in optimizers
+    ]
+
+
+def driven_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
+    """Return the position of the optimizer that a scheduler drives, None when it is none of these."""
+    driven = getattr(innermost(scheduler), "optimizer", None)
+    if driven is None:
+        return None
+    inside = innermost(driven)
+    return next((index for index, one in enumerate(optimizers) if innermost(one) is inside), None)
+
+
+def parameter_shapes(optimizer: Any) -> str:
+    """Return a fingerprint of the shapes of an optimizer's parameters, "" for one that is not of torch's kind."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    shapes = ((f"{group}.{number}", "", tuple(parameter.shape))
+              for group, options in enumerate(optimizer.param_groups)
+              for number, parameter in enumerate(options["params"]))  # fmt: skip
+    return key_fingerprint(shapes)
+
+
+def _optimizers(
+    accelerator: Accelerator, files: Mapping[str, int], *, linked: bool
+) -> tuple[ManifestEntry, ...]:
+    optimizers = accelerator._optimizers
+    entries = _entries(files, Role.OPTIMIZER, map(innermost, optimizers))
+    models = held_models(optimizers, accelerator._models if linked else ())
+    return tuple(
+        replace(entry, keys=parameter_shapes(optimizer), models=held)
+        for entry, optimizer, held in zip(entries, optimizers, models, strict=True)
+    )
+
+
+def _schedulers(accelerator: Accelerator, files: Mapping[str, int]) -> tuple[ManifestEntry, ...]:
+    schedulers = accelerator._schedulers
+    entries = _entries(files, Role.SCHEDULER, map(innermost, schedulers))
+    return tuple(
+        replace(entry, optimizer=driven_optimizer(scheduler, accelerator._optimizers))
+        for entry, scheduler in zip(entries, schedulers, strict=True)
+    )
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group.get("params", ())
+
+
 def _entries(files: Mapping[str, int], role: Role, objects: Iterable[object]) -> tuple[ManifestEntry, ...]:
     by_index = {
         parsed.index: name
@@ -126,19 +192,9 @@ def _entries(files: Mapping[str, int], role: Role, objects: Iterable[object]) ->
         if (parsed := parse_file_name(name)) is not None and parsed.role is role
     }
     return tuple(
-        ManifestEntry(index=index, file=by_index.get(index, ""), type=_type(thing), keys=_keys(thing))
+        ManifestEntry(index=index, file=by_index.get(index, ""), type=_type(thing))
         for index, thing in enumerate(objects)
     )
-
-
-def _keys(thing: object) -> str:
-    """Return a fingerprint of the shapes of an optimizer's parameters, "" for anything else."""
-    if not isinstance(thing, torch.optim.Optimizer):
-        return ""
-    shapes = ((f"{group}.{number}", "", tuple(parameter.shape))
-              for group, options in enumerate(thing.param_groups)
-              for number, parameter in enumerate(options["params"]))  # fmt: skip
-    return key_fingerprint(shapes)
 
 
 def _view(tensor: torch.Tensor) -> object:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from ckptfix.checkpoint.latest import NUMBERED, candidates, checkpoints_folder, mixed, newest_whole
 from ckptfix.errors import UsageError
 from ckptfix.runtime.guard import guard_of
-from ckptfix.runtime.saving.meeting import from_main
+from ckptfix.runtime.ranks import Ranks
 
 Method = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def load_state(
     with guard_of(accelerator).entered() as is_outermost:
         if is_outermost and input_dir is None and config.automatic_checkpoint_naming:
             folder = Path(accelerator.project_dir) / "checkpoints"
-            input_dir = from_main(accelerator, f"load_state {folder}", lambda: str(_latest(folder)))
+            input_dir = _choose(accelerator, folder)
         elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
             raise UsageError(problem)
         result = method(input_dir, *args, **kwargs)
@@ -40,6 +40,14 @@ def load_state(
             if match:
                 config.iteration = int(match[1]) + 1
         return result
+
+
+def _choose(accelerator: Accelerator, folder: Path) -> str:
+    """Return the newest whole checkpoint. Some scripts load on some processes only: then each looks for itself."""
+    if guard_of(accelerator).settings.save_together:
+        chosen: str = Ranks(accelerator).on_main(lambda: str(_latest(folder)), "load_state")
+        return chosen
+    return str(_latest(folder))
 
 
 def latest_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.latest import candidates, outside_checkpoints
 from ckptfix.checkpoint.manifest import MANIFEST
-from ckptfix.runtime.saving.leftovers import own_name, sweep
+from ckptfix.runtime.saving.leftovers import own_name, release, sweep
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
@@ -26,7 +26,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
         path = candidate.path
         if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
             continue
-        trash = own_name(path)
+        trash = name = own_name(path)
         try:
             os.rename(path, trash)
         except OSError:  # another disk, or a parent that we may not write to
@@ -35,6 +35,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
                 states.unlink()  # from here on nothing takes it for whole
             trash = path
         shutil.rmtree(trash)
+        release(name)
         removed.append(path)
     return removed
 

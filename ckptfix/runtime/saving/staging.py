@@ -3,21 +3,26 @@
 A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never lies there.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
 from ckptfix.errors import FormatError
-from ckptfix.runtime.saving.leftovers import own_name, sweep
+from ckptfix.runtime.saving.leftovers import is_own_name, own_name, release, sweep
 from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.renaming import exchange
+
+_RANDOM_STATES = re.compile(r"random_states_[0-9]+\.pkl")
 
 
 class How(Enum):
@@ -30,25 +35,24 @@ class How(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A save on its way: ``folder`` is written, ``target`` is what it becomes."""
+    """A save on its way: ``folder`` is written, ``target`` is what it becomes.
+
+    ``is_part``: other processes add files of their own, so the random states of other ranks stay.
+    """
 
     target: Path
     folder: Path
     how: How
+    is_part: bool = False
 
 
-def plan_staging(target: Path) -> Staging:
+def plan_staging(target: Path, *, is_part: bool = False) -> Staging:
     """Return where a save of ``target`` is staged. Looks only."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
     beside = own_name(given)
-    inside = Staging(target, target / JOURNAL / beside.name, How.INSIDE)
     if not _can_rename(beside.parent, target):
-        return inside
-    names = os.listdir(target) if target.is_dir() else []
-    if not names:
-        return Staging(target, beside, How.NEW)
-    known = _own_files(target)
-    return Staging(target, beside, How.SWAP) if known.issuperset(names) else inside
+        return Staging(target, target / JOURNAL / beside.name, How.INSIDE, is_part)
+    return Staging(target, beside, _how(target, is_part), is_part)
 
 
 def begin(staging: Staging) -> bool:
@@ -67,10 +71,14 @@ def begin(staging: Staging) -> bool:
 
 
 def abandon(staging: Staging) -> None:
-    """Remove what was staged."""
+    """Remove what was staged, unless a part of it has taken the place of old files: then the rest is needed."""
+    release(staging.folder)
+    if (staging.target / JOURNAL / UNFINISHED).exists():
+        return
     shutil.rmtree(staging.folder, ignore_errors=True)
-    if staging.how is How.INSIDE:
-        _remove_if_empty(staging.target / JOURNAL)
+    if staging.folder.parent == staging.target / JOURNAL:
+        with suppress(OSError):  # somebody else's things are in there
+            staging.folder.parent.rmdir()
 
 
 def commit(staging: Staging, manifest: bytes) -> None:
@@ -81,16 +89,42 @@ def commit(staging: Staging, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
     _widen_modes(folder)
     sync_tree(folder)
-    # Looked at again: files may have come while we were writing, and this may be another disk than the main process's.
-    how = How.INSIDE if staging.how is How.INSIDE else plan_staging(target).how
-    if how is How.INSIDE:
-        _move_in(staging, manifest)
-    else:
-        _put_in_place(staging, how, manifest)
+    is_in_place = False
+    while not is_in_place:
+        # Looked at again: files may have come while we were writing, and this may be another disk than the main one's.
+        how = How.INSIDE if folder.parent == target / JOURNAL else _how(target, staging.is_part)
+        is_in_place = how is not How.INSIDE and _put_in_place(staging, how, manifest)
+        if how is How.INSIDE:
+            _move_in(staging, manifest)
+            is_in_place = True
     shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
+    release(folder)
 
 
-def _put_in_place(staging: Staging, how: How, manifest: bytes) -> None:
+def add(staging: Staging) -> None:
+    """Put the files of one process beside those of the others, each in one step; nothing is removed."""
+    _widen_modes(staging.folder)
+    sync_tree(staging.folder)
+    for name in sorted(_files_in(staging.folder)):
+        _replace(staging.folder / name, staging.target / name)
+    sync_folder(staging.target)
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    release(staging.folder)
+
+
+def _how(target: Path, is_part: bool) -> How:
+    names = os.listdir(target) if target.is_dir() else []
+    if not names:
+        return How.NEW
+    known = _own_files(target)
+    if not known and JOURNAL in names:
+        return How.INSIDE  # a journal alone is not ours to replace
+    strange = _files_in(target) - known
+    return How.INSIDE if any(not (is_part and _is_random_states(name)) for name in strange) else How.SWAP
+
+
+def _put_in_place(staging: Staging, how: How, manifest: bytes) -> bool:
+    """Do it by one rename or exchange; False when it has to be done in another way."""
     folder, target = staging.folder, staging.target
     known = _own_files(target)
     (folder / JOURNAL).mkdir()
@@ -99,69 +133,148 @@ def _put_in_place(staging: Staging, how: How, manifest: bytes) -> None:
     sync_folder(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     if how is How.NEW:
-        os.rename(folder, target)
-    elif exchange(folder, target):
-        for name in set(os.listdir(folder)) - known:  # came between our last look and the exchange
-            os.rename(folder / name, target / name)
+        if not _rename_new(folder, target):
+            shutil.rmtree(folder / JOURNAL)
+            return False
     else:
-        shutil.rmtree(folder / JOURNAL)
-        _move_in(staging, manifest)
+        copied = _copy_random_states(staging)
+        sync_folder(folder)
+        if exchange(folder, target):
+            _carry_over(staging, known, copied)
+        else:
+            shutil.rmtree(folder / JOURNAL)
+            _move_in(staging, manifest)
     sync_folder(target.parent)
     if folder.parent != target.parent:
         sync_folder(folder.parent)
+    return True
+
+
+def _rename_new(folder: Path, target: Path) -> bool:
+    """Give a folder its name; False when another process has put its files there meanwhile."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _copy_random_states(staging: Staging) -> dict[str, int]:
+    """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a kill is between."""
+    copied: dict[str, int] = {}
+    if staging.is_part:
+        for name in filter(_is_random_states, _files_in(staging.target)):
+            with suppress(FileExistsError), (staging.target / name).open("rb") as file:
+                create_file(staging.folder / name, file.read())
+                copied[name] = os.fstat(file.fileno()).st_ino
+    return copied
+
+
+def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> None:
+    """After an exchange, take from the old folder what came there since our last look."""
+    for name in _files_in(staging.folder):
+        is_new = (
+            name not in known
+            if not (staging.is_part and _is_random_states(name))
+            else name not in copied or copied[name] != os.lstat(staging.folder / name).st_ino
+        )
+        if is_new and (name in copied or not os.path.lexists(staging.target / name)):
+            _replace(staging.folder / name, staging.target / name)
+
+
+def _move_in(staging: Staging, manifest: bytes) -> None:
+    folder, target = staging.folder, staging.target
+    known, new = _own_files(target), _files_in(folder)
+    journal = target / JOURNAL
+    journal.mkdir(parents=True, exist_ok=True)
+    # What is ours is known without a manifest from here on.
+    (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known | new)))
+    os.replace(journal / f"{UNFINISHED}.new", journal / UNFINISHED)
+    sync_folder(journal)
+    try:
+        (target / MANIFEST).unlink(missing_ok=True)
+        sync_folder(journal)
+        for name in (known & _files_in(target)) - new:
+            if not (staging.is_part and _is_random_states(name)):
+                _remove(target / name)
+        for name in sorted(new):
+            _replace(folder / name, target / name)
+        sync_folder(target)
+        for name in os.listdir(journal):
+            if name != UNFINISHED and not is_own_name(name):
+                _remove(journal / name)  # repairs of the files that are gone
+        create_file(target / MANIFEST, manifest)
+        sync_folder(journal)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{target} holds files of two saves now: {error}; those that are not yet in place are in {folder}; next: "
+            f"save again, or load another checkpoint",
+        ) from error
+    (journal / UNFINISHED).unlink()
 
 
 def _can_rename(parent: Path, target: Path) -> bool:
     """Whether a folder in ``parent`` can become ``target`` by a rename."""
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
     base = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
+    try:
+        is_here = Path(os.getcwd()).is_relative_to(target)
+    except FileNotFoundError:  # somebody has removed the working directory
+        is_here = False
     return (
         os.access(base, os.W_OK | os.X_OK)
         and os.stat(base).st_dev == os.stat(existing).st_dev
         and not os.path.ismount(target)
-        and not Path(os.getcwd()).is_relative_to(target)
+        and not is_here
     )
 
 
 def _own_files(target: Path) -> set[str]:
-    """Return the names in a folder that our last save there wrote; all else is the user's, whatever its name."""
-    try:
+    """Return the files in a folder that our last save there wrote; all else is the user's, whatever its name."""
+    names: set[str] = set()
+    with suppress(FormatError, OSError):
         manifest = read_manifest(target)
-    except (FormatError, OSError):
-        manifest = None
-    names = set() if manifest is None else {name.split("/")[0] for name in manifest.files}
-    if manifest is not None:  # a process that came too late to the save adds its own
-        names.update(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))
+        if manifest is not None:  # and what other processes may have added
+            names = {*manifest.files, *(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))}
     with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
         names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
-    return {JOURNAL, *names} if names else set()
+    return names
 
 
-def _move_in(staging: Staging, manifest: bytes) -> None:
-    folder, target = staging.folder, staging.target
-    known = _own_files(target) - {JOURNAL}
-    new = os.listdir(folder)
-    journal = target / JOURNAL
-    journal.mkdir(parents=True, exist_ok=True)
-    (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known.union(new))))
-    os.replace(
-        journal / f"{UNFINISHED}.new", journal / UNFINISHED
-    )  # what is ours is known without a manifest
-    sync_folder(journal)
-    (target / MANIFEST).unlink(missing_ok=True)
-    sync_folder(journal)
-    for name in known.intersection(os.listdir(target)) - set(new):
-        _remove(target / name)
-    for name in new:
-        if (folder / name).is_dir() and (target / name).exists():
-            _remove(target / name)
-        os.replace(folder / name, target / name)
-    sync_folder(target)
-    for name in set(os.listdir(journal)) - {UNFINISHED}:
-        _remove(journal / name)  # repairs of the files that are gone
-    create_file(target / MANIFEST, manifest)
-    sync_folder(journal)
-    (journal / UNFINISHED).unlink()
+def _files_in(folder: Path) -> set[str]:
+    """Return all files, links and empty folders, relative, but for the journal."""
+    found: set[str] = set()
+    if not folder.is_dir():
+        return found
+    for root, folders, files in os.walk(folder):
+        if root == str(folder) and JOURNAL in folders:
+            folders.remove(JOURNAL)
+        inside = os.path.relpath(root, folder)
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found.update(os.path.normpath(os.path.join(inside, name)) for name in (*files, *links))
+        if not files and not folders and inside != ".":
+            found.add(inside)
+    return found
+
+
+def _is_random_states(name: str) -> bool:
+    return _RANDOM_STATES.fullmatch(name) is not None
+
+
+def _replace(source: Path, place: Path) -> None:
+    """Move a file, or an empty folder, to a place, whatever is there."""
+    for parent in reversed(place.parents):
+        if os.path.lexists(parent) and not parent.is_dir():
+            parent.unlink()  # a file of an earlier save where this one has a folder
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and not place.is_symlink():
+        for root, _, _ in os.walk(place, topdown=False):
+            with suppress(OSError):  # somebody's files are in there: then replacing fails
+                os.rmdir(root)
+    os.replace(source, place)
 
 
 def _remove(path: Path) -> None:
@@ -171,19 +284,14 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not os.listdir(folder):
-        folder.rmdir()
-
-
 def _widen_modes(folder: Path) -> None:
-    """Give files the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
+    """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
     probe = folder / ".mode"
     create_file(probe, b"")
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for root, _, names in os.walk(folder):
-        for name in names:
-            path = Path(root) / name
-            if path.stat().st_mode & 0o777 == 0o600 != mode:
-                path.chmod(mode)
+    for name in os.listdir(folder):
+        path = folder / name
+        is_accelerates = parse_file_name(name) is not None and path.is_file()
+        if is_accelerates and path.stat().st_mode & 0o777 == 0o600 != mode:
+            path.chmod(mode)

@@ -1,21 +1,28 @@
-"""``save_state`` of a guarded Accelerator: whole or absent."""
+"""``save_state`` of a guarded Accelerator: whole or absent.
 
+Accelerate's own needs no other process when it is given a folder under DistributedDataParallel, and many scripts call
+it on the main process alone. Such a save waits for nobody: the main process commits its files as a whole, any other
+adds its own. Where accelerate's own waits for all, and where the script says so, all processes save as one.
+"""
+
+import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
 
 from ckptfix.checkpoint.latest import NUMBERED
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.runtime.guard import guard_of
 from ckptfix.runtime.ranks import Ranks
-from ckptfix.runtime.saving.meeting import Company, meeting
 from ckptfix.runtime.saving.recording import make_manifest, model_entries, separate_views
 from ckptfix.runtime.saving.rotation import rotate
-from ckptfix.runtime.saving.staging import Staging, abandon, begin, commit, plan_staging
+from ckptfix.runtime.saving.staging import Staging, abandon, add, begin, commit, plan_staging
 
 Method = Callable[..., Any]
 
@@ -23,6 +30,11 @@ WHAT = "save_state"
 
 _NEEDS_ALL = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Where accelerate's own save_state is a collective operation."""
+
+_PATIENCE = 30.0
+"""Seconds after which a save that waits for all processes says so."""
+
+_log = logging.getLogger("ckptfix")
 
 
 def save_state(
@@ -34,75 +46,134 @@ def save_state(
 ) -> Any:
     """Stand in front of ``Accelerator.save_state``: write beside, make durable, rename, then rotate.
 
-    Raises on every process what any of them raised; the target is then as it was.
+    Raises what the method raises, on every process that saves as one. The target is then as it was; where it had to be
+    replaced file by file, OSError says so when it is not.
     """
     guard = guard_of(accelerator)
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
     with guard.entered() as is_outermost:
         if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
             return method(output_dir, safe_serialization, **kwargs)
-        if automatic or accelerator.distributed_type in _NEEDS_ALL:
-            return _Save(accelerator, Ranks(accelerator), method, output_dir).run(safe_serialization, kwargs)
-        with meeting(accelerator, f"{WHAT} {output_dir}", guard.settings.wait_for_ranks) as company:
-            if company is Company.LATE:
-                return method(output_dir, safe_serialization, **kwargs)
-            ranks = Ranks(accelerator, together=company is Company.TOGETHER)
-            return _Save(accelerator, ranks, method, output_dir).run(safe_serialization, kwargs)
+        save = _Save(accelerator, lambda folder: method(folder, safe_serialization, **kwargs))
+        target = _target(accelerator, output_dir)
+        if _together(accelerator) and save.is_of_all(target):
+            name = save.together(target, safe_serialization).name
+        else:
+            name = save.alone(target, safe_serialization).name
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            return Path(accelerator.project_dir) / "checkpoints" / name
+        return Path(str(output_dir))
+
+
+def _together(accelerator: Accelerator) -> bool:
+    """Whether every process takes part in a save."""
+    if accelerator.num_processes > 1 and not torch.distributed.is_initialized():
+        return False  # after end_training
+    return (
+        accelerator.num_processes == 1
+        or accelerator.project_configuration.automatic_checkpoint_naming
+        or accelerator.distributed_type in _NEEDS_ALL
+        or guard_of(accelerator).settings.save_together
+    )
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
     """Whether a save goes through as it is: what accelerate refuses, and XLA, whose processes cannot agree here."""
-    if output_dir is None and not accelerator.project_configuration.automatic_checkpoint_naming:
+    if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
         return True
     return accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1
 
 
 class _Save:
-    """One save: who takes part, where it is staged, and who answers for a disk.
+    """One save. ``write`` is accelerate's part of it: all its files into a folder."""
 
-    The main process answers for the disk of the target, the first process of another node for its own, if it has one.
-    """
-
-    def __init__(self, accelerator: Accelerator, ranks: Ranks, method: Method, output_dir: Any) -> None:
+    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
         self._accelerator = accelerator
-        self._ranks = ranks
-        self._method = method
+        self._write = write
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
+        self._ranks = Ranks(accelerator)
+        self._models: tuple[ManifestEntry, ...] = ()
+        self._staging: Staging
         self._owns = False
-        self._staging: Staging = ranks.on_main(lambda: plan_staging(_target(accelerator, output_dir)), WHAT)
 
-    def run(self, safe_serialization: bool, kwargs: dict[str, Any]) -> Path:
-        """Do it; return the checkpoint."""
-        accelerator, staging = self._accelerator, self._staging
-        automatic = self._config.automatic_checkpoint_naming
-        if automatic:
-            self._config.iteration = int(staging.target.name.removeprefix("checkpoint_"))
-        models: list[tuple[ManifestEntry, ...]] = []
-        is_main = accelerator.is_main_process
+    def is_of_all(self, target: Path) -> bool:
+        """Whether all processes save to one folder; some scripts have one for each."""
+        with _said_when_waiting():
+            return len(set(self._ranks.gather(str(target.parent)))) == 1
+
+    def alone(self, target: Path, safetensors: bool) -> Path:
+        """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
+        accelerator = self._accelerator
+        leads = accelerator.is_main_process or (
+            accelerator.is_local_main_process and self._config.save_on_each_node
+        )
+        self._staging = plan_staging(target, is_part=accelerator.num_processes > 1)
+        try:
+            self._owns = begin(self._staging)
+            self._write_all(safetensors)
+            if leads:
+                self._commit()
+                self._rotate()
+            else:
+                add(self._staging)
+        except BaseException:
+            self._config.iteration = self._iteration
+            self._abandon()
+            raise
+        return target
+
+    def together(self, target: Path, safetensors: bool) -> Path:
+        """Save as one with all other processes; return the target, which the main process decides."""
+        self._staging = self._ranks.on_main(lambda: plan_staging(target), WHAT)
+        self._begin()
+        with self._on_all():
+            self._write_all(safetensors)
+        is_main = self._accelerator.is_main_process
         with self._on_all():
             if is_main:
-                self._owns = begin(staging)
-        with self._on_all():  # the first comes first: on one disk, nobody else can make the folder now
-            if accelerator.is_local_main_process and not is_main:
-                self._owns = begin(staging)
-        with (
-            self._on_all(),
-            _unnamed(accelerator),
-            _recorded(accelerator, models, safe_serialization),
-        ):
-            self._method(str(staging.folder), safe_serialization, **kwargs)
-        entries = models[-1] if models else ()
-        with self._on_all():
-            if is_main:
-                commit(staging, make_manifest(accelerator, staging.folder, entries).to_bytes())
+                self._commit()
         with self._on_all():
             if self._owns and not is_main:
-                commit(staging, make_manifest(accelerator, staging.folder, entries).to_bytes())
-            if self._owns and automatic and self._config.total_limit is not None:
-                rotate(staging.target.parent, self._config.total_limit)
+                self._commit()
+            if self._owns:
+                self._rotate()
         self._ranks.wait()
-        return staging.target
+        return self._staging.target
+
+    def _begin(self) -> None:
+        """Make the staging folder, and find out who answers for a disk.
+
+        The main process does for that of the target, the first process of another node for its own, if it has one: on
+        one disk the folder is there by then, and nobody else can make it.
+        """
+        accelerator = self._accelerator
+        with self._on_all():
+            if accelerator.is_main_process:
+                self._owns = begin(self._staging)
+        with self._on_all():
+            if accelerator.is_local_main_process and not accelerator.is_main_process:
+                self._owns = begin(self._staging)
+
+    def _write_all(self, safetensors: bool) -> None:
+        if self._config.automatic_checkpoint_naming:
+            self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
+        with _unnamed(self._accelerator), _recorded(self._accelerator, self._record, safetensors):
+            self._write(str(self._staging.folder))
+
+    def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
+        if self._accelerator.is_local_main_process:
+            digests = guard_of(self._accelerator).settings.tensor_digests
+            self._models = model_entries(
+                self._accelerator, models, weights, safetensors=safetensors, digests=digests
+            )
+
+    def _commit(self) -> None:
+        manifest = make_manifest(self._accelerator, self._staging.folder, self._models)
+        commit(self._staging, manifest.to_bytes())
+
+    def _rotate(self) -> None:
+        if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:
+            rotate(self._staging.target.parent, self._config.total_limit)
 
     @contextmanager
     def _on_all(self) -> Iterator[None]:
@@ -150,23 +221,33 @@ def _unnamed(accelerator: Accelerator) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(
-    accelerator: Accelerator, models: list[tuple[ManifestEntry, ...]], safetensors: bool
-) -> Iterator[None]:
+def _recorded(accelerator: Accelerator, record: Callable[..., None], safetensors: bool) -> Iterator[None]:
     """See the state dicts after all hooks of the user's, just before they are written."""
-    digests = guard_of(accelerator).settings.tensor_digests
 
-    def record(prepared: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
+    def see(models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         if safetensors:
             for state in weights:
                 separate_views(state)
-        if accelerator.is_main_process:
-            models.append(
-                model_entries(accelerator, prepared, weights, safetensors=safetensors, digests=digests)
-            )
+        record(models, weights, safetensors=safetensors)
 
-    handle = accelerator.register_save_state_pre_hook(record)
+    handle = accelerator.register_save_state_pre_hook(see)
     try:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _said_when_waiting() -> Iterator[None]:
+    """Say what is wrong when the other processes do not come."""
+    message = (
+        f"save_state has waited {_PATIENCE:g} s for the other processes: every process must call it; or pass "
+        "save_together=False, and it waits for none"
+    )
+    timer = threading.Timer(_PATIENCE, _log.warning, (message,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
