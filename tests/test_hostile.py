@@ -30,8 +30,8 @@ SEEDS = {
     "zip": FIXTURES / "lone-nested-bin" / "checkpoint" / "model.bin",
     "legacy": FIXTURES / "lone-nested-legacy" / "checkpoint" / "legacy.pt",
 }
-TOO_LONG = 5.0
-"""Seconds; each takes milliseconds, and a busy machine may be slow."""
+TOO_LONG = 20.0
+"""Seconds of the processor; each takes milliseconds to three seconds, and what is quadratic takes minutes."""
 
 MEMORY = 1 << 30
 """Address space in bytes of the process that reads bombs; Python and click alone take about 60 MB."""
@@ -61,13 +61,13 @@ def examined(path: Path) -> CheckReport | None:
     """Check a file or folder, soon and without changing it; None for a CkptfixError."""
     root = path if path.is_dir() else path.parent
     before = snapshot(root)
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         report = check(path, data=True)
     except CkptfixError:
         return None
     finally:
-        assert time.perf_counter() - begin < TOO_LONG
+        assert time.process_time() - begin < TOO_LONG
         assert snapshot(root) == before
     json.dumps(report.as_json())
     return report
@@ -402,10 +402,10 @@ def test_pickle_bombs(folder: Path, capsys: pytest.CaptureFixture[str], what: st
     (folder / "random_states_0.pkl").write_bytes(BOMBS[what])
     (folder / "custom_checkpoint_0.pkl").write_bytes(BOMBS[what])
     assert examined(folder) is not None
-    begin = time.perf_counter()
+    begin = time.process_time()
     document = cli(["repair", str(folder), "--dry-run", "--models", "1", "--keys", "bare"], capsys)
     assert document["status"] in (0, 1)
-    assert time.perf_counter() - begin < TOO_LONG
+    assert time.process_time() - begin < TOO_LONG
     repaired_and_back(folder, folder, policy=Policy(keys=Keys.BARE))
 
 
@@ -513,7 +513,7 @@ def test_what_is_no_file(
     folder: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], name: str
 ) -> None:
     make(folder / name)
-    begin = time.perf_counter()
+    begin = time.process_time()
     if make is make_folder_with_the_name:
         with pytest.raises(UsageError, match="holds no file of a checkpoint"):
             check(folder)
@@ -522,15 +522,15 @@ def test_what_is_no_file(
     for target in (folder, folder / name):
         for verb in (["check"], ["repair"], ["repair", "--atomic"], ["undo"]):
             cli([verb[0], str(target), *verb[1:]], capsys)
-    assert time.perf_counter() - begin < TOO_LONG
+    assert time.process_time() - begin < TOO_LONG
     assert os.listdir(folder) == [name]
 
 
 def test_a_huge_claim_of_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_safetensors(folder / "model-00001-of-99999.safetensors", {"w": b"1"})
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert run(["check", str(folder)]) == 1
-    assert time.perf_counter() - begin < TOO_LONG
+    assert time.process_time() - begin < TOO_LONG
     assert len(capsys.readouterr().out) < 5000
     assert run(["repair", str(folder)]) == 1
 

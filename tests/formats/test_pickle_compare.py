@@ -28,9 +28,9 @@ BOMBS = {
 def test_what_is_shared_a_thousand_times_is_compared_once(what: str) -> None:
     data = b"\x80\x03" + BOMBS[what]
     one, other = parse(data), parse(data)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert same_tree(one, other, {})
-    assert time.perf_counter() - begin < 3
+    assert time.process_time() - begin < 20
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
     data = bytearray(saved({"a": torch.ones(2)}))
     path = tmp_path / "flip.bin"
     path.write_bytes(data)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with path.open("r+b", buffering=0) as stream:
         for place in range(len(data)):
             for flip in (0xFF, 0x01):
@@ -122,7 +122,7 @@ def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
                     file = read_torch_file(FileReader(stream.fileno(), len(data)))
                     list(crc_mismatches(file, FileReader(stream.fileno(), len(data)), every_record=True))
             os.pwrite(stream.fileno(), bytes([data[place]]), place)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def damaged(entry: int, offset: int, value: bytes, data: bytes | None = None) -> bytes:
