@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL
@@ -67,8 +67,8 @@ def incomplete(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not whole, None when nothing says so.
 
     With a manifest, every file of it must be there in its size; a folder that was repaired since is believed. Without
-    one, as stock accelerate leaves it, there must be the main process's state of the generators, which it writes after
-    all but the custom objects, and no file may be empty.
+    one, as stock accelerate leaves it, there must be weights of a model and the main process's state of the generators,
+    which it writes after all but the custom objects, and no file may be empty.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -84,10 +84,20 @@ def incomplete(checkpoint: Path) -> str | None:
         wrong = missing_files(checkpoint, manifest)
         return "; ".join(wrong[:3]) or None
     known = [name for name in names if parse_file_name(name) is not None]
+    if not any(_is_model(checkpoint, name) for name in names):
+        return "no weights of a model"
     if "random_states_0.pkl" not in known:
         return "no random_states_0.pkl, which save_state writes near its end"
     empty = [name for name in known if (checkpoint / name).stat().st_size == 0]
     return f"{empty[0]} is empty" if empty else None
+
+
+def _is_model(checkpoint: Path, name: str) -> bool:
+    """Whether a name is that of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a hook of the script."""
+    parsed = parse_file_name(name)
+    if parsed is not None:
+        return parsed.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+    return (checkpoint / name).is_dir() and name != JOURNAL
 
 
 UNFINISHED = "unfinished"

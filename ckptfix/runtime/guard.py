@@ -325,11 +325,14 @@ def _complain(guard: Guard, verb: str, things: list[Any], entries: Sequence[Entr
     first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
     what = "; ".join(dict.fromkeys(_consequence(verb, thing) for thing in things))
     once = verb if verb == "register_for_checkpointing" else "prepare"
-    ending = f", and the object of the first {once}() is returned" if once == "prepare" else ""
+    is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
+    ending = (
+        f", and the object of the first {once}() is returned" if once == "prepare" and not is_raised else ""
+    )
     message = (
         f"{verb}() at {line} was given {names}, which this Accelerator holds already{first}. Nothing is added{ending}. "
         f"Twice in the registry, {what}. Give each object to {once}() once."
     )
-    if guard.settings.on_reprepare is OnReprepare.RAISE:
+    if is_raised:
         raise UsageError(message)
     warnings.warn_explicit(message, UserWarning, line.path, line.number)

@@ -149,7 +149,8 @@ def test_a_repair_and_its_undo_leave_the_manifest_alone(tmp_path: Path) -> None:
 def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: Path) -> None:
     for name in ("checkpoint_9", "checkpoint_10", "checkpoint_x", "notes", "checkpoint_010"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
+        for file in ("model.safetensors", "random_states_0.pkl"):
+            (tmp_path / name / file).write_bytes(b"x")
     (tmp_path / "checkpoint_11").write_text("a file")
     assert [candidate.number for candidate in candidates(tmp_path)] == [10, 9]
     best = newest_whole(candidates(tmp_path))
@@ -160,6 +161,8 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
 
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(b"x")
+    assert incomplete(tmp_path) == "no weights of a model"
+    (tmp_path / "model.safetensors").write_bytes(b"x")
     assert incomplete(tmp_path) is None
     (tmp_path / ".ckptfix").mkdir()
     (tmp_path / ".ckptfix" / UNFINISHED).touch()

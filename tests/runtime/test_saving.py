@@ -459,3 +459,19 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
             assert run_ranks(2, resume) == [0, 0]
             assert [path.name for path in project.iterdir()] == ["checkpoints"]
             assert len(list(folder.iterdir())) == 1
+
+
+def test_what_is_there_is_said_where_no_name_counts(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(UsageError, match=r"only folders called checkpoint_<number> .*there are checkpoint-4"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    for _ in range(2):
+        accelerate.Accelerator.save_state(accelerator)
+    (tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match="checkpoint_1: no weights of a model") as seen:
+        assert latest_checkpoint(tmp_path).name == "checkpoint_0"
+    assert seen[0].filename == __file__

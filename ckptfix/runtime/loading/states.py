@@ -220,7 +220,9 @@ def _nothing_for(
     """Say why an object gets nothing."""
     part, entries = offer.part, offer.entries
     if not entries:
-        draft.cannot(part, f"{draft.path} has no file for it", target=target, missing=True)
+        draft.cannot(
+            part, f"{draft.path} has no file for it; next: {_policy(part)}", target=target, missing=True
+        )
         return
     others = misfits(entries, reasons)
     if refusal is not None and number in refusal[0]:
@@ -229,3 +231,8 @@ def _nothing_for(
         draft.cannot(part, reason, target=target)
     else:
         draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)
+
+
+def _policy(part: Part) -> str:
+    """Return what to pass to go on without a part."""
+    return f'policy=LoadPolicy({part.value}="warn") leaves it as it is'

@@ -10,8 +10,10 @@ from accelerate import Accelerator
 
 from ckptfix.checkpoint.latest import NUMBERED, candidates, checkpoints_folder, mixed, newest_whole
 from ckptfix.errors import UsageError
+from ckptfix.runtime.callers import calling_line
 from ckptfix.runtime.guard import guard_of
 from ckptfix.runtime.ranks import Ranks
+from ckptfix.storage.paths import JOURNAL
 
 Method = Callable[..., Any]
 
@@ -67,7 +69,15 @@ def _latest(folder: Path) -> Path:
     skipped = [candidate for candidate in found if best is None or candidate.number > best.number]
     said = "; ".join(f"{candidate.path.name}: {candidate.problem}" for candidate in skipped)
     if best is None:
-        raise UsageError(f"no whole checkpoint in {folder}" + (f" ({said})" if said else ""))
+        raise UsageError(f"no whole checkpoint in {folder} ({said or _what_is_there(folder)})")
     if skipped:
-        warnings.warn(f"{folder}: took {best.path.name} and passed over {said}", UserWarning, stacklevel=3)
+        line = calling_line()
+        message = f"{folder}: took {best.path.name} and passed over {said}"
+        warnings.warn_explicit(message, UserWarning, line.path, line.number)
     return best.path
+
+
+def _what_is_there(folder: Path) -> str:
+    others = sorted(name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL)
+    there = f"; there are {', '.join(others[:3])}" if others else ""
+    return f"only folders called checkpoint_<number> are looked at{there}"
