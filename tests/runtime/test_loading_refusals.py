@@ -355,5 +355,5 @@ def test_a_missing_optimizer_says_how_to_go_on_without(folder: Path) -> None:
     refused(fresh(), folder, r'has no file for it; next: policy=LoadPolicy\(optimizers="warn"\)')
     run = fresh()
     with pytest.warns(UserWarning, match="optimizers [01]") as seen:
-        load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers="warn"))
+        load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers=Need.WARN))
     assert len(seen) == 2
