@@ -6,7 +6,8 @@
 >>> undo("./checkpoint_dir")                  # every byte back
 
 and, for training code, ``Accelerator``, ``patch_accelerate``, ``load_state_tolerant``, ``load_checkpoint_tolerant`` and
-``latest_checkpoint``.
+``latest_checkpoint``; for models split over several devices, ``dispatch_model``, ``safe_transfers``,
+``probe_peer_copies`` and ``verify_reload``.
 
 Public names are resolved when they are first used, so that importing the package costs nothing; those for training
 import torch and accelerate then, the others never do.
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     from ckptfix.operations.repair import Receipt, repair
     from ckptfix.operations.undo import UndoReceipt, undo
     from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
+    from ckptfix.runtime.devices.dispatching import (
+        dispatch_model,
+        load_checkpoint_and_dispatch,
+        remove_safe_transfers,
+    )
+    from ckptfix.runtime.devices.probe import ProbeReport, Verdict, probe_peer_copies
+    from ckptfix.runtime.devices.reload import ReloadReport, verify_reload
+    from ckptfix.runtime.devices.routing import TransferError
+    from ckptfix.runtime.devices.transfers import Transfers, safe_transfers
     from ckptfix.runtime.guard import OnReprepare
     from ckptfix.runtime.loading import (
         LoadError,
@@ -61,6 +71,17 @@ _HOMES = {
     "LoadReport": "runtime.loading",
     "OnReprepare": "runtime.guard",
     "latest_checkpoint": "runtime.saving.resuming",
+    "dispatch_model": "runtime.devices.dispatching",
+    "load_checkpoint_and_dispatch": "runtime.devices.dispatching",
+    "remove_safe_transfers": "runtime.devices.dispatching",
+    "safe_transfers": "runtime.devices.transfers",
+    "TransferError": "runtime.devices.routing",
+    "Transfers": "runtime.devices.transfers",
+    "probe_peer_copies": "runtime.devices.probe",
+    "ProbeReport": "runtime.devices.probe",
+    "Verdict": "runtime.devices.probe",
+    "verify_reload": "runtime.devices.reload",
+    "ReloadReport": "runtime.devices.reload",
     "Finding": "operations.findings",
     "Severity": "operations.findings",
     "ChangedError": "errors",
@@ -89,19 +110,30 @@ __all__ = [
     "OnReprepare",
     "OperationError",
     "Policy",
+    "ProbeReport",
     "Receipt",
+    "ReloadReport",
     "RolledBackError",
     "Severity",
+    "TransferError",
+    "Transfers",
     "UndoReceipt",
     "UsageError",
+    "Verdict",
     "check",
+    "dispatch_model",
     "latest_checkpoint",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_tolerant",
     "load_state_tolerant",
     "patch_accelerate",
+    "probe_peer_copies",
+    "remove_safe_transfers",
     "repair",
+    "safe_transfers",
     "undo",
     "unpatch_accelerate",
+    "verify_reload",
 ]
 
 

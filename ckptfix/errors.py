@@ -7,6 +7,7 @@
     ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
+    ├── TransferError            a copy between two devices was refused (runtime.devices.routing)
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended

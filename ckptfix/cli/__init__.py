@@ -22,7 +22,7 @@ _INTERRUPTED = (
 class _Verbs(click.Group):
     """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
 
-    verbs = ("check", "repair", "run", "undo")
+    verbs = ("check", "doctor", "repair", "run", "undo", "verify")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)

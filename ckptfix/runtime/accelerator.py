@@ -8,6 +8,8 @@ from typing import Any
 import accelerate
 
 from ckptfix.runtime import guard
+from ckptfix.runtime.devices.patching import patch_dispatch, unpatch_dispatch
+from ckptfix.runtime.devices.transfers import Mode, mode_named
 from ckptfix.runtime.guard import OnReprepare, Settings, guard_of
 from ckptfix.runtime.saving.model import save_model
 from ckptfix.runtime.saving.resuming import load_state
@@ -106,13 +108,19 @@ def patch_accelerate(
     check_backward: bool = True,
     tensor_digests: bool = False,
     save_together: bool = False,
+    safe_transfers: Mode | str = Mode.AUTO,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
 
     For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
     ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
     ``unpatch_accelerate`` ends it.
+
+    ``safe_transfers``: what every model gets that accelerate dispatches from now on, transformers'
+    ``from_pretrained(device_map="auto")`` included, as ``ckptfix.dispatch_model`` does it: "auto", "always" or "never".
+    The environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
     """
+    mode = mode_named(safe_transfers)
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
@@ -122,10 +130,15 @@ def patch_accelerate(
             original = getattr(accelerate.Accelerator, name)
             _ORIGINALS[name] = original
             setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))
+    patch_dispatch(mode)
 
 
 def unpatch_accelerate() -> None:
-    """Take the patch back, and leave in place what others patched since."""
+    """Take the patch back, and leave in place what others patched since.
+
+    Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers`` or their end.
+    """
+    unpatch_dispatch()
     for name, original in _ORIGINALS.items():
         if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
             setattr(accelerate.Accelerator, name, original)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.benchmarks.checking import check
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
+from tests.benchmarks.transferring import transfer
 
 
 def main() -> None:
@@ -17,8 +18,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=".", help="where the files go; 24 GB are needed, 3 GB with --quick"
     )
-    parser.add_argument("--part", choices=("check", "rename", "prove"), help="one part only")
+    parser.add_argument("--part", choices=("check", "rename", "prove", "transfer"), help="one part only")
     options = parser.parse_args()
+    if options.part == "transfer":
+        transfer()
+        return
     need = (3 if options.quick else 24) << 30
     if shutil.disk_usage(options.folder).free < need:
         parser.error(f"{options.folder} has less than {need >> 30} GiB free")
@@ -31,6 +35,8 @@ def main() -> None:
             rename(folder, (1 if options.quick else 8) << 30)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
+    if options.part is None:
+        transfer()
 
 
 if __name__ == "__main__":

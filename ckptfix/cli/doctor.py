@@ -1,0 +1,134 @@
+"""``ckptfix doctor``."""
+
+import os
+from typing import Any
+
+import click
+
+from ckptfix.cli.report import Report
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.operations.doctor import Advice, Diagnosis, diagnose_environment, gather, parse_bus, parse_torch
+from ckptfix.operations.doctor.facts.launch import script_of
+
+_BUDGET = 30.0
+_LONGEST = 86400.0
+
+
+@click.command("doctor")
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(exists=True))
+@click.option(
+    "--script", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+    help="A training script or notebook: read by its syntax tree, never executed.",
+)  # fmt: skip
+@click.option(
+    "--launch", metavar="COMMAND",
+    help="The command that starts training, in quotes: read, never run. It names the script, too.",
+)  # fmt: skip
+@click.option(
+    "--device-map", type=click.Path(exists=True, dir_okay=False), metavar="FILE.json",
+    help="A device map: checked against the names and ties in DIR.",
+)  # fmt: skip
+@click.option("--peer-copies", is_flag=True, help="Measure the copies between all devices, and nothing else.")
+@click.option(
+    "--budget", type=float, metavar="SECONDS",
+    help=f"How long --peer-copies may measure.  [default: {_BUDGET:g}]",
+)  # fmt: skip
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    help="Send the same bits as an earlier --peer-copies did.",
+)
+@click.option(
+    "--in-process", is_flag=True,
+    help="Ask torch in this process: a broken driver can then crash or hang the command.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor_command(
+    folder: str | None,
+    script: str | None,
+    launch: str | None,
+    device_map: str | None,
+    peer_copies: bool,
+    budget: float | None,
+    seed: int | None,
+    in_process: bool,
+    as_json: bool,
+) -> int:
+    """Say what in this environment will bite, why, and what to do. DIR: a checkpoint to look into, too.
+
+    Nothing is changed, but that --peer-copies keeps its verdicts for dispatch_model(safe_transfers="auto").
+    """
+    report = Report(as_json=as_json)
+    if peer_copies:
+        if folder or script or launch or device_map:
+            raise UsageError(
+                "--peer-copies measures the copies alone: give it no DIR, script, command or map"
+            )
+        if budget is not None and not 0 < budget <= _LONGEST:
+            raise UsageError(f"--budget {budget:g}: give seconds, more than 0 and at most {_LONGEST:g}")
+        return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
+    if budget is not None or seed is not None:
+        raise UsageError("--budget and --seed are of --peer-copies")
+    said = _look(in_process=in_process)
+    facts = gather(
+        parse_torch(said),
+        parse_bus(said["bus"]),
+        os.environ,
+        folder=folder,
+        script=script or (script_of(launch) if launch else None),
+        launch=launch,
+        device_map=device_map,
+    )
+    diagnosis = diagnose_environment(facts)
+    print_diagnosis(report, diagnosis)
+    return report.finish(diagnosis.as_json(), diagnosis.status)
+
+
+def print_diagnosis(report: Report, diagnosis: Diagnosis) -> None:
+    """Print the environment in a line, each advice with its evidence and what to do, and what was not looked at."""
+    report.line(diagnosis.summary, bold=True)
+    for advice in diagnosis.advice:
+        print_advice(report, advice)
+    if diagnosis.status == 0:
+        report.line("nothing found that will bite, in what was checked", colour="green")
+    for words in diagnosis.not_checked:
+        report.line(f"not checked: {words}")
+
+
+def print_advice(report: Report, advice: Advice) -> None:
+    """Print one advice."""
+    report.finding(advice.severity.value, advice.code, advice.sentence)
+    for line in advice.evidence:
+        report.line(f"        {line}")
+    report.line(f"        to do: {advice.fix}")
+
+
+def _look(*, in_process: bool) -> dict[str, Any]:
+    from ckptfix.runtime.devices.environment import look
+
+    return look(in_process=in_process)
+
+
+def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process: bool) -> int:
+    """Measure, print the matrix, and keep the verdicts."""
+    torch = parse_torch(_look(in_process=in_process))
+    if torch.problem:
+        raise OperationError(f"peer copies were not measured: {torch.problem}; for more: ckptfix doctor")
+    from ckptfix.runtime.devices.probe import probe_peer_copies, remember
+
+    found = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)
+    if found.pairs:
+        remember(found)
+    else:
+        report.line("no pair of devices: nothing was measured, and nothing is proven", bold=True)
+    for line in str(found).splitlines():
+        report.line(line)
+    status = int(bool(found.unproven))
+    if status:
+        seeded = f"ckptfix doctor --peer-copies --seed {found.seed} --budget {budget:g}"
+        report.line(
+            'to do: dispatch_model(model, device_map, safe_transfers="auto") copies these through the host'
+        )
+        report.line(f"to measure the same again: {seeded}")
+    return report.finish(found.to_json(), status)

@@ -1,0 +1,90 @@
+"""What torch says of itself and of its devices, as ``runtime`` hands it over: plain values, checked once here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Pair = tuple[int, int]
+"""(index of the source device, index of the destination device)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device as torch numbers it. ``pci``: its address, "" when torch does not say. ``memory``: bytes, 0 unknown."""
+
+    index: int
+    name: str = ""
+    pci: str = ""
+    memory: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairVerdict:
+    """What the probe said of the copies of one ordered pair: its verdict and kind of damage, in the probe's words."""
+
+    pair: Pair
+    verdict: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """What torch said in a process of its own.
+
+    ``problem``: why it did not say all, "" when it did; ``stage``: what it was doing then ("import", "devices", ...).
+    ``builds``: what it was built for ("cuda 12.8", "hip 6.2", "xpu"), () for a CPU build. ``kind``: the type of the
+    accelerator, "" without one. ``linked``: pairs of PCI addresses with a direct link (NVLink), None when nobody could
+    say. ``verdicts``: what the probe found on this very hardware before, None when it has not been run.
+    """
+
+    version: str = ""
+    builds: tuple[str, ...] = ()
+    kind: str = ""
+    devices: tuple[Device, ...] = ()
+    warnings: tuple[str, ...] = ()
+    stage: str = ""
+    problem: str = ""
+    linked: frozenset[frozenset[str]] | None = None
+    verdicts: tuple[PairVerdict, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many devices torch can use."""
+        return len(self.devices)
+
+
+def parse_torch(said: Mapping[str, Any]) -> Torch:
+    """Return what the process said as a value; what is missing or of another type is left at its default."""
+    links, verdicts = said.get("links"), said.get("verdicts")
+    return Torch(
+        version=str(said.get("version", "")),
+        builds=tuple(str(build) for build in _list(said.get("builds"))),
+        kind=str(said.get("kind") or ""),
+        devices=tuple(_device(item) for item in _list(said.get("devices")) if isinstance(item, Mapping)),
+        warnings=tuple(str(text) for text in _list(said.get("warnings"))),
+        stage=str(said.get("stage", "")),
+        problem=str(said.get("problem", "")),
+        linked=None if links is None else frozenset(frozenset(map(str, pair)) for pair in _list(links)),
+        verdicts=None if verdicts is None else tuple(_verdict(item) for item in _list(verdicts)),
+    )
+
+
+def _device(item: Mapping[str, Any]) -> Device:
+    memory = item.get("memory")
+    return Device(
+        index=int(item["index"]),
+        name=str(item.get("name", "")),
+        pci=str(item.get("pci", "")),
+        memory=memory if isinstance(memory, int) else 0,
+    )
+
+
+def _verdict(item: Mapping[str, Any]) -> PairVerdict:
+    source, destination = item["pair"]
+    return PairVerdict(
+        pair=(int(source), int(destination)), verdict=str(item["verdict"]), kind=str(item.get("kind") or "")
+    )
+
+
+def _list(value: object) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []

@@ -1,0 +1,243 @@
+"""What a script uses of accelerate and torch, found in its syntax tree.
+
+Names are followed through imports and plain assignments only. What a function does that is called from elsewhere, or
+what a name holds after a branch, is not known: the checks say so.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptfix.operations.doctor.facts.script_uses import Place, Prepared, Uses
+
+Locate: TypeAlias = Callable[[int], Place]
+
+_LAUNCHERS = ("accelerate.notebook_launcher", "accelerate.launchers.notebook_launcher")
+_ACCELERATORS = frozenset(
+    f"{module}.{name}"
+    for module in ("accelerate", "accelerate.accelerator", "accelerate.state", "ckptfix")
+    for name in ("Accelerator", "AcceleratorState")
+)
+_STATES = ("accelerate.PartialState", "accelerate.state.PartialState")
+_QUERIES = frozenset({"is_available", "device_count", "is_bf16_supported", "amp", "Stream", "Event"})
+"""What of ``torch.cuda`` a script may use without claiming a device for the process."""
+
+_BUILDERS = (
+    "torch.compile",
+    "torch.utils.cpp_extension.load",
+    "torch.utils.cpp_extension.load_inline",
+)
+_OTHER_PARSERS = (
+    "HfArgumentParser",
+    "absl",
+    "fire",
+    "tyro",
+    "typer",
+    "jsonargparse",
+    "hydra",
+    "simple_parsing",
+)
+_MODEL_NAME = re.compile(
+    r"(^|_)(model|net|network|teacher|student|generator|discriminator|actor|critic|unet|vae|policy)(_|\d|$)",
+    re.I,
+)
+_OPTIMIZER_NAME = re.compile(r"(^|_)opt(im(izer)?)?(_|\d|$)", re.I)
+_MODEL_CLASS = re.compile(r"(Model|Net|Network|Module|ForCausalLM|For[A-Z]\w+|LMHeadModel)$")
+
+
+@dataclass
+class Scan(ast.NodeVisitor):
+    """Collects ``Uses`` over one or several trees (the cells of a notebook) in their order."""
+
+    found: dict[str, list[Place]] = field(default_factory=dict)
+    taken: list[tuple[str, Place]] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
+    options: set[str] = field(default_factory=set)
+    follows_options: bool = True
+    _imports: dict[str, str] = field(default_factory=dict)
+    _made: dict[str, str] = field(default_factory=dict)  # variable -> what was called to make it
+    _modules: set[str] = field(default_factory=set)  # the script's own classes of modules
+    _depth: int = 0
+    _locate: Locate = field(default=lambda line: Place(order=(0, line), where="", text=""))
+
+    def read(self, tree: ast.Module, locate: Locate) -> None:
+        """Add what this tree uses; ``locate`` gives the place of a line."""
+        self._locate = locate
+        self.visit(tree)
+
+    def uses(self) -> Uses:
+        """Return what was found so far."""
+        return Uses(
+            taken=tuple(self.taken),
+            prepared=tuple(self.prepared),
+            options=frozenset(self.options) if self.follows_options else None,
+            **{name: tuple(places) for name, places in self.found.items()},
+        )
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Remember under which name a module is known."""
+        for alias in node.names:
+            self._imports[alias.asname or alias.name.split(".")[0]] = (
+                alias.name if alias.asname else alias.name.split(".")[0]
+            )
+            self._imported(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Remember what a name stands for, and what is taken from accelerate itself."""
+        if node.level or node.module is None:
+            return
+        for alias in node.names:
+            self._imports[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            self._imported(f"{node.module}.{alias.name}", node)
+            if node.module == "accelerate" and alias.name != "*":
+                self.taken.append((alias.name, self._locate(node.lineno)))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Note ``accelerate.Name``."""
+        if isinstance(node.value, ast.Name) and self._imports.get(node.value.id) == "accelerate":
+            self.taken.append((node.attr, self._locate(node.lineno)))
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        """Go inside: what is there runs when the function is called."""
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Note the script's own modules; a class's body runs where it stands."""
+        for base in node.bases:
+            name = self._name(base)
+            if name in self._modules or name.startswith("torch.nn.") or _MODEL_CLASS.search(name):
+                self._modules.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Note what made a variable, after what it is made of: ``model = accelerator.prepare(model)``."""
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            for target in node.targets:
+                self._made[ast.unparse(target)] = self._name(node.value.func)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Note the calls that matter."""
+        name = self._name(node.func)
+        words = {word.arg: word.value for word in node.keywords if word.arg}
+        place = self._locate(node.lineno)
+        self._note_accelerator(name, words, node, place)
+        if name in _BUILDERS:
+            self._add("builds", place)
+        if name == "torch.load" and _constant(words.get("weights_only")) is False:
+            self._add("trusting_loads", place)
+        if "device_map" in words and _constant(words["device_map"], default=...) is not None:
+            self._add("device_maps", place)
+        if "skip_keys" in words and _constant(words["skip_keys"], default=...) is not None:
+            self._add("skip_keys", place)
+        if isinstance(node.func, ast.Attribute):
+            self._note_method(node.func, node, words, place)
+        self.generic_visit(node)
+
+    def _note_accelerator(self, name: str, words: dict[str, ast.expr], node: ast.Call, place: Place) -> None:
+        if name in _ACCELERATORS:
+            self._add("accelerators", place)
+            if not self._depth:
+                self._add("made_early", place)
+        elif name in _LAUNCHERS:
+            processes = words.get("num_processes", node.args[2] if len(node.args) > 2 else None)
+            if _constant(processes, default=2) != 1:
+                self._add("launches", place)
+        elif not self._depth and (name in _STATES or _claims_device(name, words)):
+            self._add("touched_early", place)
+
+    def _note_method(
+        self, function: ast.Attribute, node: ast.Call, words: dict[str, ast.expr], place: Place
+    ) -> None:
+        method = function.attr
+        if (
+            method == "backward"
+            and not node.args
+            and words.keys() <= {"retain_graph", "create_graph", "inputs"}
+        ):
+            self._add("backwards", place)
+        elif method == "prepare":
+            self._note_prepare(function.value, node.args, place)
+        elif method == "select_deepspeed_plugin":
+            self._add("plugin_choices", place)
+        elif method in ("add_argument", "option"):
+            self.options |= {
+                name.lstrip("-").replace("-", "_") for name in _texts(node.args) if name.startswith("-")
+            }
+        elif not self._depth and self._moves(function, node.args):
+            self._add("touched_early", place)
+
+    def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: Place) -> None:
+        names = [ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)]
+        self.prepared.append(
+            Prepared(
+                place=place,
+                accelerator=ast.unparse(owner),
+                models=tuple(name for name in names if self._is_model(name)),
+                optimizers=tuple(name for name in names if self._is_optimizer(name)),
+            )
+        )
+
+    def _moves(self, function: ast.Attribute, arguments: list[ast.expr]) -> bool:
+        """Whether a method puts a tensor or a module on a device."""
+        if function.attr == "to":
+            return any(text.startswith("cuda") for text in _texts(arguments))
+        return function.attr == "cuda" and self._name(function) != "torch.cuda"
+
+    def _is_model(self, variable: str) -> bool:
+        maker = self._made.get(variable, "")
+        owner, _, last = maker.rpartition(".")
+        if self._is_optimizer(variable) or maker.startswith(("torch.optim.", "torch.utils.data.")):
+            return False
+        if maker in self._modules or maker.startswith("torch.nn.") or _MODEL_CLASS.search(last):
+            return True
+        if last in ("from_pretrained", "from_config"):
+            return bool(_MODEL_CLASS.search(owner) or re.search(r"AutoModel", owner))
+        return bool(_MODEL_NAME.search(variable.rpartition(".")[2]))
+
+    def _is_optimizer(self, variable: str) -> bool:
+        maker = self._made.get(variable, "")
+        if maker.startswith("torch.optim.lr_scheduler."):
+            return False
+        return maker.startswith("torch.optim.") or bool(_OPTIMIZER_NAME.search(variable.rpartition(".")[2]))
+
+    def _imported(self, name: str, node: ast.stmt) -> None:
+        if name.split(".")[0] == "deepspeed" or name.endswith(".DeepSpeedPlugin"):
+            self._add("deepspeed", self._locate(node.lineno))
+        if any(parser in name.split(".") for parser in _OTHER_PARSERS):
+            self.follows_options = False
+
+    def _name(self, node: ast.expr) -> str:
+        """Return the full name of what a name or an attribute stands for, "" for anything else."""
+        if isinstance(node, ast.Name):
+            return self._imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._name(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+        return ""
+
+    def _add(self, kind: str, place: Place) -> None:
+        self.found.setdefault(kind, []).append(place)
+
+
+def _claims_device(name: str, words: dict[str, ast.expr]) -> bool:
+    if name.startswith("torch.cuda."):
+        return name.split(".")[2] not in _QUERIES
+    device = _constant(words.get("device"))
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _constant(node: ast.expr | None, default: object = None) -> object:
+    return node.value if isinstance(node, ast.Constant) else default
+
+
+def _texts(nodes: Iterable[ast.expr]) -> list[str]:
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

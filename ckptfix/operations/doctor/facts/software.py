@@ -1,0 +1,182 @@
+"""Python, the installed packages, the ``accelerate`` command on the PATH, and what compiles. Nothing is imported.
+
+Packages are known by their metadata, commands by their first line.
+"""
+
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from pathlib import Path
+
+from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource, find_source, read_accelerate
+
+PACKAGES = (
+    "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy", "peft",
+    "deepspeed", "bitsandbytes", "flash_attn",
+)  # fmt: skip
+"""The packages whose versions and requirements are looked at."""
+
+COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang", "nvcc", "hipcc", "ninja")
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """An installed package. ``unmet``: its requirements that this environment does not meet, with what is there."""
+
+    name: str
+    version: str
+    requires_python: str = ""
+    unmet: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command on the PATH. ``interpreter``: the Python that its first line names, "" when it names none.
+
+    ``python`` is that Python's version, () when it could not be found out without running it. ``is_ours``: it is the
+    Python that this runs in.
+    """
+
+    path: str
+    interpreter: str = ""
+    python: Version = ()
+    is_ours: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Python and what is installed.
+
+    ``requirements_read``: whether requirements could be compared at all. ``command``: ``accelerate`` on the PATH.
+    ``beside``: the one in the folder of this Python, "" when it has none.
+    """
+
+    python: Version
+    executable: str
+    packages: Mapping[str, Package]
+    requirements_read: bool = True
+    command: Command | None = None
+    beside: str = ""
+    accelerate: AccelerateSource = field(default_factory=AccelerateSource)
+    compilers: Mapping[str, str] = field(default_factory=dict)
+    has_python_headers: bool = True
+
+    def version(self, name: str) -> Version:
+        """Return the version of a package as numbers, () when it is not installed."""
+        package = self.packages.get(name)
+        return release(package.version) if package is not None else ()
+
+
+def release(text: str) -> Version:
+    """Return the numbers that a version begins with: (2, 13, 0) of "2.13.0+cpu"."""
+    match = re.match(r"[0-9]+(\.[0-9]+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def read_software(environment: Mapping[str, str]) -> Software:
+    """Return what is installed beside this package, and what the PATH holds."""
+    packages, requirements_read = _packages()
+    search = environment.get("PATH", os.defpath)
+    found = {name: path for name in COMPILERS if (path := shutil.which(name, path=search))}
+    return Software(
+        python=sys.version_info[:3],
+        executable=sys.executable,
+        packages=packages,
+        requirements_read=requirements_read,
+        command=find_command("accelerate", search),
+        beside=shutil.which("accelerate", path=os.path.dirname(sys.executable)) or "",
+        accelerate=read_accelerate(find_source("accelerate")),
+        compilers=found,
+        has_python_headers=os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")),
+    )
+
+
+def find_command(name: str, search: str) -> Command | None:
+    """Return the command of this name on the path ``search``, by its file and first line; it is not run."""
+    path = shutil.which(name, path=search)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(1024).decode("utf-8", "replace").strip()
+    except OSError:
+        first = ""
+    interpreter = first.removeprefix("#!").strip() if first.startswith("#!") else ""
+    words = interpreter.split()
+    if len(words) > 1 and os.path.basename(words[0]) == "env":
+        interpreter = shutil.which(words[-1], path=search) or ""
+    elif words:
+        interpreter = words[0]
+    if "python" not in os.path.basename(interpreter):
+        return Command(path=path)  # a wrapper of some kind: which Python it ends in is unknown
+    is_ours = _bin(interpreter) == _bin(sys.executable)
+    return Command(path=path, interpreter=interpreter, python=_python_version(interpreter), is_ours=is_ours)
+
+
+def _packages() -> tuple[dict[str, Package], bool]:
+    found: dict[str, Package] = {}
+    readable = True
+    for name in PACKAGES:
+        try:
+            data = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        unmet = _unmet(data.get_all("Requires-Dist") or [])
+        readable = readable and unmet is not None
+        found[name] = Package(
+            name=name,
+            version=str(data["Version"] or "unknown"),
+            requires_python=str(data["Requires-Python"] or ""),
+            unmet=unmet or (),
+        )
+    return found, readable
+
+
+def _unmet(requirements: list[str]) -> tuple[str, ...] | None:
+    """Return the requirements that are not met, or None where there is nothing to compare versions with."""
+    try:
+        parser = import_module("packaging.requirements")  # comes with accelerate and transformers
+    except ImportError:
+        return None
+    unmet = []
+    for text in requirements:
+        try:
+            requirement = parser.Requirement(text)
+        except parser.InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            there = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            there = "nothing"
+        if there == "nothing" or not requirement.specifier.contains(there, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} (installed: {there})")
+    return tuple(unmet)
+
+
+def _bin(interpreter: str) -> str:
+    return os.path.realpath(os.path.dirname(interpreter))
+
+
+def _python_version(interpreter: str) -> Version:
+    """Return an interpreter's version from its environment's ``pyvenv.cfg``, or its own name; () when neither says."""
+    for line in _text(Path(interpreter).parent.parent / "pyvenv.cfg").splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() in ("version", "version_info"):
+            return release(value.strip())
+    match = re.search(r"python([0-9]+\.[0-9]+)$", os.path.realpath(interpreter))
+    return release(match[1]) if match else ()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

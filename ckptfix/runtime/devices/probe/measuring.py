@@ -1,0 +1,69 @@
+"""One probe from beginning to end: in a worker or in this process, over the pairs that are asked for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckptfix.errors import OperationError
+from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.runtime.devices.probe.cases import plan_for
+from ckptfix.runtime.devices.probe.hints import hints
+from ckptfix.runtime.devices.probe.identity import Machine
+from ckptfix.runtime.devices.probe.report import ProbeReport
+from ckptfix.runtime.devices.probe.running import InProcess, blinded
+from ckptfix.runtime.devices.probe.schedule import Bench, Schedule
+from ckptfix.runtime.devices.probe.summary import Run, summarise
+from ckptfix.runtime.devices.probe.watching import Watched
+
+_LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
+"""Seconds of silence after which a copy counts as hanging; within them, a sixth of the budget."""
+
+
+def measure(pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool) -> ProbeReport:
+    """Measure these pairs; whatever goes wrong makes them inconclusive."""
+    patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
+    bench: Bench = InProcess() if in_process else Watched(patience)
+    try:
+        return _on(bench, pairs, budget=budget, seed=seed, in_process=in_process)
+    finally:
+        bench.close()
+
+
+def _on(bench: Bench, pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool) -> ProbeReport:
+    machine, wrong = _machine(bench, pairs)
+    plan = plan_for(budget)
+    schedule = Schedule(bench, pairs, plan, budget=budget, seed=seed)
+    found = schedule.stopped(wrong) if wrong else schedule.run()
+    run = Run(
+        plan=plan,
+        budget=budget,
+        seed=seed,
+        seconds=schedule.spent,
+        starting=bench.starting,
+        in_process=in_process,
+        blind=blinded() if in_process else "",
+    )
+    report = summarise(run, machine, found)
+    return replace(report, hints=hints(machine.pci, report.unproven, machine.peer_access))
+
+
+def _machine(bench: Bench, pairs: Sequence[Pair]) -> tuple[Machine, str]:
+    """Return the devices that the bench sees, and why it cannot measure these pairs; "" when it can."""
+    try:
+        machine = bench.machine()
+    except OperationError as error:
+        return Machine(), str(error)
+    last = max(index for pair in pairs for index in pair)
+    if last >= len(machine.names):
+        return (
+            Machine(),
+            f"the probe's worker sees {len(machine.names)} devices, this process at least {last + 1}",
+        )
+    return machine, ""
+
+
+def nothing_to_measure(devices: int, seed: int) -> ProbeReport:
+    """Return the report of a machine with fewer than two devices."""
+    seen = "no accelerator" if not devices else "one device"
+    return ProbeReport(
+        pairs={}, seed=seed, not_exercised=(f"copies between devices: torch sees {seen} on this machine",)
+    )

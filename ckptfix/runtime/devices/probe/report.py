@@ -1,0 +1,179 @@
+"""What a probe found, pair by pair: values, their JSON, and a matrix for people. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptfix.runtime.devices.pairs import Pair
+
+
+class Verdict(Enum):
+    """What the copies of one ordered pair of devices are.
+
+    HEALTHY: every copy that the plan holds was made and arrived bit for bit; no more than that. WRONG: a copy delivered
+    other bytes, delivered them late, raised, or killed the process. HANG: a copy did not end. INCONCLUSIVE: not all of
+    the plan was done, so nothing is proven. UNUSABLE: a device of the pair fails in its own exchange with the host.
+    """
+
+    HEALTHY = "healthy"
+    WRONG = "wrong"
+    HANG = "hang"
+    INCONCLUSIVE = "inconclusive"
+    UNUSABLE = "unusable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReport:
+    """One ordered pair of devices.
+
+    ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none. ``first_offset``: its first wrong
+    byte, from the start of the payload. ``trials``: copies made and compared, ``failures``: those that were wrong.
+    ``seed``: of the whole probe; the same seed sends the same bits in the same order. ``detail``: what the verdict
+    rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell.
+    """
+
+    pair: Pair
+    verdict: Verdict
+    kind: str = ""
+    first_offset: int | None = None
+    trials: int = 0
+    failures: int = 0
+    seed: int
+    detail: str = ""
+    peer_access: bool | None = None
+
+    def __str__(self) -> str:
+        source, destination = self.pair
+        kind = f": {self.kind}" if self.kind not in ("", self.verdict.value) else ""
+        offset = f" from byte {self.first_offset}" if self.first_offset is not None else ""
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{source} -> {destination} {self.verdict.value}{kind}{offset}{detail}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "pair": list(self.pair),
+            "verdict": self.verdict.value,
+            "kind": self.kind,
+            "first_offset": self.first_offset,
+            "trials": self.trials,
+            "failures": self.failures,
+            "seed": self.seed,
+            "detail": self.detail,
+            "peer_access": self.peer_access,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PairReport:
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        source, destination = (int(index) for index in values["pair"])
+        offset, access = values["first_offset"], values["peer_access"]
+        return cls(
+            pair=(source, destination),
+            verdict=Verdict(values["verdict"]),
+            kind=str(values["kind"]),
+            first_offset=None if offset is None else int(offset),
+            trials=int(values["trials"]),
+            failures=int(values["failures"]),
+            seed=int(values["seed"]),
+            detail=str(values["detail"]),
+            peer_access=None if access is None else bool(access),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """All ordered pairs. ``str()`` is a matrix, what is behind it, and what was not exercised.
+
+    ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top. ``devices``: their names, by
+    index. ``identity``: hardware, driver, boot and torch that the verdicts hold for; empty where they cannot be told
+    from others, so that nothing of it may be remembered.
+    """
+
+    pairs: Mapping[Pair, PairReport]
+    seed: int
+    seconds: float = 0.0
+    starting: float = 0.0
+    devices: tuple[str, ...] = ()
+    exercised: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_verdict(self, *verdicts: Verdict) -> frozenset[Pair]:
+        """Return the pairs that got one of these verdicts."""
+        return frozenset(pair for pair, report in self.pairs.items() if report.verdict in verdicts)
+
+    @property
+    def unproven(self) -> frozenset[Pair]:
+        """The pairs that are anything but HEALTHY: those that a safe transfer takes through the host."""
+        return frozenset(self.pairs) - self.with_verdict(Verdict.HEALTHY)
+
+    def renewed_by(self, newer: ProbeReport) -> ProbeReport:
+        """Return this report with the pairs that ``newer`` holds in place of its own."""
+        return replace(
+            newer,
+            pairs={**self.pairs, **newer.pairs},
+            exercised=tuple(dict.fromkeys((*self.exercised, *newer.exercised))),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterable[str]:
+        if self.pairs:
+            yield from _matrix(self.pairs)
+            yield from (
+                str(report) for report in self.pairs.values() if report.verdict is not Verdict.HEALTHY
+            )
+        if self.with_verdict(Verdict.HEALTHY):
+            yield "healthy: the copies named here arrived bit for bit; no more than that is said"
+        yield from (f"exercised: {line}" for line in self.exercised)
+        yield from (f"NOT exercised: {line}" for line in self.not_exercised)
+        yield from (f"hint: {line}" for line in self.hints)
+        yield f"seed {self.seed}; {self.seconds:.1f} s, and {self.starting:.1f} s to start"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values; ``from_json`` takes them back."""
+        return {
+            "pairs": [report.to_json() for report in self.pairs.values()],
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "starting": round(self.starting, 3),
+            "devices": list(self.devices),
+            "exercised": list(self.exercised),
+            "not_exercised": list(self.not_exercised),
+            "hints": list(self.hints),
+            "identity": dict(self.identity),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ProbeReport:
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        reports = tuple(PairReport.from_json(item) for item in values["pairs"])
+        return cls(
+            pairs={report.pair: report for report in reports},
+            seed=int(values["seed"]),
+            seconds=float(values["seconds"]),
+            starting=float(values["starting"]),
+            devices=tuple(str(name) for name in values["devices"]),
+            exercised=tuple(str(line) for line in values["exercised"]),
+            not_exercised=tuple(str(line) for line in values["not_exercised"]),
+            hints=tuple(str(line) for line in values["hints"]),
+            identity=dict(values["identity"]),
+        )
+
+
+def _matrix(pairs: Mapping[Pair, PairReport]) -> Iterable[str]:
+    indexes = sorted({index for pair in pairs for index in pair})
+    words = {pair: report.kind or report.verdict.value for pair, report in pairs.items()}
+    corner = "from \\ to"
+    width = max(len(word) for word in (*words.values(), corner)) + 2
+    yield corner.ljust(width) + "".join(f"{index}".ljust(width) for index in indexes).rstrip()
+    for source in indexes:
+        cells = (words.get((source, index), "-").ljust(width) for index in indexes)
+        yield f"{source}".ljust(width) + "".join(cells).rstrip()

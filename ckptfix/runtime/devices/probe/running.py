@@ -1,0 +1,214 @@
+"""Does tasks in this process: in the probe's own worker, or in the caller's process when that was asked for."""
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import assert_never
+
+from ckptfix.runtime.devices import transfers
+from ckptfix.runtime.devices.pairs import Pair, device, device_type
+from ckptfix.runtime.devices.probe import host_path, payload, together
+from ckptfix.runtime.devices.probe.cases import LARGE, PLANS, Case, Route
+from ckptfix.runtime.devices.probe.identity import Machine, this_machine
+from ckptfix.runtime.devices.probe.large import Row, run_large
+from ckptfix.runtime.devices.probe.memory import Memory
+from ckptfix.runtime.devices.probe.streams import side_streams_exist
+from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.runtime.devices.probe.trial import PairTrials
+
+ENOUGH = 6
+"""Failures after which a pair needs no more copies."""
+
+_KEPT_PAYLOADS = 2
+_ALWAYS_TAKEN = "uint8"
+
+
+def no_memory(error: BaseException) -> bool:
+    """Return whether an error says that no memory is left, on a device or on the host."""
+    said = str(error)
+    return "OutOfMemory" in type(error).__name__ or "out of memory" in said or "can't allocate memory" in said
+
+
+class Runner:
+    """Does tasks. ``tell`` is called with words before anything that can hang, and with None after it."""
+
+    def __init__(self, tell: Callable[[str | None], None] = lambda stage: None) -> None:
+        self._report = tell
+        self._stage = ""
+        self._memory = Memory()
+        self._long_row: Row | None = None
+        self._earlier: defaultdict[Pair, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_PAYLOADS))
+        self._supported: dict[tuple[int, str], bool] = {}
+
+    def run(self, task: Task, seconds: float) -> Outcome:
+        """Do a task and return what became of it; whatever it raises is in the outcome.
+
+        A section ends after ``seconds``; other tasks are short and are done as a whole.
+        """
+        self._stage = ""
+        progress = _Progress()
+        try:
+            with transfers.bypassed():
+                ending = self._done(task, time.monotonic() + seconds, progress)
+            return progress.outcome(ending)
+        except host_path.UnusableDevice as error:
+            return progress.outcome(Ending.DONE, unusable=error.index, message=str(error))
+        except Exception as error:
+            ending = Ending.NO_MEMORY if no_memory(error) else Ending.RAISED
+            first = str(error).strip().partition("\n")[0]
+            return progress.outcome(
+                ending, stage=self._stage, message=f"{type(error).__name__}: {first}"[:300]
+            )
+
+    def close(self) -> None:
+        """Give the memory of large copies back, to others on these devices, too."""
+        self._memory.clear()
+        self._long_row = None
+        accelerator = getattr(torch, "accelerator", None)
+        module: Any = (
+            accelerator if hasattr(accelerator, "empty_cache") else torch.get_device_module(device_type())
+        )
+        with suppress(RuntimeError):  # a device that was lost has nothing to give back
+            module.empty_cache()
+
+    def _tell(self, stage: str | None) -> None:
+        self._stage = stage or ""
+        self._report(stage)
+
+    def _done(self, task: Task, deadline: float, progress: "_Progress") -> Ending:
+        plan = PLANS[task.plan]
+        match task.work:
+            case Work.HOST:
+                index = task.pairs[0][0]
+                progress.trials += host_path.prove(index, task.seed, self._memory, self._tell)
+                row = self._row(task)
+                self._tell("host round trip of a large payload")
+                row.on(index)
+                self._tell(None)
+            case Work.SECTION:
+                return self._section(task, deadline, progress)
+            case Work.TOGETHER:
+                for number in range(plan.rounds):
+                    progress.add(*together.all_at_once(task.pairs, number, task.seed, self._tell))
+            case Work.CHAIN:
+                for size in plan.chained:
+                    progress.add(*together.chain(task.pairs, size, task.seed, self._tell))
+            case _:
+                assert_never(task.work)
+        return Ending.DONE
+
+    def _section(self, task: Task, deadline: float, progress: "_Progress") -> Ending:
+        (pair,) = task.pairs
+        section = PLANS[task.plan].sections[task.section]
+        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._tell)
+        for number, case in enumerate(section.cases):
+            if reason := self._impossible(case, pair):
+                progress.left_out[reason] = None
+                continue
+            if len(progress.failures) >= ENOUGH:
+                break
+            if time.monotonic() > deadline:
+                return Ending.OUT_OF_TIME
+            seed = payload.seed_of(task.seed, *pair, section.name, number)
+            if case.size >= LARGE:
+                row, earlier = self._row(task), self._earlier[pair]
+                failure = run_large(case, pair, row, seed, self._memory, self._tell, earlier)
+            else:
+                failure = on_pair.run(case, seed)
+            progress.unpoisoned = on_pair.unpoisoned
+            progress.add(*() if failure is None else (failure,))
+        return Ending.DONE
+
+    def _row(self, task: Task) -> Row:
+        if self._long_row is None:
+            self._long_row = Row(PLANS[task.plan].largest, task.seed)
+        return self._long_row
+
+    def _impossible(self, case: Case, pair: Pair) -> str:
+        """Return why a case cannot be done here; "" when it can."""
+        if case.route is Route.SIDE_STREAMS and not side_streams_exist():
+            return "side streams: this torch has no torch.accelerator"
+        for name in {case.dtype, case.source_dtype} - {"", _ALWAYS_TAKEN}:
+            for index in pair:
+                if not self._takes(index, name):
+                    return f"{name}: device {index} does not take it"
+        return ""
+
+    def _takes(self, index: int, dtype: str) -> bool:
+        """Return whether a device can hold a dtype and copy it with a kernel of its own. Raises when it is lost."""
+        key = (index, dtype)
+        if key not in self._supported:
+            self._supported[key] = True
+            try:
+                _copy_on(index, dtype)
+            except (RuntimeError, TypeError):
+                _copy_on(index, _ALWAYS_TAKEN)  # raises on a device that does nothing any more
+                self._supported[key] = False
+        return self._supported[key]
+
+
+def _copy_on(index: int, dtype: str) -> None:
+    elements = (
+        torch.zeros(32, dtype=torch.uint8, device="cpu").view(payload.dtype_of(dtype)).to(device(index))
+    )
+    elements.new_empty((elements.numel(), 2))[:, 0].copy_(elements)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a task has shown so far; outlives the exception that ends it."""
+
+    trials: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    left_out: dict[str, None] = field(default_factory=dict)
+    unpoisoned: int = 0
+
+    def add(self, *failures: Failure) -> None:
+        """Count one more trial, with its failures."""
+        self.trials += 1
+        self.failures += failures
+
+    def outcome(self, ending: Ending, **more: Any) -> Outcome:
+        """Return what became of the task."""
+        return Outcome(
+            ending=ending,
+            trials=self.trials,
+            failures=tuple(self.failures),
+            left_out=tuple(self.left_out),
+            unpoisoned=self.unpoisoned,
+            **more,
+        )
+
+
+class InProcess:
+    """Does tasks in the caller's process. Nothing ends a copy that hangs."""
+
+    starting = 0.0
+
+    def __init__(self) -> None:
+        self._runner = Runner()
+
+    def machine(self) -> Machine:
+        """Return the devices that this process sees."""
+        return this_machine()
+
+    def run(self, task: Task, seconds: float) -> Outcome:
+        """Do a task."""
+        return self._runner.run(task, seconds)
+
+    def close(self) -> None:
+        """Give memory back."""
+        self._runner.close()
+
+
+def blinded() -> str:
+    """Return what in this process's environment hides faults from the probe; "" when nothing does."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the one before"
+    return ""

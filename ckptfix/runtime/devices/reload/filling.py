@@ -1,0 +1,206 @@
+"""Weights into a model: which names, shapes and dtypes differ, and which names are tied."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
+
+from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.formats.torch_tensors import TORCH_DTYPES
+from ckptfix.runtime.devices.reload.comparing import host_bytes
+from ckptfix.runtime.devices.reload.stored import Weights
+from ckptfix.wording import count_of, list_names
+
+Ties = Sequence[Sequence[str]]
+"""Groups of names that are one parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """What a model got. ``names``: name in the model -> name in the file whose bytes it must hold.
+
+    ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider dtype.
+    ``untied``: pairs of names that are one tensor in the model, with different bytes in the file.
+    ``renamed``: names of the file that a loader renames, merges or leaves out, so that no name of the model stands for
+    their bytes.
+    """
+
+    names: Mapping[str, str]
+    differences: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    untied: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[str, ...] = ()
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's state dict, the parameters and buffers themselves."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def name_problems(model: Any, weights: Weights) -> list[str]:
+    """Return in words which names and shapes of a file and a model differ; changes nothing."""
+    state = tensors_of(model)
+    names = _sources(state, find_tied_parameters(model), weights)
+    missing = [name for name in state if name not in names]
+    unexpected = [name for name in weights.tensors if name not in state]
+    problems = _names_in_words(missing, unexpected, weights)
+    shapes = [
+        f"{ours!r} has shape {list(weights.tensors[theirs].shape)} in the file, {list(state[ours].shape)} in the model"
+        for ours, theirs in names.items()
+        if _has_whole_bytes(weights, theirs) and tuple(state[ours].shape) != weights.tensors[theirs].shape
+    ]
+    return problems + _few(shapes, "shape")
+
+
+def fill(model: Any, weights: Weights) -> Filled:
+    """Copy every tensor of a file into the model's tensor of that name, one at a time.
+
+    Tensors on the meta device get memory. Raises OperationError when the file cannot be read.
+    """
+    state, ties = tensors_of(model), find_tied_parameters(model)
+    names = _sources(state, ties, weights)
+    differences = name_problems(model, weights)
+    narrowed, converted, filled = [], [], {}
+    for ours, theirs in names.items():
+        value, own = weights.read(theirs), state[ours]
+        if value.shape != own.shape:
+            continue
+        if value.dtype != own.dtype:
+            if not _holds(own.dtype, value.dtype):
+                narrowed.append(
+                    f"{ours!r} is {_short(value.dtype)} in the file, {_short(own.dtype)} in the model"
+                )
+                continue
+            converted.append(ours)
+        filled[ours] = theirs
+        if own.is_meta:
+            set_module_tensor_to_device(model, ours, "cpu", value=value.to(own.dtype))
+        else:
+            with torch.no_grad():
+                own.copy_(value)
+    retie_parameters(model, ties)
+    if left := [name for name, value in _all_tensors(model).items() if value.is_meta]:
+        differences.append(
+            f"{count_of(len(left), 'tensor')} ({list_names(left)}) stayed on the meta device: "
+            "build the model outside of init_empty_weights, or without include_buffers"
+        )
+    return Filled(
+        names=filled,
+        differences=(*differences, *_few(narrowed, "dtype")),
+        converted=tuple(converted),
+        untied=untied(ties, weights),
+    )
+
+
+def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
+    """Return pairs of names that are tied in the model and differ in the file: the model can hold only one of them."""
+    found = []
+    for group in ties:
+        stored = [name for name in group if name in weights.tensors]
+        for name in stored[1:]:
+            if not _same(weights, stored[0], name):
+                found.append((stored[0], name))
+    return tuple(found)
+
+
+def names_by_prefix(model: Any, weights: Weights) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return name in the model -> name in the file, and names of the file that the model knows under no name.
+
+    transformers loads a base model's file into a model with a head, and the other way round, by one prefix.
+    """
+    state = tensors_of(model)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found: dict[str, str] = {}
+    renamed = []
+    for name, stored in weights.tensors.items():
+        tries = (name, prefix + name, name.removeprefix(prefix))
+        ours = next((one for one in tries if one in state and tuple(state[one].shape) == stored.shape), None)
+        if ours is None:
+            renamed.append(name)
+        else:
+            found[ours] = name
+    for group in find_tied_parameters(model):
+        source = next((found[name] for name in group if name in found), None)
+        if source is not None:
+            found.update({name: source for name in group if name not in found})
+    return found, tuple(renamed)
+
+
+def _sources(state: Mapping[str, torch.Tensor], ties: Ties, weights: Weights) -> dict[str, str]:
+    """Return name in the model -> name in the file: its own, that of an alias, or of a name that it is tied to."""
+    sources = {name: name for name in state if name in weights.tensors}
+    sources.update(
+        {name: kept for name, kept in weights.aliases.items() if name in state and name not in sources}
+    )
+    for group in ties:
+        source = next((sources[name] for name in group if name in sources), None)
+        if source is not None:
+            sources.update({name: source for name in group if name not in sources})
+    return sources
+
+
+def _names_in_words(missing: Sequence[str], unexpected: Sequence[str], weights: Weights) -> list[str]:
+    problems = []
+    chain = common_wrappers(weights.tensors)
+    prefix = "".join(f"{segment}." for segment in chain)
+    if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
+        return [
+            f"every name in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
+            f"loaded; next: ckptfix repair {weights.root} --keys bare"
+        ]
+    if missing:
+        problems.append(f"{count_of(len(missing), 'name')} of the model missing: {list_names(missing)}")
+    if unexpected:
+        problems.append(f"{count_of(len(unexpected), 'unexpected name')}: {list_names(unexpected)}")
+    return problems
+
+
+def _all_tensors(model: Any) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def _has_whole_bytes(weights: Weights, name: str) -> bool:
+    # torch packs two elements below a byte into one, and has another shape than the file.
+    return DTYPE_BITS[weights.tensors[name].dtype] >= 8
+
+
+def _same(weights: Weights, one: str, other: str) -> bool:
+    left, right = weights.tensors[one], weights.tensors[other]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    pairs = zip(host_bytes(weights.read(one)), host_bytes(weights.read(other)), strict=True)
+    return all(numpy.array_equal(a, b) for a, b in pairs)
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every value of the other dtype is one of this dtype."""
+    try:
+        return bool(torch.promote_types(dtype, other) == dtype)
+    except RuntimeError:  # torch promotes no 8-bit floats
+        return False
+
+
+def _few(sentences: Sequence[str], what: str) -> list[str]:
+    if len(sentences) <= 2:
+        return list(sentences)
+    return [*sentences[:2], f"and {count_of(len(sentences) - 2, f'more {what}')} differ"]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def file_dtype(weights: Weights) -> torch.dtype | None:
+    """Return the dtype of most of a file's floating-point numbers, None when it holds none."""
+    nouns = {noun: name for name, noun in TORCH_DTYPES.items()}
+    sizes: dict[torch.dtype, int] = {}
+    for stored in weights.tensors.values():
+        dtype = getattr(torch, nouns.get(stored.dtype, ""), None)
+        if dtype is not None and dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + stored.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None

@@ -1,0 +1,193 @@
+"""The proof with a model class: names, what the dispatched model holds, and the runs."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from ckptfix.runtime.devices.pairs import Pair, device
+from ckptfix.runtime.devices.reload.building import Built
+from ckptfix.runtime.devices.reload.dispatching import (
+    ModelLost,
+    Outputs,
+    Trial,
+    dispatched,
+    main_device,
+    map_model,
+)
+from ckptfix.runtime.devices.reload.filling import tensors_of
+from ckptfix.runtime.devices.reload.holding import hop_held, prove_held
+from ckptfix.runtime.devices.reload.inputs import Inputs
+from ckptfix.runtime.devices.reload.mapping import CPU, DISK, DeviceMap, Spread
+from ckptfix.runtime.devices.reload.placing import Hops
+from ckptfix.runtime.devices.reload.planning import MapPlan
+from ckptfix.runtime.devices.reload.report import Machine, Outcome, Proof, Subject
+from ckptfix.runtime.devices.reload.running import Runs, baseline, compare_split
+from ckptfix.runtime.devices.reload.tally import Tally
+from ckptfix.wording import count_of, human_size, list_names
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelProof:
+    """What was proven of one model: lines of the table, and the runs of the split with peer copies.
+
+    ``ran``: how often the model ran each way, at most.
+    """
+
+    proofs: list[Proof] = field(default_factory=list)
+    runs: Runs = field(default_factory=Runs)
+    ran: int = 0
+
+    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+        """Add a line of the table."""
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+
+def verify_model(
+    built: Built, plan: MapPlan, machine: Machine, repeats: int, *, hops: Hops, hangs: frozenset[Pair]
+) -> ModelProof:
+    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError."""
+    proof = ModelProof()
+    _prove_names(proof, built)
+    in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
+    prove_held(built, {"": CPU}, in_memory, main=CPU)
+    proof.proofs += in_memory.proofs()
+    trials = _trials(built, plan, machine)
+    single = _one_device(proof, built, trials, machine)
+    if not plan.is_sound:
+        text = "the model on its map: the map is refused"
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    try:
+        for trial in trials:
+            _on_a_map(proof, built, trial, single, repeats, hops, hangs)
+    except ModelLost as error:
+        if not any(one.outcome is Outcome.FAILED for one in proof.proofs):  # which would be why
+            text = f"the model could not be read back from its devices: {error}"
+            proof.add(Subject.PLACEMENT, Outcome.FAILED, text, is_transfer=True)
+    return proof
+
+
+def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Machine) -> Outputs | None:
+    """Return the output on the device where the maps begin, or add why there is none."""
+    where = _begin(trials[0].device_map) if trials else torch.device(CPU)
+    reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
+    if not reason:
+        single = baseline(built, where)
+        if not isinstance(single, str):
+            return single
+        is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
+        outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
+        whose = "the factory's inputs" if is_given else "the inputs made from its config"
+        reason = f"the model does not run on {where} with {whose}: {single}"
+    proof.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
+    if machine.count > 1:
+        text = "direct copies against staged ones: the model is not run"
+        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    return None
+
+
+def _on_a_map(
+    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, repeats: int, hops: Hops,
+    hangs: frozenset[Pair],
+) -> None:  # fmt: skip
+    device_map = trial.device_map
+    used = {place for place in device_map.values() if isinstance(place, int)}
+    with _room(built, device_map) as folder:
+        if folder is None:
+            text = (
+                f"the model offloaded to disk: no room for {human_size(built.weights.nbytes)} in "
+                f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
+            )
+            proof.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text)
+            return
+        try:
+            with dispatched(built, trial, folder):
+                what = f"file -> {_shown(device_map)} -> host"
+                held = Tally(subject=Subject.PLACEMENT, what=what, is_transfer=bool(used))
+                prove_held(built, device_map, held, main=main_device(device_map))
+                proof.proofs += held.proofs()
+                if single is not None:
+                    runs = compare_split(built, trial, single, _begin(device_map), repeats, hangs)
+                    proof.proofs += [_named(one, device_map) for one in runs.proofs]
+                    proof.runs = runs if len(used) > 1 else proof.runs
+                    proof.ran = max(proof.ran, repeats if used else 1)
+                hop_held(built, hops)
+        except RuntimeError as error:  # no room on a device, most of all
+            text = f"the model does not get onto {_shown(device_map)}: {type(error).__name__}: {error}"
+            outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
+            proof.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
+
+
+def _begin(device_map: DeviceMap) -> torch.device:
+    main = main_device(device_map)
+    return torch.device(CPU) if isinstance(main, str) else device(main)
+
+
+def _trials(built: Built, plan: MapPlan, machine: Machine) -> list[Trial]:
+    """Return the maps to try: the user's own, and on a machine with less than two accelerators one that offloads."""
+    if any(value.is_meta for value in tensors_of(built.model).values()):
+        return []  # what was not filled cannot be placed; the names that are missing are a failure already
+    own = {str(name): place for name, place in plan.device_map.items()}
+    trials = [Trial(device_map=own, is_asked=True)] if plan.is_sound and not plan.absent else []
+    if machine.count == 0:
+        offloads = bool(trials) and DISK in own.values()
+        return trials if offloads else [Trial(device_map={"": DISK}, is_asked=False)]
+    if machine.count == 1 and trials and not {CPU, DISK} & set(own.values()):
+        half = sum(value.nbytes for value in tensors_of(built.model).values()) // 2
+        split = map_model(built, Spread.SEQUENTIAL, {0: half, CPU: 1 << 62})
+        if len(set(split.values())) > 1:
+            trials.append(Trial(device_map=split, is_asked=False))
+    return trials
+
+
+def _prove_names(proof: ModelProof, built: Built) -> None:
+    filled, kind = built.filled, type(built.model).__name__
+    for text in filled.differences:
+        proof.add(Subject.NAMES, Outcome.FAILED, text)
+    for one, other in filled.untied:
+        text = f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: one of them is lost"
+        proof.add(Subject.TIES, Outcome.FAILED, text)
+    if filled.renamed:
+        text = (
+            f"where {count_of(len(filled.renamed), 'tensor')} of the file went ({list_names(filled.renamed)}): "
+            "the loader renames or merges them"
+        )
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
+    if not filled.differences:
+        wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""
+        text = (
+            f"names and shapes: {count_of(len(tensors_of(built.model)), 'name')} of {kind} filled by "
+            f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left over{wider}"
+        )
+        proof.add(Subject.NAMES, Outcome.PROVEN, text)
+
+
+def _no_runs(built: Built) -> str:
+    """Return why the model cannot be run, "" when it can."""
+    if built.filled.differences:
+        return "the weights do not fill the model"
+    return built.inputs if isinstance(built.inputs, str) else ""
+
+
+def _named(proof: Proof, device_map: DeviceMap) -> Proof:
+    return replace(proof, text=proof.text.replace("split", f"split over {_shown(device_map)}", 1))
+
+
+def _shown(device_map: DeviceMap) -> str:
+    places = sorted(set(device_map.values()), key=lambda place: (isinstance(place, str), place))
+    return ", ".join(map(str, places))
+
+
+@contextmanager
+def _room(built: Built, device_map: DeviceMap) -> Iterator[Path | None]:
+    """Yield a folder for what a map sends to the disk, None when there is no room for it there."""
+    folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
+    try:
+        needs = built.weights.nbytes if DISK in device_map.values() else 0
+        yield folder if shutil.disk_usage(folder).free > needs else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

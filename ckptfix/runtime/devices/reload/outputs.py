@@ -1,0 +1,117 @@
+"""What a forward pass returned: taken apart into tensors, kept on the host, compared bit by bit or by size."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from math import inf, isfinite
+from typing import Any
+
+import numpy
+import torch
+
+_DEPTH = 8
+"""How deep in containers tensors are looked for; a cache of keys and values is four deep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far outputs lie apart: the largest difference, the largest value, and the dtype where it was found.
+
+    ``difference`` is infinite where a shape, a name, a NaN or a whole number differs.
+    """
+
+    difference: float = 0.0
+    scale: float = 0.0
+    epsilon: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The difference as a part of the largest value."""
+        return self.difference / self.scale if self.scale else (inf if self.difference else 0.0)
+
+    @property
+    def limit(self) -> float:
+        """The largest ``relative`` that other kernels explain: the square root of the dtype's machine epsilon.
+
+        float32 3.5e-4, float16 3.1e-2, bfloat16 8.8e-2: half of the digits are lost to another order of sums.
+        """
+        return float(self.epsilon**0.5)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the difference is what other kernels make."""
+        return self.relative <= self.limit
+
+    def __str__(self) -> str:
+        if not isfinite(self.difference):
+            return "a shape, a NaN or a whole number differs"
+        return (
+            f"max |difference| {self.difference:.3g} where the largest value is {self.scale:.3g}: "
+            f"{self.relative:.2g} of it, limit {self.limit:.2g}"
+        )
+
+
+def taken(output: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor in an output by its place, on the host."""
+    return {place: value.detach().to("cpu", copy=True) for place, value in tensors_in(output)}
+
+
+def tensors_in(value: Any, place: str = "output", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in mappings, sequences, dataclasses and transformers' caches."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif depth < _DEPTH:
+        for name, part in _parts(value):
+            yield from tensors_in(part, f"{place}{name}", depth + 1)
+
+
+def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two outputs are equal in every bit, NaNs included."""
+    return one.keys() == other.keys() and all(_same_bits(one[place], other[place]) for place in one)
+
+
+def spread(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Spread:
+    """Return how far two outputs lie apart: of the tensor in which it is farthest beyond its limit."""
+    if one.keys() != other.keys():
+        return Spread(difference=inf)
+    worst = Spread()
+    for place, left in one.items():
+        right = other[place]
+        if _same_bits(left, right):
+            continue
+        found = _apart(left, right)
+        if found.relative - found.limit > worst.relative - worst.limit or worst.epsilon == 0.0:
+            worst = found
+    return worst
+
+
+def _apart(left: torch.Tensor, right: torch.Tensor) -> Spread:
+    if left.shape != right.shape or left.dtype != right.dtype or not left.dtype.is_floating_point:
+        return Spread(difference=inf)
+    wide, other = left.to(torch.float64), right.to(torch.float64)
+    if not torch.equal(wide.isfinite(), other.isfinite()):
+        return Spread(difference=inf)
+    finite = wide.isfinite()
+    difference = (wide - other)[finite].abs()
+    return Spread(
+        difference=float(difference.max()) if difference.numel() else 0.0,
+        scale=max(float(one[finite].abs().max()) for one in (wide, other)) if difference.numel() else 0.0,
+        epsilon=float(torch.finfo(left.dtype).eps),
+    )
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    flat = [value.contiguous().reshape(-1).view(torch.uint8).numpy() for value in (left, right)]
+    return bool(numpy.array_equal(*flat))
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{one.name}", getattr(value, one.name)) for one in fields(value))
+    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
+        yield from ((f".{name}", part) for name, part in vars(value).items())

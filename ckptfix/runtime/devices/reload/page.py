@@ -1,0 +1,140 @@
+"""The report as one HTML page: no script, nothing loaded from anywhere, every name escaped."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from ckptfix.runtime.devices.reload.report import Outcome, PairFacts, Proof, ReloadReport
+from ckptfix.wording import collapse_layers, count_of, human_size
+
+_COLOURS = {
+    Outcome.PROVEN: "#1a7f37",
+    Outcome.TOLERANCE: "#9a6700",
+    Outcome.FAILED: "#cf222e",
+    Outcome.NOT_EXERCISED: "#6e7781",
+}
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+_INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_ESCAPES = {**_CONTROL, **{code: f"\\u{code:04x}" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}}
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1f2328; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } th, td { border: 1px solid #d0d7de; padding: .3rem .6rem; text-align: left; }
+td, p { overflow-wrap: anywhere; vertical-align: top; }
+.outcome { color: #fff; font-weight: 600; white-space: nowrap; }
+.bar { background: #0969da; height: .8rem; min-width: 1px; } .track { width: 14rem; }
+.cell { color: #fff; min-width: 7rem; } .self { background: #eaeef2; }
+"""
+
+
+def html_page(report: ReloadReport) -> str:
+    """Return a whole HTML document that says what the report says."""
+    verdict = "failed" if report.status else "no fault found in what was exercised"
+    colour = _COLOURS[Outcome.FAILED if report.status else Outcome.PROVEN]
+    title = f"ckptfix verify {report.path}"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p><strong style="color:{colour}">{_text(verdict)}</strong></p>',
+        f"<p>{_text(_about(report))}</p>",
+        "<h2>What was proven, and what was not exercised</h2>",
+        _table(("outcome", "what"), map(_proof_row, report.proofs)),
+        *_divergence(report),
+        *_matrix(report),
+        "<h2>Device map</h2>",
+        f"<p>{_text(report.map_source)}</p>",
+        _bytes_table(report.device_bytes),
+        _map_table(report.device_map),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _about(report: ReloadReport) -> str:
+    model = f"; model: {report.model}" if report.model else "; no model class"
+    size = f"{count_of(report.tensors, 'tensor')}, {human_size(report.nbytes)}"
+    return f"{size}; {report.machine}{model}; {count_of(report.repeats, 'run')} each way"
+
+
+def _proof_row(proof: Proof) -> str:
+    colour = _COLOURS[proof.outcome]
+    label = _text(proof.outcome.value)
+    return (
+        f'<tr><td class="outcome" style="background:{colour}">{label}</td><td>{_text(proof.text)}</td></tr>'
+    )
+
+
+def _divergence(report: ReloadReport) -> Iterable[str]:
+    if report.divergence is not None:
+        yield "<h2>First divergence</h2>"
+        yield f"<p>{_text(str(report.divergence))}</p>"
+
+
+def _matrix(report: ReloadReport) -> Iterable[str]:
+    if not report.pairs:
+        return
+    facts = {facts.pair: facts for facts in report.pairs}
+    indexes = sorted({index for pair in facts for index in pair})
+    yield "<h2>Copies between accelerators</h2>"
+    yield "<p>Rows copy to columns. Green: what was sent arrived bit for bit; red: it did not; grey: not exercised.</p>"
+    rows = []
+    for source in indexes:
+        cells = [_cell(facts.get((source, destination))) for destination in indexes]
+        rows.append(f"<tr><th>from {source}</th>{''.join(cells)}</tr>")
+    yield _table(("", *(f"to {index}" for index in indexes)), rows)
+
+
+def _cell(facts: PairFacts | None) -> str:
+    if facts is None:
+        return '<td class="self"></td>'
+    lines = [facts.outcome.value]
+    if facts.probe is not None:
+        lines.append(f"probe: {facts.probe} {facts.probe_kind}".rstrip())
+    lines.append(f"{count_of(facts.hops, 'tensor')} sent, {facts.hops_wrong} wrong")
+    if facts.moves:
+        lines.append(f"{facts.moves} copies a forward pass")
+    if facts.alone_runs:
+        lines.append(f"alone: {facts.alone_wrong} of {facts.alone_runs} runs wrong")
+    colour = _COLOURS[facts.outcome]
+    return f'<td class="cell" style="background:{colour}">{"<br>".join(map(_text, lines))}</td>'
+
+
+def _bytes_table(device_bytes: Mapping[str, int]) -> str:
+    most = max(device_bytes.values(), default=0)
+    rows = []
+    for device, size in device_bytes.items():
+        width = 100 * size / most if most else 0
+        bar = f'<div class="bar" style="width:{width:.1f}%"></div>'
+        rows.append(
+            f'<tr><th>{_text(device)}</th><td>{human_size(size)}</td><td class="track">{bar}</td></tr>'
+        )
+    return _table(("device", "weights", ""), rows)
+
+
+def _map_table(device_map: Mapping[str, str]) -> str:
+    by_device: dict[str, list[str]] = {}
+    for name, device in device_map.items():
+        by_device.setdefault(device, []).append(
+            f"{name}."
+        )  # the number at the end of a block's name counts, too
+    rows = []
+    for device, names in by_device.items():
+        shown = "<br>".join(
+            _text(name.removesuffix(".") or "the whole model") for name in collapse_layers(names)
+        )
+        rows.append(f"<tr><th>{_text(device)}</th><td>{shown}</td></tr>")
+    return _table(("device", "blocks"), rows)
+
+
+def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{_text(text)}</th>" for text in heads)
+    return f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>"
+
+
+def _text(text: str) -> str:
+    """Return text as HTML shows it; control and invisible characters become backslash escapes."""
+    return escape(text.translate(_ESCAPES), quote=True)

@@ -1,0 +1,243 @@
+"""What a verification of a reload found: proofs, the matrix of ordered pairs, the first divergence.
+
+A proof has one of four outcomes, and "not exercised" is never shown as anything else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ckptfix.runtime.devices.pairs import Pair
+
+
+class Outcome(Enum):
+    """PROVEN: equal in every bit. TOLERANCE: different bits, within the limit that the text states."""
+
+    PROVEN = "proven"
+    TOLERANCE = "TOLERANCE"
+    FAILED = "failed"
+    NOT_EXERCISED = "not exercised"
+
+
+class Subject(Enum):
+    """What a proof is about. The value is a stable name for programs."""
+
+    FILE_BYTES = "file-bytes"
+    NAMES = "names"
+    DEVICE_MAP = "device-map"
+    TIES = "ties"
+    DISK_OFFLOAD = "disk-offload"
+    PLACEMENT = "placement"
+    PEER_PROBE = "peer-probe"
+    PEER_HOPS = "peer-hops"
+    SPLIT = "split"
+    OUTPUTS = "outputs"
+    BEYOND = "beyond"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators."""
+
+    subject: Subject
+    outcome: Outcome
+    text: str
+    is_transfer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.outcome.value}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFacts:
+    """What is known of the copies from one accelerator to another.
+
+    ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"), None when it did not
+    run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the probe's own words. ``hops``, ``hops_wrong``:
+    copies of this checkpoint's tensors, and how many arrived with other bytes. ``moves``: copies in one forward pass of
+    the split model. ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many gave
+    another output.
+    """
+
+    pair: Pair
+    probe: str | None = None
+    probe_kind: str = ""
+    probe_detail: str = ""
+    hops: int = 0
+    hops_wrong: int = 0
+    moves: int = 0
+    alone_runs: int = 0
+    alone_wrong: int = 0
+
+    @property
+    def outcome(self) -> Outcome:
+        """FAILED when any copy was wrong or could not be made, PROVEN when some were right and none was wrong."""
+        if self.hops_wrong or self.alone_wrong or self.probe in ("wrong", "hang", "unusable"):
+            return Outcome.FAILED
+        if self.probe == "healthy" or (self.probe is None and self.hops):
+            return Outcome.PROVEN
+        return Outcome.NOT_EXERCISED
+
+    @property
+    def word(self) -> str:
+        """The outcome in one word or two, for a matrix: of a failed pair the kind of damage, where it is known."""
+        if self.outcome is not Outcome.FAILED:
+            return str(self.outcome.value)
+        stopped = self.probe if self.probe in ("hang", "unusable") else ""
+        return self.probe_kind or stopped or "wrong"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values."""
+        return {
+            "source": self.pair[0],
+            "destination": self.pair[1],
+            "outcome": self.outcome.value,
+            "probe": self.probe,
+            "probe_kind": self.probe_kind,
+            "probe_detail": self.probe_detail,
+            "hops": self.hops,
+            "hops_wrong": self.hops_wrong,
+            "moves": self.moves,
+            "alone_runs": self.alone_runs,
+            "alone_wrong": self.alone_wrong,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where a split model first computed with other bytes than were sent.
+
+    ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``, ``block`` and the rest
+    are those of the first wrong copy that tracing saw. ``vanishes_when_traced``: it saw none, so a race is likely;
+    then ``pair`` is the only suspect, or None. ``first_offset`` counts bytes from the begin of the tensor.
+    """
+
+    runs: int
+    wrong_runs: int
+    suspects: tuple[Pair, ...] = ()
+    vanishes_when_traced: bool = False
+    pair: Pair | None = None
+    block: str = ""
+    operation: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    first_offset: int | None = None
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{source} -> {destination}" for source, destination in self.suspects)
+        alone = f"; wrong with this pair alone copying directly: {pairs}" if pairs else ""
+        if self.vanishes_when_traced:
+            return (
+                f"{self.wrong_runs} of {self.runs} runs wrong, and right when traced: a race, bytes that arrive late"
+                f"{alone or '; no ordered pair alone shows it'}"
+            )
+        if self.pair is None:
+            return f"{self.wrong_runs} of {self.runs} runs wrong; no copy was seen to be{alone}"
+        return (
+            f"{self.pair[0]} -> {self.pair[1]} at {self.block or 'the model itself'}: a {self.dtype} tensor of shape "
+            f"{list(self.shape)} arrived with other bytes, the first at offset {self.first_offset}{alone}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the divergence as JSON values."""
+        return {
+            "message": str(self),
+            "runs": self.runs,
+            "wrong_runs": self.wrong_runs,
+            "suspects": [list(pair) for pair in self.suspects],
+            "vanishes_when_traced": self.vanishes_when_traced,
+            "pair": None if self.pair is None else list(self.pair),
+            "block": self.block,
+            "operation": self.operation,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "first_offset": self.first_offset,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The accelerators here: their type ("cuda"), and the name that each reports."""
+
+    accelerator: str | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "CPU only"
+        kinds = ", ".join(dict.fromkeys(self.names))
+        number = "one" if self.count == 1 else str(self.count)
+        return f"{number} {self.accelerator} device{'s' if self.count > 1 else ''} ({kinds})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReloadReport:
+    """What ``verify_reload`` proved, what failed, and what it did not exercise.
+
+    ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
+    ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
+    """
+
+    path: Path
+    machine: Machine
+    model: str
+    map_source: str
+    device_map: Mapping[str, str]
+    device_bytes: Mapping[str, int]
+    tensors: int
+    nbytes: int
+    repeats: int
+    proofs: tuple[Proof, ...]
+    pairs: tuple[PairFacts, ...] = ()
+    divergence: Divergence | None = None
+    require_transfer_proof: bool = False
+
+    @property
+    def unproven_transfers(self) -> tuple[Proof, ...]:
+        """The proofs about transfers that were not exercised."""
+        return tuple(
+            proof for proof in self.proofs if proof.is_transfer and proof.outcome is Outcome.NOT_EXERCISED
+        )
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 when anything failed, or transfers were to be proven and were not; else 0."""
+        if any(proof.outcome is Outcome.FAILED for proof in self.proofs):
+            return 1
+        return int(self.require_transfer_proof and bool(self.unproven_transfers))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "path": str(self.path),
+            "machine": {"accelerator": self.machine.accelerator, "devices": list(self.machine.names)},
+            "model": self.model,
+            "map_source": self.map_source,
+            "device_map": dict(self.device_map),
+            "device_bytes": dict(self.device_bytes),
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "repeats": self.repeats,
+            "proofs": [
+                {
+                    "subject": proof.subject.value,
+                    "outcome": proof.outcome.value,
+                    "is_transfer": proof.is_transfer,
+                    "message": proof.text,
+                }
+                for proof in self.proofs
+            ],
+            "pairs": [pair.as_json() for pair in self.pairs],
+            "divergence": None if self.divergence is None else self.divergence.as_json(),
+            "require_transfer_proof": self.require_transfer_proof,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.path} on {self.machine}", *(f"  {proof}" for proof in self.proofs)])

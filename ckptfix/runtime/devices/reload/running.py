@@ -1,0 +1,217 @@
+"""The three-way proof: one device, the split with direct copies, the same split with staged copies.
+
+Direct against staged, with one map and the same kernels, tells transfers; staged against one device tells kernels;
+staged against itself tells non-determinism. Runs that decide are never traced.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from accelerate.utils import find_tied_parameters
+
+from ckptfix.runtime.devices.overriding import can_override
+from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.runtime.devices.reload.building import Built
+from ckptfix.runtime.devices.reload.dispatching import Outputs, Trial, on_one_device, run
+from ckptfix.runtime.devices.reload.filling import tensors_of
+from ckptfix.runtime.devices.reload.localising import alone, exercised, localise
+from ckptfix.runtime.devices.reload.machine import has_room
+from ckptfix.runtime.devices.reload.mapping import CPU, DISK
+from ckptfix.runtime.devices.reload.outputs import Spread, equal_bits, spread
+from ckptfix.runtime.devices.reload.report import Divergence, Outcome, Proof, Subject
+from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
+from ckptfix.wording import count_of
+
+_NOISE = 10.0
+"""How much farther than the staged runs lie from each other a direct run must lie to be no noise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Runs:
+    """What the runs of one split said."""
+
+    proofs: list[Proof] = field(default_factory=list)
+    moves: Mapping[Pair, int] = field(default_factory=dict)
+    alone_runs: int = 0
+    alone_wrong: dict[Pair, int] = field(default_factory=dict)
+    divergence: Divergence | None = None
+
+    def add(self, subject: Subject, outcome: Outcome, text: str) -> None:
+        """Add a line of the table."""
+        is_transfer = subject is Subject.SPLIT
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+
+def baseline(built: Built, where: torch.device) -> Outputs | str:
+    """Return the output of the model on one device, without a copy between accelerators; or why there is none.
+
+    The whole model where it fits, else with its weights brought from host memory block by block.
+    """
+    assert not isinstance(built.inputs, str)
+    ways = (True, False) if where.type == CPU or has_room(where, _size(built)) else (False,)
+    problem = ""
+    for whole in ways:
+        try:
+            with on_one_device(built, where, whole=whole):
+                return run(built.model, built.inputs, where)
+        except Exception as error:  # the model's own forward raises anything
+            problem = problem or f"{type(error).__name__}: {error}"
+    return problem
+
+
+def _hint(built: Built, trial: Trial) -> str:
+    """Return what is known of maps like this one on which a model fails, "" for nothing."""
+    if DISK not in trial.device_map.values() or not find_tied_parameters(built.model):
+        return ""
+    # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's next one can lie there.
+    return "; accelerate can give a weight from the disk the values of tied ones: use a map without disk"
+
+
+def _size(built: Built) -> int:
+    return sum(value.nbytes for value in tensors_of(built.model).values())
+
+
+def compare_split(
+    built: Built, trial: Trial, single: Outputs, where: torch.device, repeats: int, hangs: frozenset[Pair]
+) -> Runs:
+    """Run a dispatched model ``repeats`` times each way and say what the outputs prove.
+
+    ``single``: the output on one device. ``hangs``: pairs whose direct copies do not end. A map with one accelerator
+    has one way only, and one without any runs once.
+    """
+    runs = Runs()
+    inputs = built.inputs
+    accelerators = {place for place in trial.device_map.values() if isinstance(place, int)}
+    assert not isinstance(inputs, str)
+
+    def once() -> Outputs:
+        return run(built.model, inputs, where)
+
+    try:
+        if len(accelerators) < 2:
+            _compare_repeated(runs, once, single, repeats if accelerators else 1, f"{where} alone")
+            return runs
+        staged = _staged(runs, once, repeats)
+    except Exception as error:  # the model's own forward raises anything
+        text = (
+            f"split: the model does not run on this map: {type(error).__name__}: {error}{_hint(built, trial)}"
+        )
+        runs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
+        if len(accelerators) > 1:
+            text = "direct copies against staged ones: the model does not run"
+            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        return runs
+    first, noise = staged
+    blocked = sorted(hangs & set(exercised(runs.moves)))
+    if not any(runs.moves.values()):
+        text = "direct copies against staged ones: the forward pass copies nothing between accelerators"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    elif blocked:
+        named = ", ".join(f"{source} -> {destination}" for source, destination in blocked)
+        text = f"direct runs of the split: copies {named} do not end in the probe, and the split needs them"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    else:
+        _compare_direct(runs, built, once, first, noise, repeats)
+    _compare_kernels(runs, first, single, noise, f"{where} alone")
+    return runs
+
+
+def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Spread | None]:
+    """Return the first staged output, and how far the others lie from it; None when all are equal in every bit."""
+    worst: Spread | None = None
+    with safe_transfers("always") as transfers:
+        first = once()
+        runs.moves = {pair: count.staged + count.direct for pair, count in transfers.counters().items()}
+        for _ in range(repeats - 1):
+            output = once()
+            if not equal_bits(output, first):
+                found = spread(output, first)
+                worst = found if worst is None or found.relative > worst.relative else worst
+        if not can_override():
+            missed = "; ".join(transfers.not_covered)
+            text = f"this torch lets staging reach accelerate's own moves only; direct in both runs: {missed}"
+            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    return first, worst
+
+
+def _compare_direct(
+    runs: Runs, built: Built, once: Callable[[], Outputs], first: Outputs, noise: Spread | None, repeats: int
+) -> None:
+    wrong = 0
+    worst = Spread()
+    for number in range(repeats):
+        try:
+            with bypassed():
+                output = once()
+        except RuntimeError as error:
+            text = f"direct run {number + 1} raised {type(error).__name__}, staged runs did not: {error}"
+            runs.add(Subject.SPLIT, Outcome.FAILED, f"transfer fault: {text}")
+            return
+        if not equal_bits(output, first):
+            wrong += 1
+            found = spread(output, first)
+            worst = found if found.relative > worst.relative else worst
+    many = count_of(repeats, "run")
+    if noise is not None:
+        text = f"staged runs differ among themselves ({noise}), direct ones from them ({worst})"
+        if worst.relative > _NOISE * noise.relative:
+            runs.add(Subject.SPLIT, Outcome.FAILED, f"transfer fault beyond the noise: {text}")
+        else:
+            text = f"direct against staged: non-determinism, {text}"
+            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+            return
+    elif not wrong:
+        count = sum(runs.moves.values())
+        copies = "1 copy" if count == 1 else f"{count} copies"
+        text = (
+            f"direct split == staged split: {many} each of {copies} between accelerators, equal in every bit"
+        )
+        runs.add(Subject.SPLIT, Outcome.PROVEN, text)
+        return
+    runs.alone_runs = repeats
+    for pair in exercised(runs.moves) if noise is None else ():
+        runs.alone_wrong[pair] = alone(once, first, pair, repeats)
+    suspects = [pair for pair, count in runs.alone_wrong.items() if count]
+    runs.divergence = localise(built.model, once, wrong, repeats, suspects)
+    if noise is None:
+        text = f"transfer fault: {wrong} of {many} with direct copies differ from the staged ones ({worst}); "
+        runs.add(
+            Subject.SPLIT, Outcome.FAILED, f"{text}{runs.divergence}; next: ckptfix doctor --peer-copies"
+        )
+
+
+def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread | None, one: str) -> None:
+    if equal_bits(output, single):
+        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
+        return
+    found = spread(output, single)
+    if not found.is_within:
+        text = f"the split differs from {one} by more than other kernels explain: {found}"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED, text)
+        return
+    why = "non-determinism" if noise is not None else "a difference of kernels"
+    runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split against {one}, {why}: {found}")
+
+
+def _compare_repeated(
+    runs: Runs, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str
+) -> None:
+    """Compare a split between one device and the host, memory or disk, with the model on that device."""
+    worst: Spread | None = None
+    wrong = 0
+    for _ in range(repeats):
+        output = once()
+        if not equal_bits(output, single):
+            wrong += 1
+            found = spread(output, single)
+            worst = found if worst is None or found.relative > worst.relative else worst
+    many = count_of(repeats, "run")
+    if worst is None:
+        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit")
+    elif worst.is_within:
+        text = f"split against {one}, {wrong} of {many} differ: {worst}"
+        runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
+    else:
+        text = f"{wrong} of {many} of the split differ from {one} by more than other kernels explain: {worst}"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED, text)

@@ -1,0 +1,217 @@
+"""``verify_reload``: what loading a checkpoint onto a device map really gives, proven as far as this machine can."""
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.errors import ChangedError, UsageError
+from ckptfix.runtime.devices.probe import ProbeReport, Verdict, probe_peer_copies
+from ckptfix.runtime.devices.reload.building import (
+    Built,
+    Factory,
+    NoModel,
+    build_from_config,
+    build_from_factory,
+)
+from ckptfix.runtime.devices.reload.judging import beyond, judge_pairs, pair_facts, untried
+from ckptfix.runtime.devices.reload.machine import this_machine
+from ckptfix.runtime.devices.reload.mapping import Spread, read_device_map, read_max_memory
+from ckptfix.runtime.devices.reload.modelling import ModelProof, verify_model
+from ckptfix.runtime.devices.reload.placing import FileProofs, Hops, bytes_on, prove_files
+from ckptfix.runtime.devices.reload.planning import MapPlan, Wish, plan_for_model, plan_for_weights
+from ckptfix.runtime.devices.reload.report import (
+    Machine,
+    Outcome,
+    PairFacts,
+    Proof,
+    ReloadReport,
+    Subject,
+)
+from ckptfix.runtime.devices.reload.stored import Weights, find_weights
+from ckptfix.runtime.loading.entries import all_state_dicts, changed_files
+from ckptfix.wording import list_names
+
+Progress = Callable[[int], None]
+
+_LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
+"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not exercised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What is collected on the way to a report."""
+
+    proofs: list[Proof] = field(default_factory=list)
+    device_map: dict[str, str] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    source: str = ""
+
+    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+    def take(self, plan: MapPlan, weights: Weights, names: Mapping[str, str]) -> None:
+        """Add a plan. ``names``: name that the plan places -> name in the file; each tensor counts once."""
+        self.source = plan.source
+        self.proofs += [replace(proof, text=weights.prefix + proof.text) for proof in plan.proofs]
+        self.device_map.update({weights.prefix + name: str(place) for name, place in plan.device_map.items()})
+        once = {
+            stored: plan.devices[name]
+            for name, stored in reversed(list(names.items()))
+            if name in plan.devices
+        }
+        sizes = {stored: weights.tensors[stored].nbytes for stored in once}
+        for place, size in bytes_on(once, sizes).items():
+            self.device_bytes[place] = self.device_bytes.get(place, 0) + size
+
+
+def verify_reload(
+    path: str | os.PathLike[str] = ".",
+    *,
+    device_map: str | os.PathLike[str] | Mapping[str, Any] = "auto",
+    max_memory: Mapping[Any, Any] | str | None = None,
+    model: str | Factory | None = None,
+    repeats: int = 8,
+    require_transfer_proof: bool = False,
+    progress: Progress | None = None,
+) -> ReloadReport:
+    """Load a checkpoint onto a device map, and prove what arrives: bytes, names, ties, transfers, outputs.
+
+    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON file with one.
+    ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or "module:factory", which returns a
+    model or (model, inputs); without one, the class that a transformers ``config.json`` beside the weights names; its
+    code never comes from the folder. ``repeats``: runs of the split model each way. ``require_transfer_proof``: count
+    transfers that were not exercised as failed. ``progress`` is called with numbers of bytes read.
+
+    Damage is not looked for (``check`` does); files that cannot be read are failures in the report. Raises UsageError
+    for wrong arguments, OperationError and OSError when it cannot finish.
+    """
+    if repeats < 1:
+        raise UsageError(f"repeats={repeats}: at least 1 run is needed")
+    given = read_device_map(device_map)
+    named = given.value if isinstance(given, Spread) else _map_name(device_map)
+    wish = Wish(given=given, source=named, limits=read_max_memory(max_memory))
+    if wish.limits is not None and not isinstance(given, Spread):
+        raise UsageError(f"max_memory limits a map that is made; {named} is one already")
+    weights, folder = find_weights(path)
+    machine = this_machine()
+    found = _Found()
+    readable = _readable(weights, folder, Path(path), found)
+    facts: tuple[PairFacts, ...] = ()
+    proof, what = ModelProof(), ""
+    if readable:
+        built = _built(model, folder.root, Path(path), readable, found)
+        if built is None and len(readable) > 1 and not isinstance(given, Spread):
+            labels = list_names(one.label for one in readable)
+            raise UsageError(
+                f"{named} maps one model, here are {len(readable)}; give the path of one: {labels}"
+            )
+        probe = _probe(machine)
+        hops = Hops(count=machine.count, avoid=untried(probe))
+        read = progress or (lambda count: None)
+        if built is None:
+            _without_model(readable, wish, machine, hops, found, read)
+        else:
+            proof, what = _with_model(built, wish, machine, hops, probe, found, repeats, read), built.what
+        facts = pair_facts(machine, probe, hops, proof.runs)
+        found.proofs += [*hops.tally.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
+        if changed := changed_files(folder.root, [one.entry for one in readable]):
+            raise ChangedError(f"{folder.root / changed[0]} changed while it was verified; verify it again")
+    used = readable if not what or built is None else [built.weights]
+    return ReloadReport(
+        path=Path(path),
+        machine=machine,
+        model=what,
+        map_source=found.source or named,
+        device_map=found.device_map,
+        device_bytes=found.device_bytes,
+        tensors=sum(len(one.tensors) for one in used),
+        nbytes=sum(one.nbytes for one in used),
+        repeats=repeats,
+        proofs=tuple(sorted(found.proofs, key=_place_in_table)),
+        pairs=facts,
+        divergence=proof.runs.divergence,
+        require_transfer_proof=require_transfer_proof,
+    )
+
+
+def _probe(machine: Machine) -> ProbeReport | None:
+    if machine.count < 2:
+        return None
+    pairs = machine.count * (machine.count - 1)
+    return probe_peer_copies(budget=min(_MOST_PROBE, max(_LEAST_PROBE, _PROBE_A_PAIR * pairs)))
+
+
+def _readable(
+    weights: Sequence[Weights], folder: CheckpointFolder, path: Path, found: _Found
+) -> list[Weights]:
+    """Return the weights whose files can be loaded, and add what the others fail with."""
+    whole = []
+    for one in weights:
+        if problem := one.problem():
+            found.add(Subject.FILE_BYTES, Outcome.FAILED, problem)
+        else:
+            whole.append(one)
+    taken = {one.label for one in weights}  # a folder's other weights: no loader looks for them
+    for other in all_state_dicts(folder) if path.is_dir() else ():
+        if other.label not in taken and not other.problem:
+            found.add(
+                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{other.label}: give its path to verify it, too"
+            )
+    for name, kind in folder.subfolders.items():
+        if kind != PLAIN_FOLDER and folder.only is None:
+            found.add(Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into")
+    return whole
+
+
+def _built(
+    model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Found
+) -> Built | None:
+    try:
+        return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
+    except NoModel as reason:
+        next_step = f"; next: ckptfix verify {shlex.quote(str(path))} --model module:factory"
+        found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {reason}{next_step}")
+        return None
+
+
+def _without_model(
+    weights: Sequence[Weights], wish: Wish, machine: Machine, hops: Hops, found: _Found, progress: Progress
+) -> None:
+    files = FileProofs()
+    for one in weights:
+        plan = plan_for_weights(one, wish, machine)
+        found.take(plan, one, {name: name for name in one.tensors})
+        with one:
+            prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
+        if not plan.is_sound and machine.count:
+            text = "file -> device -> host: the map is refused"
+            found.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    found.proofs += files.proofs()
+
+
+def _with_model(
+    built: Built, wish: Wish, machine: Machine, hops: Hops, probe: ProbeReport | None, found: _Found,
+    repeats: int, progress: Progress,
+) -> ModelProof:  # fmt: skip
+    files = FileProofs()
+    with built.weights as weights:
+        prove_files(weights, None, files, hops, progress)
+        found.proofs += files.proofs()
+        plan = plan_for_model(built, wish, machine)
+        found.take(plan, weights, built.filled.names)
+        hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
+        proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs)
+    found.proofs += proof.proofs
+    return proof
+
+
+def _place_in_table(proof: Proof) -> tuple[bool, int]:
+    return proof.outcome is Outcome.NOT_EXERCISED, list(Subject).index(proof.subject)
+
+
+def _map_name(device_map: object) -> str:
+    return os.fspath(device_map) if isinstance(device_map, str | os.PathLike) else "the given map"

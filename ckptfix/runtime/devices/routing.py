@@ -1,0 +1,102 @@
+"""Which way a copy between two devices goes: directly, by way of the host, or nowhere. And the copies, counted."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ckptfix.errors import CkptfixError
+from ckptfix.runtime.devices.counting import Counts
+from ckptfix.runtime.devices.pairs import Pair, device
+from ckptfix.runtime.devices.pipeline import Waiting
+from ckptfix.runtime.devices.staging import staged_copy
+from ckptfix.wording import human_size
+
+
+class TransferError(CkptfixError, RuntimeError):
+    """A copy between two devices that must not be made directly, and was not staged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """Which way the copies of each ordered pair go; those of a pair that is not ``staged`` go directly.
+
+    ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven healthy, so that
+    events may cross from device to device.
+    """
+
+    staged: frozenset[Pair] = frozenset()
+    refused: frozenset[Pair] = frozenset()
+    trusted: frozenset[Pair] = frozenset()
+
+
+class _Thread(threading.local):
+    bypasses = 0
+
+
+class Router:
+    """Sends each copy its way. ``ways`` is replaced as a whole, while other threads copy."""
+
+    def __init__(self) -> None:
+        self.ways = Ways()
+        self.counts = Counts()
+        self._thread = _Thread()
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Let copies that this thread makes go directly."""
+        self._thread.bypasses += 1
+        try:
+            yield
+        finally:
+            self._thread.bypasses -= 1
+
+    def carry(self, pair: Pair, destination: torch.Tensor, source: torch.Tensor) -> bool:
+        """Make a copy by way of the host and return True; False, and nothing done, for one that goes directly.
+
+        Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot wait for the host.
+        """
+        ways = self.ways
+        if not self.takes_host(pair, source):
+            return False
+        for index in pair:
+            if _is_capturing(device(index)):
+                raise TransferError(
+                    f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph cannot "
+                    "wait for the host. Keep copies between devices out of the graph"
+                )
+        staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+        return True
+
+    def takes_host(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
+        """Return whether a copy takes the way through the host, and count it.
+
+        ``back``: a gradient will take the same way in the other direction. Raises TransferError for a refused one.
+        """
+        ways = self.ways
+        asked = {pair, pair[::-1]} if back else {pair}
+        staged = not (self._thread.bypasses or ways.staged.isdisjoint(asked))
+        if staged and not ways.refused.isdisjoint(asked):
+            raise TransferError(
+                f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To make it by way of "
+                "the host: safe_transfers('always')"
+            )
+        self.counts.add(pair, source.nbytes, staged=staged)
+        return staged
+
+
+def _described(pair: Pair, source: torch.Tensor) -> str:
+    start, end = (device(index) for index in pair)
+    shape = " x ".join(str(length) for length in source.shape) or "1"
+    return f"copy of {human_size(source.nbytes)} ({shape}, {source.dtype}) from {start} to {end}"
+
+
+def _is_capturing(where: torch.device) -> bool:
+    module = torch.get_device_module(where)
+    query = getattr(module, "is_current_stream_capturing", None)
+    if query is None:
+        return False
+    with module.device(where):
+        return bool(query())

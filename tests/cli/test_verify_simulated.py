@@ -1,0 +1,36 @@
+"""``ckptfix verify`` as a command, with its own probe, on simulated devices."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.devices.reload_models import save_transformer
+from tests.runtime.devices.test_reload_page import Page
+from tests.simulated import requires_simulator, start_simulated
+from tests.simulated.models import THREE
+
+pytestmark = [pytest.mark.slow, requires_simulator]
+
+MODEL = "tests.runtime.devices.reload_models:split"
+
+
+@pytest.mark.parametrize("fault", [None, "zeros", "hang"])
+def test_the_command_finds_the_pair_on_simulated_devices(tmp_path: Path, fault: str | None) -> None:
+    folder = save_transformer(tmp_path / "checkpoint")
+    device_map, page = tmp_path / "map.json", tmp_path / "report.html"
+    device_map.write_text(json.dumps(THREE))
+    arguments = ["-m", "ckptfix", "verify", str(folder), "--device-map", str(device_map), "--model", MODEL]
+    options = ["--repeats", "2", "--require-transfer-proof", "--html", str(page)]
+    faults = {} if fault is None else {(0, 1): fault}
+    done = start_simulated([*arguments, *options], 3, faults=faults)
+    assert done.returncode == int(fault is not None), done.stdout + done.stderr
+    assert "3 cuda devices (Simulated" in done.stdout, "a report of a simulation says so"
+    parsed = Page(page.read_text())
+    assert "Copies between accelerators" in parsed.text
+    if fault is None:
+        assert "no fault found in what was exercised" in done.stdout
+        assert "direct split over 0, 1, 2 == staged split" in done.stdout
+    else:
+        assert f"0 -> 1 {'hang' if fault == 'hang' else 'wrong: zeros'}" in done.stdout
+        assert ("First divergence" in parsed.text) == (fault == "zeros")

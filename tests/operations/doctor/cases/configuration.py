@@ -1,0 +1,226 @@
+"""Accelerate's config."""
+
+from dataclasses import replace
+
+from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource
+from ckptfix.operations.doctor.facts.settings import AccelerateConfig
+from tests.operations.doctor.building import CONFIG, config, facts, launch, with_software, with_torch
+from tests.operations.doctor.cases.case import ERROR, NOTE, WARNING, Case
+
+NO_CONFIG = AccelerateConfig(path=CONFIG)
+
+CONFIGURATION = (
+    Case("no-accelerate-config", "no GPU", facts(config=NO_CONFIG), NOTE),
+    Case("no-accelerate-config", "two GPUs", facts(2, config=NO_CONFIG), WARNING),
+    Case("no-accelerate-config", "there", facts(2), None),
+    Case(
+        "no-accelerate-config",
+        "counted on the command line",
+        facts(2, config=NO_CONFIG, launch=launch("accelerate launch --num_processes 2 train.py")),
+        None,
+    ),
+    Case(
+        "no-accelerate-config",
+        "torchrun",
+        facts(2, config=NO_CONFIG, launch=launch("torchrun train.py")),
+        None,
+    ),
+    Case("config-file-missing", "--config_file", facts(config=replace(NO_CONFIG, asked=True)), ERROR),
+    Case("config-file-missing", "variable", facts(variables={"ACCELERATE_CONFIG_FILE": "/nowhere"}), WARNING),
+    Case("config-file-missing", "default", facts(config=NO_CONFIG), None),
+    Case(
+        "config-file-missing",
+        "variable leads somewhere",
+        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
+        None,
+    ),
+    Case(
+        "config-variable-ignored",
+        "ignored",
+        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
+        WARNING,
+    ),
+    Case(
+        "config-variable-ignored",
+        "the same file",
+        facts(variables={"ACCELERATE_CONFIG_FILE": CONFIG}, config_variable_is_file=True),
+        None,
+    ),
+    Case(
+        "config-variable-ignored",
+        "an accelerate that reads it",
+        with_software(
+            facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
+            accelerate=replace(facts().software.accelerate, reads_variable=True),
+        ),
+        None,
+    ),
+    Case(
+        "config-unreadable", "broken", facts(config=replace(config(), problem="ScannerError: line 3")), ERROR
+    ),
+    Case("config-unreadable", "no distributed_type", facts(config=config(num_processes=2)), ERROR),
+    Case(
+        "config-unreadable", "unknown key", facts(config=config(distributed_type="NO", of_tomorrow=1)), ERROR
+    ),
+    Case("config-unreadable", "old key", facts(config=config(distributed_type="NO", fp16=True)), None),
+    Case(
+        "config-unreadable",
+        "SageMaker has other keys",
+        facts(
+            config=config(
+                compute_environment="AMAZON_SAGEMAKER", distributed_type="NO", ec2_instance_type="p4"
+            )
+        ),
+        None,
+    ),
+    Case("idle-devices", "one process of four", facts(4, config=config(distributed_type="NO")), WARNING),
+    Case("idle-devices", "cpu", facts(2, config=config(distributed_type="MULTI_GPU", use_cpu=True)), WARNING),
+    Case(
+        "idle-devices",
+        "meant: a list of ids",
+        facts(4, config=config(distributed_type="MULTI_GPU", num_processes=2, gpu_ids="0,1")),
+        None,
+    ),
+    Case("idle-devices", "all used", facts(4), None),
+    Case(
+        "idle-devices",
+        "counted on the command line",
+        facts(
+            4,
+            config=config(distributed_type="NO"),
+            launch=launch("accelerate launch --num_processes=4 train.py"),
+        ),
+        None,
+    ),
+    Case(
+        "too-few-devices",
+        "eight on two",
+        facts(2, config=config(distributed_type="MULTI_GPU", num_processes=8)),
+        WARNING,
+    ),
+    Case(
+        "too-few-devices",
+        "two on none",
+        facts(0, config=config(distributed_type="MULTI_GPU", num_processes=2)),
+        WARNING,
+    ),
+    Case(
+        "too-few-devices",
+        "eight on two machines",
+        facts(4, config=config(distributed_type="MULTI_GPU", num_processes=8, num_machines=2)),
+        None,
+    ),
+    Case(
+        "too-few-devices",
+        "on CPUs",
+        facts(0, config=config(distributed_type="MULTI_CPU", num_processes=8)),
+        None,
+    ),
+    Case(
+        "overridden-devices",
+        "config",
+        facts(2, config=config(gpu_ids="0,1"), variables={"CUDA_VISIBLE_DEVICES": "2,3"}),
+        WARNING,
+    ),
+    Case(
+        "overridden-devices",
+        "command line",
+        facts(
+            2,
+            variables={"CUDA_VISIBLE_DEVICES": "2"},
+            launch=launch("accelerate launch --gpu_ids 1 train.py"),
+        ),
+        WARNING,
+    ),
+    Case(
+        "overridden-devices",
+        "all",
+        facts(2, config=config(gpu_ids="all"), variables={"CUDA_VISIBLE_DEVICES": "2,3"}),
+        None,
+    ),
+    Case("no-accelerate-config", "asked for another", facts(2, config=replace(NO_CONFIG, asked=True)), None),
+    Case(
+        "no-accelerate-config", "no accelerate", with_software(facts(2, config=NO_CONFIG), packages={}), None
+    ),
+    Case(
+        "no-accelerate-config",
+        "not counted on the command line",
+        facts(2, config=NO_CONFIG, launch=launch("accelerate launch train.py")),
+        WARNING,
+    ),
+    Case("config-file-missing", "it is there", facts(config=replace(config(), asked=True)), None),
+    Case("config-variable-ignored", "not set", facts(config_variable_is_file=True), None),
+    Case(
+        "config-variable-ignored",
+        "leads nowhere",
+        facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}),
+        None,
+    ),
+    Case(
+        "config-variable-ignored",
+        "accelerate's source is not there",
+        with_software(
+            facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
+            accelerate=AccelerateSource(),
+        ),
+        None,
+    ),
+    Case("idle-devices", "no config", facts(4, config=NO_CONFIG), None),
+    Case("idle-devices", "a broken config", facts(4, config=replace(config(), problem="ScannerError")), None),
+    Case(
+        "idle-devices",
+        "torchrun",
+        facts(4, config=config(distributed_type="NO"), launch=launch("torchrun a.py")),
+        None,
+    ),
+    Case("idle-devices", "not said", facts(4, config=config(distributed_type="MULTI_GPU")), None),
+    Case(
+        "idle-devices",
+        "a list of other length",
+        facts(4, config=config(distributed_type="MULTI_GPU", num_processes=2, gpu_ids="0,1,2")),
+        WARNING,
+    ),
+    Case("too-few-devices", "one process on none", facts(0, config=config(distributed_type="NO")), None),
+    Case("too-few-devices", "not said", facts(0, config=config(distributed_type="MULTI_GPU")), None),
+    Case(
+        "too-few-devices",
+        "devices not known",
+        with_torch(facts(0, config=config(distributed_type="MULTI_GPU", num_processes=2)), problem="killed"),
+        None,
+    ),
+    Case(
+        "too-few-devices",
+        "cpu by config",
+        facts(
+            1,
+            config=config(distributed_type="MULTI_GPU", use_cpu=True),
+            launch=launch("accelerate launch --num_processes 4 a.py"),
+        ),
+        None,
+    ),
+    Case("overridden-devices", "not set", facts(2, config=config(gpu_ids="0,1")), None),
+    Case(
+        "overridden-devices",
+        "the same",
+        facts(2, config=config(gpu_ids="0,1"), variables={"CUDA_VISIBLE_DEVICES": "0,1"}),
+        None,
+    ),
+    Case(
+        "overridden-devices",
+        "null",
+        facts(2, config=config(gpu_ids=None), variables={"CUDA_VISIBLE_DEVICES": "0,1"}),
+        None,
+    ),
+    Case(
+        "overridden-devices",
+        "all on the command line",
+        facts(
+            2,
+            config=config(gpu_ids="0,1"),
+            variables={"CUDA_VISIBLE_DEVICES": "2,3"},
+            launch=launch("accelerate launch --gpu_ids all a.py"),
+        ),
+        None,
+    ),
+    Case("no-accelerate-config", "one GPU", facts(1, config=NO_CONFIG), NOTE),
+)

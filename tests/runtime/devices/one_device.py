@@ -1,0 +1,42 @@
+"""The shipped pipeline on one device alone: from the device to itself, each half on a stream of its own."""
+
+import torch
+
+from ckptfix.runtime.devices import staging
+from ckptfix.runtime.devices.pipeline import Queue, Slot, Waiting, pump
+from ckptfix.runtime.devices.staging import PIECE, SLOTS
+
+
+class _SideStream(staging._Streams):
+    """The source's pieces go on a side stream, as those of another device would."""
+
+    def __init__(
+        self, memory: torch.Tensor, destination: torch.Tensor, source: torch.Tensor, side: torch.Stream
+    ) -> None:
+        super().__init__(memory, destination, source)
+        self._stream[Queue.SOURCE] = side
+
+    def to_host(self, slot: int, start: int, stop: int) -> None:
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self._stream[Queue.SOURCE])
+        try:
+            super().to_host(slot, start, stop)
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+class RoundTrip:
+    """Copies of one device's bytes to the host and back."""
+
+    def __init__(self, where: torch.device) -> None:
+        self._memory = torch.empty((SLOTS, PIECE), dtype=torch.uint8, pin_memory=True)
+        self._slots = [Slot[torch.Event](number) for number in range(SLOTS)]
+        self._side = torch.Stream(where)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, waiting: Waiting) -> None:
+        """Queue it behind what the current stream holds, and before what comes later there."""
+        current = torch.accelerator.current_stream(source.device)
+        self._side.wait_stream(current)
+        engine = _SideStream(self._memory, destination, source, self._side)
+        pump(engine, self._slots, source.numel(), PIECE, waiting)
+        current.wait_stream(self._side)

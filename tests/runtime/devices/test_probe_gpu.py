@@ -1,0 +1,65 @@
+"""The probe on real devices. Nothing here runs without one; what needs two is skipped with one, and says so."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from ckptfix.runtime.devices.pairs import device_count, ordered_pairs
+from ckptfix.runtime.devices.probe import Verdict, host_path, probe_peer_copies
+from ckptfix.runtime.devices.probe.cases import FULL, LARGE
+from ckptfix.runtime.devices.probe.identity import this_machine
+from ckptfix.runtime.devices.probe.large import Row, run_large
+from ckptfix.runtime.devices.probe.memory import Memory
+from ckptfix.runtime.devices.probe.trial import PairTrials
+from tests.simulated.simulator import running
+
+pytestmark = pytest.mark.slow
+
+
+def real_devices() -> int:
+    return 0 if running() is not None else device_count()
+
+
+one_gpu = pytest.mark.skipif(real_devices() < 1, reason="no GPU")
+two_gpus = pytest.mark.skipif(real_devices() < 2, reason=f"needs two GPUs, there are {real_devices()}")
+
+
+@one_gpu
+def test_each_device_passes_its_own_round_trip() -> None:
+    for index in range(device_count()):
+        assert host_path.prove(index, 1, Memory(), lambda stage: None) > 50
+        Row(LARGE, 1).on(index)
+
+
+@one_gpu
+def test_every_case_of_the_plan_runs_within_one_device() -> None:
+    trials = PairTrials((0, 0), Memory(), deque(maxlen=2), lambda stage: None)
+    row, memory = Row(FULL.largest, 1), Memory()
+    for section in FULL.sections:
+        for seed, case in enumerate(section.cases):
+            if case.size >= LARGE:
+                failure = run_large(case, (0, 0), row, seed, memory, lambda stage: None, deque())
+            else:
+                failure = trials.run(case, seed)
+            # `to()` of the same device returns the tensor itself, which is no copy: only its bits are of interest.
+            assert failure is None, failure
+
+
+@one_gpu
+def test_the_machine_can_be_told_from_others() -> None:
+    machine = this_machine()
+    assert len(machine.names) == device_count()
+    assert machine.identity["torch"] == torch.__version__
+    assert all(found["uuid"] or found["pci"] for found in machine.identity["devices"])
+
+
+@two_gpus
+@pytest.mark.parametrize("in_process", [False, True])
+def test_every_pair_gets_a_verdict(in_process: bool) -> None:
+    report = probe_peer_copies(budget=120.0, in_process=in_process)
+    assert set(report.pairs) == set(ordered_pairs())
+    for found in report.pairs.values():
+        assert found.trials > 0 or found.verdict is not Verdict.HEALTHY
+        assert (found.verdict is Verdict.WRONG) == bool(found.kind) or found.verdict is Verdict.HANG
+    assert any("full plan" in line for line in report.exercised) or report.unproven

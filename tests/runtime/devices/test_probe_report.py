@@ -1,0 +1,170 @@
+"""What a report says, to people and as JSON. No device is needed."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import ckptfix.runtime.devices.probe as probe
+from ckptfix.runtime.devices.probe.identity import Machine
+from ckptfix.runtime.devices.probe.report import PairReport, ProbeReport, Verdict
+from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
+
+
+def report(*verdicts: tuple[int, int, Verdict], **changes: Any) -> ProbeReport:
+    pairs = {
+        (source, to): PairReport(pair=(source, to), verdict=verdict, seed=1, trials=5)
+        for source, to, verdict in verdicts
+    }
+    return replace(ProbeReport(pairs=pairs, seed=1), **changes)
+
+
+FOUND = report(
+    (0, 1, Verdict.WRONG),
+    (1, 0, Verdict.HEALTHY),
+    devices=("A", "B"),
+    exercised=("x",),
+    not_exercised=("y",),
+    hints=("z",),
+    identity={"boot": "b"},
+    seconds=1.25,
+)
+
+
+def test_json_and_back() -> None:
+    assert ProbeReport.from_json(json.loads(json.dumps(FOUND.to_json()))) == FOUND
+
+
+def test_verdicts_have_the_five_words() -> None:
+    assert [verdict.value for verdict in Verdict] == ["healthy", "wrong", "hang", "inconclusive", "unusable"]
+
+
+@pytest.mark.parametrize("verdict", [verdict for verdict in Verdict if verdict is not Verdict.HEALTHY])
+def test_anything_but_healthy_is_unproven(verdict: Verdict) -> None:
+    assert report((0, 1, verdict), (1, 0, Verdict.HEALTHY)).unproven == {(0, 1)}
+
+
+def test_text_is_a_matrix_with_source_and_destination_apart() -> None:
+    pair = PairReport(
+        pair=(0, 1), verdict=Verdict.WRONG, kind="zeros", first_offset=0, seed=1, detail="6 of 6 copies"
+    )
+    text = str(replace(FOUND, pairs={**FOUND.pairs, (0, 1): pair}))
+    lines = text.splitlines()
+    assert lines[0].split() == ["from", "\\", "to", "0", "1"]
+    assert lines[1].split() == ["0", "-", "zeros"]
+    assert lines[2].split() == ["1", "healthy", "-"]
+    assert "0 -> 1 wrong: zeros from byte 0; 6 of 6 copies" in lines
+    assert {"exercised: x", "NOT exercised: y", "hint: z"} <= set(lines)
+
+
+def test_a_hang_is_not_said_twice() -> None:
+    hung = PairReport(
+        pair=(2, 0), verdict=Verdict.HANG, kind="hang", seed=1, detail="copy_(): no end after 5.0 s"
+    )
+    assert str(hung) == "2 -> 0 hang; copy_(): no end after 5.0 s"
+
+
+def test_a_newer_report_of_some_pairs_renews_those() -> None:
+    older = report((0, 1, Verdict.INCONCLUSIVE), (1, 0, Verdict.WRONG), exercised=("a", "b"))
+    newer = report((0, 1, Verdict.HEALTHY), exercised=("b", "c"))
+    both = older.renewed_by(newer)
+    assert both.unproven == {(1, 0)}
+    assert both.exercised == ("a", "b", "c")
+
+
+def test_tasks_outcomes_and_machines_survive_the_pipe() -> None:
+    task = Task(work=Work.CHAIN, pairs=((0, 1), (1, 2), (2, 0)), plan="full", seed=2**62, section=3)
+    failure = Failure(pair=(0, 1), kind="late", first_offset=None, wrong_bytes=0, size=1, case="c")
+    outcome = Outcome(
+        ending=Ending.RAISED, trials=3, failures=(failure,), stage="s", left_out=("a",), unpoisoned=2
+    )
+    machine = Machine(names=("a",), pci=("",), peer_access={(0, 1): None, (1, 0): True}, identity={"a": 1})
+    assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+
+
+def test_a_machine_without_two_devices_is_told_that_nothing_was_exercised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for count, seen in ((0, "no accelerator"), (1, "one device")):
+        monkeypatch.setattr("ckptfix.runtime.devices.pairs.device_count", lambda count=count: count)
+        found = probe.probe_peer_copies(seed=4)
+        assert (found.pairs, found.exercised, found.seed) == ({}, (), 4)
+        assert found.not_exercised == (f"copies between devices: torch sees {seen} on this machine",)
+        assert found.unproven == probe.unproven_pairs() == frozenset()
+        assert "NOT exercised" in str(found)
+
+
+@pytest.mark.parametrize("budget", [0, -1, float("inf"), float("nan")])
+def test_a_budget_that_means_nothing_is_refused(budget: float) -> None:
+    with pytest.raises(ValueError, match="budget="):
+        probe.probe_peer_copies(budget=budget)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="seed="):
+        probe.probe_peer_copies(seed=seed)
+
+
+class Measured:
+    """Stands in for the measuring: notes what was asked for, and answers."""
+
+    def __init__(self, *answers: ProbeReport) -> None:
+        self.asked: list[tuple[tuple[int, int], ...]] = []
+        self._answers = list(answers)
+
+    def __call__(self, pairs: Any, **options: Any) -> ProbeReport:
+        self.asked.append(tuple(pairs))
+        return self._answers.pop(0)
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
+    identity = {"boot": "b", "devices": [{"uuid": "1"}, {"uuid": "2"}]}
+    machine = Machine(names=("a", "b"), identity=identity)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ckptfix.runtime.devices.pairs.device_count", lambda: 2)
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.identity.this_machine", lambda: machine)
+    return identity
+
+
+def test_auto_measures_once_then_reads_and_again_only_what_was_not_decided(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = report((0, 1, Verdict.INCONCLUSIVE), (1, 0, Verdict.WRONG), identity=two_devices)
+    second = report((0, 1, Verdict.HEALTHY), identity=two_devices)
+    measured = Measured(first, second)
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert probe.unproven_pairs() == {(0, 1), (1, 0)}
+    assert probe.unproven_pairs() == {(1, 0)}
+    assert probe.unproven_pairs() == {(1, 0)}
+    assert measured.asked == [((0, 1), (1, 0)), ((0, 1),)]
+    found = probe.cached_report()
+    assert found is not None
+    assert found.pairs[0, 1].verdict is Verdict.HEALTHY
+
+
+def test_asking_for_a_probe_measures_whatever_is_remembered(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY), identity=two_devices)
+    probe.remember(known)
+    assert probe.unproven_pairs() == frozenset()
+    measured = Measured(report((0, 1, Verdict.WRONG), (1, 0, Verdict.HEALTHY), identity=two_devices))
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert probe.probe_peer_copies().unproven == {(0, 1)}
+    assert probe.unproven_pairs() == frozenset(), "a probe does not remember by itself"
+
+
+def test_devices_that_cannot_be_told_from_others_are_measured_each_time(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.identity.this_machine", Machine)
+    healthy = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY))
+    measured = Measured(healthy, healthy)
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert probe.unproven_pairs() == probe.unproven_pairs() == frozenset()
+    assert len(measured.asked) == 2

@@ -1,0 +1,245 @@
+"""The order of the work, the budget, and the verdicts, on a bench that does nothing but answer. No device is needed."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+
+from ckptfix.errors import OperationError
+from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.runtime.devices.probe.cases import FULL, QUICK, plan_for
+from ckptfix.runtime.devices.probe.identity import Machine
+from ckptfix.runtime.devices.probe.report import ProbeReport, Verdict
+from ckptfix.runtime.devices.probe.schedule import Found, Schedule, _in_covering_order
+from ckptfix.runtime.devices.probe.summary import Run, summarise
+from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
+
+
+class Clock:
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.schedule.time.monotonic", lambda: clock.now)
+    return clock
+
+
+class FakeBench:
+    """Takes ``seconds`` for each task, and what ``answer`` says of it; DONE with 10 trials where it says nothing."""
+
+    def __init__(self, clock: Clock, answer: Callable[[Task], Outcome | None], seconds: float = 0.1) -> None:
+        self.starting = 0.0
+        self.tasks: list[Task] = []
+        self.given: list[float] = []
+        self._clock = clock
+        self._answer = answer
+        self._seconds = seconds
+
+    def machine(self) -> Machine:
+        return Machine(names=("a", "b", "c"))
+
+    def run(self, task: Task, seconds: float) -> Outcome:
+        self.tasks.append(task)
+        self.given.append(seconds)
+        self._clock.now += self._seconds
+        return self._answer(task) or Outcome(ending=Ending.DONE, trials=10)
+
+    def close(self) -> None: ...
+
+
+def failure(pair: Pair, kind: str = "zeros", size: int = 65541) -> Failure:
+    return Failure(
+        pair=pair, kind=kind, first_offset=5, wrong_bytes=9, size=size, case=f"copy_() of {size} B"
+    )
+
+
+def probe(
+    clock: Clock,
+    answer: Callable[[Task], Outcome | None] = lambda task: None,
+    *,
+    count: int = 3,
+    budget: float = 30.0,
+    seconds: float = 0.1,
+) -> tuple[ProbeReport, FakeBench, Found]:
+    bench = FakeBench(clock, answer, seconds)
+    plan = plan_for(budget)
+    schedule = Schedule(bench, tuple(permutations(range(count), 2)), plan, budget=budget, seed=9)
+    found = schedule.run()
+    run = Run(plan=plan, budget=budget, seed=9, seconds=schedule.spent, starting=0.0, in_process=False)
+    return summarise(run, bench.machine(), found), bench, found
+
+
+def on(pair: Pair, work: Work, outcome: Outcome) -> Callable[[Task], Outcome | None]:
+    return lambda task: outcome if pair in task.pairs and task.work is work else None
+
+
+def test_everything_is_done_in_order_and_only_then_called_healthy(clock: Clock) -> None:
+    report, bench, found = probe(clock)
+    works = [task.work for task in bench.tasks]
+    assert works[:3] == [Work.HOST] * 3, "no pair before all devices are proven"
+    first = bench.tasks[3:9]
+    assert {task.section for task in first} == {0}, "all pairs get a first look before one is finished"
+    assert len({task.pairs for task in first}) == 6
+    assert Counter(works) == {
+        Work.HOST: 3,
+        Work.SECTION: 6 * len(FULL.sections),
+        Work.TOGETHER: 1,
+        Work.CHAIN: 6,
+    }
+    assert {item.verdict for item in report.pairs.values()} == {Verdict.HEALTHY}
+    assert report.unproven == frozenset()
+    assert found.chains == found.triples == 6
+    text = str(report)
+    assert "6 chains through three devices" in text
+    assert "NOT exercised: NCCL" in text, "what no probe of copies can show is always said"
+    assert "healthy gpu" not in text.lower()
+    assert "healthy device" not in text.lower()
+
+
+def test_a_failure_ends_the_work_on_its_pair_alone_and_names_it(clock: Clock) -> None:
+    wrong = Outcome(
+        ending=Ending.DONE,
+        trials=7,
+        failures=(*[failure((1, 2), "zeros", 1)] * 3, failure((1, 2), "shift")),
+    )
+    report, bench, _ = probe(clock, on((1, 2), Work.SECTION, wrong))
+    found = report.pairs[1, 2]
+    assert (found.verdict, found.kind, found.first_offset) == (Verdict.WRONG, "shift", 5), (
+        "1 byte tells no kind"
+    )
+    assert (found.trials, found.failures, found.seed) == (7, 4, 9)
+    assert report.unproven == {(1, 2)}
+    assert sum(task.pairs == ((1, 2),) for task in bench.tasks) == 1
+    assert all((1, 2) not in task.pairs for task in bench.tasks if task.work in (Work.TOGETHER, Work.CHAIN))
+    assert "1 -> 2 wrong: shift from byte 5" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("ending", "stage", "message", "verdict", "kind"),
+    [
+        (Ending.HUNG, "copy_() of 1 B", "no end", Verdict.HANG, "hang"),
+        (Ending.RAISED, "copy_() of 1 B", "AcceleratorError: 700", Verdict.WRONG, "error"),
+        (Ending.DIED, "copy_() of 1 B", "killed by SIGABRT", Verdict.WRONG, "crash"),
+        (Ending.DIED, "copy_() of 1 B", "killed by SIGKILL", Verdict.INCONCLUSIVE, ""),
+        (Ending.HUNG, "", "no end", Verdict.INCONCLUSIVE, ""),
+        (Ending.RAISED, "", "RuntimeError: x", Verdict.INCONCLUSIVE, ""),
+        (Ending.NO_MEMORY, "copy_() of 1 B", "out of memory", Verdict.INCONCLUSIVE, ""),
+    ],
+)
+def test_a_bad_end_is_the_pairs_only_in_a_copy_of_it(
+    clock: Clock, ending: Ending, stage: str, message: str, verdict: Verdict, kind: str
+) -> None:
+    outcome = Outcome(ending=ending, trials=3, stage=stage, message=message)
+    report, _, _ = probe(clock, on((0, 1), Work.SECTION, outcome))
+    found = report.pairs[0, 1]
+    assert (found.verdict, found.kind) == (verdict, kind)
+    assert message in found.detail
+    assert report.unproven == {(0, 1)}
+
+
+def test_a_device_that_fails_with_the_host_is_unusable_and_no_pair_is_blamed(clock: Clock) -> None:
+    outcome = Outcome(ending=Ending.DONE, unusable=2, message="device 2: 3 of 4.0 KiB are wrong")
+    report, bench, _ = probe(clock, on((2, 2), Work.HOST, outcome))
+    assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
+    assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
+    assert not any(2 in pair for task in bench.tasks for pair in task.pairs if task.work is not Work.HOST)
+    assert report.pairs[0, 2].detail == "device 2: 3 of 4.0 KiB are wrong"
+
+
+def test_a_device_found_unusable_late_takes_back_what_its_pairs_had_proven(clock: Clock) -> None:
+    outcome = Outcome(ending=Ending.DONE, unusable=1, message="device 1: gives back other bytes")
+    report, _, _ = probe(clock, on((2, 1), Work.SECTION, outcome))
+    assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 1 in pair}
+
+
+@pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED])
+def test_a_bad_end_of_several_pairs_leaves_none_of_them_proven(clock: Clock, ending: Ending) -> None:
+    outcome = Outcome(ending=ending, stage="chain", message="no end")
+    report, bench, _ = probe(clock, on((0, 1), Work.CHAIN, outcome))
+    chains = [task for task in bench.tasks if task.work is Work.CHAIN and (0, 1) in task.pairs]
+    assert len(chains) == 1, "the others with this pair would end badly, too"
+    assert report.with_verdict(Verdict.INCONCLUSIVE) == set(chains[0].pairs)
+    report, _, _ = probe(clock, on((0, 1), Work.TOGETHER, outcome))
+    assert len(report.unproven) == 6
+
+
+def test_the_budget_is_kept_and_what_it_left_out_is_said(clock: Clock) -> None:
+    def slow(task: Task) -> Outcome | None:
+        clock.now += 1.0 if task.work is Work.SECTION and task.section else 0.0
+        return None
+
+    began = clock.now
+    report, bench, _ = probe(clock, slow, budget=6.0)
+    assert clock.now - began <= 6.0 + 1.1, "only the task under way may end after it"
+    assert report.with_verdict(Verdict.HEALTHY) == {(0, 1)}, "some are settled, where not all can be"
+    assert report.with_verdict(Verdict.INCONCLUSIVE) == set(report.pairs) - {(0, 1)}
+    text = "\n".join(report.not_exercised)
+    assert "the budget of 6 s was spent" in text
+    assert "large copies of" in text
+    assert any(task.work is Work.CHAIN for task in bench.tasks), "time is kept for what needs several pairs"
+    assert all(seconds >= 0 for seconds in bench.given)
+
+
+def test_a_section_that_ran_out_of_time_proves_nothing(clock: Clock) -> None:
+    report, _, _ = probe(clock, on((0, 2), Work.SECTION, Outcome(ending=Ending.OUT_OF_TIME, trials=3)))
+    assert report.unproven == {(0, 2)}
+    assert report.pairs[0, 2].verdict is Verdict.INCONCLUSIVE
+    assert "before the time was up" in report.pairs[0, 2].detail
+
+
+def test_starting_a_worker_does_not_count(clock: Clock) -> None:
+    def starts(task: Task) -> Outcome | None:
+        if len(bench_of.tasks) == 1:
+            clock.now += 50.0
+            bench_of.starting += 50.0
+        return None
+
+    bench_of = FakeBench(clock, starts)
+    schedule = Schedule(bench_of, ((0, 1), (1, 0)), FULL, budget=30.0, seed=1)
+    found = schedule.run()
+    assert all(len(record.sections) == len(FULL.sections) for record in found.records.values())
+    assert schedule.spent < 5.0
+
+
+def test_a_worker_that_does_not_start_any_more_leaves_the_rest_inconclusive(clock: Clock) -> None:
+    def dies(task: Task) -> Outcome | None:
+        if task.pairs == ((1, 0),) and task.section == 1:
+            raise OperationError("the worker could not be started")
+        return None
+
+    report, _, _ = probe(clock, dies, count=2)
+    assert report.pairs[0, 1].verdict is Verdict.HEALTHY
+    assert report.pairs[1, 0].verdict is Verdict.INCONCLUSIVE
+    assert "the worker could not be started" in str(report)
+
+
+def test_failures_of_chains_and_of_all_at_once_name_their_pair(clock: Clock) -> None:
+    late = Failure(pair=(2, 0), kind="late", first_offset=None, wrong_bytes=0, size=40, case="chain")
+    outcome = Outcome(ending=Ending.DONE, trials=1, failures=(late,))
+    for work in (Work.CHAIN, Work.TOGETHER):
+        report, _, _ = probe(clock, on((2, 0), work, outcome))
+        assert report.unproven == {(2, 0)}
+        assert report.pairs[2, 0].kind == "late"
+        assert report.pairs[2, 0].first_offset is None
+
+
+def test_chains_cover_all_pairs_first_and_depend_on_the_seed() -> None:
+    pairs = tuple(permutations(range(5), 2))
+    chains = list(_in_covering_order(pairs, seed=1))
+    assert len(chains) == len(set(chains)) == 60
+    assert all(hops[0][0] == hops[-1][1] and len(hops) == 3 for hops in chains)
+    covered = {pair for hops in chains[:9] for pair in hops}
+    assert covered == set(pairs)
+    assert chains != list(_in_covering_order(pairs, seed=2))
+
+
+def test_two_devices_have_chains_there_and_back() -> None:
+    assert set(_in_covering_order(((0, 1), (1, 0)), 3)) == {((0, 1), (1, 0)), ((1, 0), (0, 1))}
+
+
+def test_plan_follows_the_budget() -> None:
+    assert plan_for(3.0) is QUICK
+    assert plan_for(30.0) is FULL

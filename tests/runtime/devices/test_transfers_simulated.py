@@ -1,0 +1,365 @@
+"""References to staging on simulated devices: what is staged, for how long, what is counted, refused and said."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.errors import UsageError
+from ckptfix.runtime.devices import overriding, probe, routing, staging, transfers
+from ckptfix.runtime.devices.counting import Count
+from ckptfix.runtime.devices.pipeline import Waiting
+from ckptfix.runtime.devices.probe import PairReport, ProbeReport, Verdict
+from ckptfix.runtime.devices.transfers import (
+    Mode,
+    TransferError,
+    Transfers,
+    acquire,
+    bypassed,
+    counters,
+    release,
+    safe_transfers,
+    staged_pairs,
+)
+from tests.simulated import Simulator
+
+pytestmark = pytest.mark.simulated(3)
+
+ALL = frozenset(permutations(range(3), 2))
+TORCHS_OWN = "RegisterCompositeExplicitAutograd"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterator[None]:
+    """Nothing is known of these devices, and nothing stays installed."""
+    monkeypatch.setattr(probe, "cached_report", lambda: None)
+    monkeypatch.delenv(transfers.VARIABLE, raising=False)
+    transfers._told.clear()
+    yield
+    assert staged_pairs() == frozenset()
+    assert TORCHS_OWN in kernel()
+
+
+def kernel() -> str:
+    """Return where the kernel comes from that answers copies on a device."""
+    return repr(torch.library.get_kernel("aten::copy_", "CUDA"))
+
+
+def unproven(monkeypatch: pytest.MonkeyPatch, *pairs: tuple[int, int]) -> list[float]:
+    """Let "auto" find these pairs; return the budgets it asks with."""
+    budgets: list[float] = []
+
+    def found(budget: float = 0.0) -> frozenset[tuple[int, int]]:
+        budgets.append(budget)
+        return frozenset(pairs)
+
+    monkeypatch.setattr(probe, "unproven_pairs", found)
+    return budgets
+
+
+def move(source: int = 0, destination: int = 1, count: int = 5) -> torch.Tensor:
+    return torch.arange(count, device=f"cuda:{source}").to(f"cuda:{destination}").cpu()
+
+
+# ---- what is staged
+
+
+def test_always_stages_every_pair(simulator: Simulator) -> None:
+    with safe_transfers("always") as held:
+        assert staged_pairs() == held.pairs == ALL
+        assert held.mode is Mode.ALWAYS
+        for pair in ALL:
+            assert torch.equal(move(*pair), torch.arange(5))
+        assert simulator.count() == 0
+    move()
+    assert simulator.count() == 1
+
+
+def test_auto_stages_what_is_not_proven(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = unproven(monkeypatch, (0, 1), (2, 0))
+    with pytest.warns(UserWarning, match=r"2 of 6 .*0 -> 1, 2 -> 0.*ckptfix doctor --peer-copies") as said:
+        held = acquire("auto", holder="a test")
+    assert staged_pairs() == held.pairs == {(0, 1), (2, 0)}
+    move(0, 1)
+    move(1, 0)
+    move(2, 0)
+    release(held)
+    assert [(pair, len(copies)) for pair, copies in simulator.log().items()] == [((1, 0), 1)]
+    assert budgets == [3.0]
+    assert said[0].filename == __file__
+    with warnings.catch_warnings(), safe_transfers():
+        warnings.simplefilter("error")  # it is said once
+
+
+def test_auto_says_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = report(_01=Verdict.WRONG, _12=Verdict.UNUSABLE, _02=Verdict.HEALTHY)
+    monkeypatch.setattr(probe, "cached_report", lambda: known)
+    unproven(monkeypatch, (0, 1), (1, 2))
+    with pytest.warns(UserWarning, match=r"\(0 -> 1 zeros, 1 -> 2 unusable\): .* nothing makes that safe"):
+        release(acquire("auto", holder="a test"))
+
+
+def test_auto_on_healthy_devices_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    unproven(monkeypatch)
+    with safe_transfers("auto") as held:
+        assert held.pairs == staged_pairs() == frozenset()
+        assert TORCHS_OWN in kernel(), "a copy costs what it always costs"
+        assert move()[3] == 3
+
+
+def test_a_machine_with_one_device_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delitem(sys.modules, "ckptfix.runtime.devices.probe")
+    for mode in ("auto", "always", "raise"):
+        with safe_transfers(mode) as held:
+            assert held.pairs == frozenset()
+            assert TORCHS_OWN in kernel()
+    assert "ckptfix.runtime.devices.probe" not in sys.modules
+
+
+def test_references_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = acquire("always", holder="the first")
+    unproven(monkeypatch, (0, 1))
+    with pytest.warns(UserWarning, match="not proven"):
+        second = acquire(Mode.AUTO, holder="the second")
+    assert staged_pairs() == ALL
+    release(first)
+    assert staged_pairs() == {(0, 1)}
+    release(first)
+    assert staged_pairs() == {(0, 1)}, "given back once"
+    release(second)
+    assert staged_pairs() == frozenset()
+
+
+def test_never_switches_nothing_off_that_others_hold(simulator: Simulator) -> None:
+    with safe_transfers("never") as none:
+        assert none.pairs == frozenset()
+        move()
+        assert simulator.count() == 1
+    with safe_transfers("always"):
+        with pytest.warns(UserWarning, match=r"stay on for 6 ordered pairs.*a safe_transfers block") as said:
+            none = acquire("never", holder="a test")
+        assert none.pairs == frozenset()
+        assert said[0].filename == __file__
+        move()
+    assert simulator.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "pairs"), [("always", 6), ("ALWAYS", 6), ("never", 0), ("auto", 1), ("", 1)]
+)
+@pytest.mark.filterwarnings("ignore:1 of 6")
+def test_the_environment_says_what_auto_means(monkeypatch: pytest.MonkeyPatch, said: str, pairs: int) -> None:
+    unproven(monkeypatch, (0, 1))
+    monkeypatch.setenv("CKPTFIX_SAFE_TRANSFERS", said)
+    with safe_transfers() as held:
+        assert len(held.pairs) == pairs
+    with safe_transfers("always") as held:
+        assert len(held.pairs) == 6
+
+
+def test_words_that_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(UsageError, match="'sometimes': use 'auto', 'always' or 'never'"),
+        safe_transfers("sometimes"),
+    ):
+        pass
+    monkeypatch.setenv("CKPTFIX_SAFE_TRANSFERS", "yes")
+    with (
+        pytest.raises(UsageError, match="CKPTFIX_SAFE_TRANSFERS='yes': use auto, always or never"),
+        safe_transfers(),
+    ):
+        pass
+
+
+def test_it_ends_with_an_error_too() -> None:
+    with pytest.raises(ZeroDivisionError), safe_transfers("always"):
+        raise ZeroDivisionError
+    assert TORCHS_OWN in kernel()
+
+
+def test_a_failed_installation_leaves_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(overriding, "Override", fail)
+        with pytest.raises(RuntimeError, match="no"), safe_transfers("always"):
+            pass
+    with safe_transfers("always"):
+        move()
+
+
+def test_it_can_be_installed_as_often_as_one_likes(simulator: Simulator) -> None:
+    for _ in range(200):
+        with safe_transfers("always"):
+            move()
+    assert simulator.count() == 0
+
+
+# ---- threads
+
+
+def test_bypassed_is_for_one_thread(simulator: Simulator) -> None:
+    inside = threading.Event()
+    over = threading.Event()
+
+    def bypass() -> None:
+        with bypassed(), bypassed():
+            inside.set()
+            over.wait(20)
+            move(0, 1)
+
+    with safe_transfers("always") as held:
+        thread = threading.Thread(target=bypass)
+        thread.start()
+        assert inside.wait(20)
+        move(0, 2)
+        over.set()
+        thread.join()
+        move(0, 1)
+        counted = held.counters()
+    assert set(simulator.log()) == {(0, 1)}
+    assert (counted[0, 1].direct, counted[0, 1].staged, counted[0, 2].staged) == (1, 1, 1)
+
+
+def test_copies_under_way_survive_the_removal() -> None:
+    """Threads that wait for Python's lock inside of the kernel when it is removed: freed, it was "not callable"."""
+    stop = threading.Event()
+    wrong: list[str] = []
+
+    def copy() -> None:
+        while not stop.is_set():
+            if not torch.equal(move(0, 1, 1000), torch.arange(1000)):
+                wrong.append("other numbers")
+
+    threads = [threading.Thread(target=copy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        with safe_transfers("always"):
+            pass
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_reference_given_back_inside_of_taking_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the collector does it, which may run a model's finalizer anywhere, in this very thread."""
+    first = acquire("always", holder="a model that is collected")
+    settle = transfers._settle
+
+    def collect() -> None:
+        monkeypatch.setattr(transfers, "_settle", settle)
+        release(first)
+        settle()
+
+    monkeypatch.setattr(transfers, "_settle", collect)
+    second = acquire("always", holder="another")
+    assert transfers._references == [second]
+    assert staged_pairs() == ALL
+    release(second)
+
+
+# ---- counting and refusing
+
+
+def test_counters(simulator: Simulator) -> None:
+    with safe_transfers("always") as held:
+        move(0, 1, 5)
+        with safe_transfers("always") as inner:
+            move(0, 1, 7)
+            with bypassed():
+                move(2, 1, 1)
+        assert inner.counters()[0, 1] == Count(staged=1, staged_bytes=56)
+        assert inner.counters()[2, 1] == Count(direct=1, direct_bytes=8)
+        assert held.counters()[0, 1] == counters()[0, 1] == Count(staged=2, staged_bytes=96)
+        assert set(held.counters()) == ALL
+        assert held.counters()[1, 2] == Count()
+    assert counters()[0, 1].staged == 2, "kept"
+    with safe_transfers("always"):
+        assert counters()[0, 1] == Count(), "a new installation begins anew"
+    assert held.counters()[0, 1].staged == 2
+
+
+def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    with safe_transfers("raise") as held:
+        assert held.raises
+        with pytest.raises(
+            TransferError, match=r"copy of 40 B \(5, torch.int64\) from cuda:0 to cuda:1: .*refused"
+        ):
+            move()
+        move(1, 1)
+    unproven(monkeypatch, (1, 2))
+    with pytest.warns(UserWarning, match="not proven"):
+        auto = acquire("auto", raise_instead=True, holder="a test")
+    with safe_transfers("always"):
+        assert torch.equal(move(0, 1), torch.arange(5))
+        with pytest.raises(RuntimeError, match="refused"):
+            move(1, 2)
+    release(auto)
+    assert simulator.count() == 0
+
+
+def test_no_staging_inside_of_a_graph_capture(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    with safe_transfers("always"):
+        source = torch.ones(4, device="cuda:0")
+        for capturing in (0, 1):
+            monkeypatch.setattr(
+                torch.cuda,
+                "is_current_stream_capturing",
+                lambda capturing=capturing: torch.cuda.current_device() == capturing,
+            )
+            with pytest.raises(TransferError, match="graph capture"):
+                source.to("cuda:1")
+        monkeypatch.delattr(torch.cuda, "is_current_stream_capturing")
+        assert source.to("cuda:1").sum() == 4, "an accelerator that cannot be asked"
+        assert torch.cuda.current_device() == 0
+    assert simulator.count() == 0
+
+
+def test_what_is_not_covered_is_said() -> None:
+    with safe_transfers("always") as held:
+        assert any("NCCL" in words for words in held.not_covered)
+        assert any("IPC" in words for words in held.not_covered)
+
+
+# ---- events from device to device
+
+
+def report(**verdicts: Verdict) -> ProbeReport:
+    """Return a report in which what is wrong arrives as zeros; `_01` is the pair from 0 to 1."""
+    pairs = {(int(name[1]), int(name[2])): verdict for name, verdict in verdicts.items()}
+    reports = {
+        pair: PairReport(pair=pair, verdict=verdict, seed=1, kind="zeros" if verdict is Verdict.WRONG else "")
+        for pair, verdict in pairs.items()
+    }
+    return ProbeReport(seed=1, pairs=reports)
+
+
+def test_events_are_trusted_only_on_pairs_that_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = report(_01=Verdict.HEALTHY, _10=Verdict.WRONG, _02=Verdict.INCONCLUSIVE)
+    monkeypatch.setattr(probe, "cached_report", lambda: known)
+    waits: dict[tuple[int, int], Waiting] = {}
+
+    def note(destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting) -> None:
+        waits[source.device.index, destination.device.index] = waiting
+        staging.staged_copy(destination, source, waiting=waiting)
+
+    monkeypatch.setattr(routing, "staged_copy", note)
+    with safe_transfers("always"):
+        for pair in ALL:
+            move(*pair)
+    assert waits == {pair: Waiting.DEVICE if pair == (0, 1) else Waiting.HOST for pair in ALL}
+
+
+def test_one_type_for_all_references() -> None:
+    with safe_transfers("always") as held:
+        assert isinstance(held, Transfers)
+    assert not transfers._references
