@@ -19,7 +19,7 @@ def device_type() -> str | None:
     """Return the type of the current accelerator ("cuda", "xpu", ...), or None when no device of it is there."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:
-        return next((name for name in _OLDER if torch.get_device_module(name).is_available()), None)
+        return next((name for name in _OLDER if getattr(torch, name).is_available()), None)
     current = accelerator.current_accelerator()
     return str(current.type) if current is not None and accelerator.is_available() else None
 
@@ -27,7 +27,7 @@ def device_type() -> str | None:
 def device_count() -> int:
     """Return how many devices the current accelerator has; 0 without one."""
     name = device_type()
-    return int(torch.get_device_module(name).device_count()) if name is not None else 0
+    return int(getattr(torch, name).device_count()) if name is not None else 0
 
 
 def ordered_pairs(count: int | None = None) -> tuple[Pair, ...]:
