@@ -65,3 +65,18 @@ def save_tied(folder: Path, *, suffix: str = ".safetensors") -> Path:
     del state["lm_head.weight"]
     save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
+
+
+class Drawing(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
+    """Draws random numbers in its forward pass, and none when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight + torch.rand(3)
+
+
+def drawing() -> Any:
+    return Drawing(), torch.ones(3)

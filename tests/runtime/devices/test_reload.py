@@ -345,6 +345,15 @@ def test_of_several_models_the_one_that_fits_is_taken(tmp_path: Path) -> None:
         verify_reload(folder, device_map={"": "cpu"})
 
 
+def test_random_numbers_are_the_same_in_every_run_and_the_processs_own_stay(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    save_file({"weight": torch.ones(3)}, str(tmp_path / "checkpoint" / "model.safetensors"))
+    before = torch.random.get_rng_state()
+    report = verify_reload(tmp_path / "checkpoint", model=reload_models.drawing)
+    assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], str(report)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_limits_are_for_maps_that_are_made(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_memory limits a map that is made"):
         verify_reload(copied(tmp_path, "clean-safetensors"), device_map={"": 0}, max_memory={0: "1GiB"})
