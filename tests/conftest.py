@@ -1,17 +1,14 @@
 """pytest looks for hooks and fixtures of all tests here; the simulated devices' are written beside the simulator."""
 
-from tests.simulated.hooks import (
-    each_accelerate,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_runtest_protocol,
-    simulator,
-)
+import pytest
 
-__all__ = [
-    "each_accelerate",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_runtest_protocol",
-    "simulator",
-]
+from tests.simulated import hooks
+from tests.simulated.hooks import each_accelerate, pytest_configure, pytest_runtest_protocol, simulator
+
+__all__ = ["each_accelerate", "pytest_configure", "pytest_runtest_protocol", "simulator"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the storage: its tests fork thousands of times, which is slow once torch has filled this process."""
+    hooks.pytest_collection_modifyitems(items)
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/storage/"))
