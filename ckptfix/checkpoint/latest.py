@@ -11,7 +11,7 @@ from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL
 
-NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
+_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 """As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15)."""
 
 
@@ -24,13 +24,19 @@ class Candidate:
     problem: str | None
 
 
+def checkpoint_number(name: str) -> int | None:
+    """Return the number in the name of a checkpoint, None for any other name."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def candidates(folder: Path) -> tuple[Candidate, ...]:
     """Return the numbered checkpoints in a ``checkpoints`` folder, newest first. Raises OSError."""
     found = []
     for name in os.listdir(folder):
-        match = NUMBERED.fullmatch(name)
-        if match and (folder / name).is_dir():
-            found.append((int(match[1]), folder / name))
+        number = checkpoint_number(name)
+        if number is not None and (folder / name).is_dir():
+            found.append((number, folder / name))
     return tuple(
         Candidate(path=path, number=number, problem=incomplete(path))
         for number, path in sorted(found, reverse=True)

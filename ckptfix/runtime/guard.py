@@ -21,7 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from ckptfix.errors import UsageError
 from ckptfix.runtime.backward import BackwardCheck, count_backward
 from ckptfix.runtime.callers import calling_line
-from ckptfix.runtime.held import Entry, Held, level_ids, levels
+from ckptfix.runtime.held import Entry, Held, innermost, level_ids
 from ckptfix.runtime.renewing import as_new, made_here, wrapper_of
 
 Method = Callable[..., Any]
@@ -286,8 +286,7 @@ def _remember(guard: Guard, thing: Any, given: Any, made: Any, *, evaluation: bo
     guard.add((thing, given), made, str(calling_line()), evaluation=evaluation)
     made_here(made)
     if guard.settings.check_backward and isinstance(made, torch.optim.Optimizer):
-        *_, raw = levels(made)
-        guard.backward.watch(raw)
+        guard.backward.watch(innermost(made))
 
 
 def _is_model(thing: Any) -> bool:

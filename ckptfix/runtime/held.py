@@ -33,6 +33,11 @@ def levels(thing: object) -> Iterator[object]:
         thing = getattr(thing, inner, None) if inner else getattr(thing, "__dict__", {}).get("_orig_mod")
 
 
+def innermost(thing: object) -> Any:
+    """Return what is inside all wrappers of an object; the object itself where there are none."""
+    return list(levels(thing))[-1]
+
+
 def level_ids(things: Iterable[object]) -> set[int]:
     """Return the ids of objects and of all that is inside their wrappers."""
     return {id(level) for thing in things for level in levels(thing)}

@@ -3,10 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 
 from ckptfix.errors import OperationError, RemoteOSError
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+"""Where models are sharded over ranks: there accelerate's own save_state and load_state are collective operations."""
+
+
+def cannot_agree(accelerator: Accelerator) -> bool:
+    """Whether the processes cannot tell each other anything here: accelerate gathers no objects under XLA."""
+    return accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1
 
 
 class Ranks:

@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptfix.runtime.held import levels
+from ckptfix.runtime.held import innermost, levels
 
 _PREPARED = "_is_accelerate_prepared"
 _MADE: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -30,8 +30,7 @@ def as_new(accelerator: Accelerator, thing: Any) -> Any:
     if isinstance(thing, torch.nn.Module):
         return _model_as_new(accelerator, thing)
     if type(thing) in (AcceleratedOptimizer, AcceleratedScheduler):
-        *_, inner = levels(thing)
-        return inner
+        return innermost(thing)
     return thing  # a data loader that was sharded stays so: sharded again it would lose data
 
 

@@ -4,12 +4,13 @@ On the accelerate of this environment and on two older ones, which are kept in p
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.simulated.versions import accelerate_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("installed", "1.12.0", "1.6.0")
@@ -18,33 +19,15 @@ GUARDED = ("--module", "ckptfix", "run")
 pytestmark = pytest.mark.slow
 
 
-def older_accelerate(version: str, cache: pytest.Cache) -> Path:
-    """Return a folder with this accelerate alone; all else comes from the environment of the tests."""
-    folder = Path(cache.mkdir(f"accelerate-{version}"))
-    if not (folder / "ready").exists():
-        shutil.rmtree(folder)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        done = subprocess.run([*command, f"accelerate=={version}"], capture_output=True, text=True)
-        if done.returncode:
-            unreachable = (
-                "ConnectionError",
-                "NewConnectionError",
-                "Temporary failure",
-                "from versions: none",
-            )
-            assert any(sign in done.stderr for sign in unreachable), done.stderr
-            pytest.skip(f"no package registry, so no accelerate {version}: {done.stderr.strip()[-200:]}")
-        (folder / "ready").touch()
-    return folder
-
-
 @pytest.fixture(params=VERSIONS)
 def variables(request: pytest.FixtureRequest) -> dict[str, str]:
     """Environment variables with which `import accelerate` gives one version."""
     made = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     assert request.config.cache is not None
     if request.param != "installed":
-        made["PYTHONPATH"] = str(older_accelerate(request.param, request.config.cache))
+        made["PYTHONPATH"] = str(
+            accelerate_folder(request.param, Path(request.config.cache.mkdir(f"accelerate-{request.param}")))
+        )
     imported = subprocess.run(
         [sys.executable, "-c", "import accelerate; print(accelerate.__version__)"],
         env=made, capture_output=True, text=True, check=True,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.checkpoint.latest import NUMBERED
+from ckptfix.checkpoint.latest import checkpoint_number
 from ckptfix.runtime.loading.draft import (
     OF_A_RANK,
     Action,
@@ -195,13 +195,14 @@ def go_on_numbering(accelerator: Any, path: Path) -> None:
         return
 
     def following() -> int | None:
-        loaded = NUMBERED.fullmatch(Path(os.path.abspath(path)).name)
+        loaded = checkpoint_number(Path(os.path.abspath(path)).name)
         if loaded is None:
             return None
-        names = [loaded[0]]
+        names: list[str] = []
         with suppress(OSError):  # everything is loaded by now
-            names += os.listdir(Path(accelerator.project_dir or "") / "checkpoints")
-        return 1 + max(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
+            names = os.listdir(Path(accelerator.project_dir or "") / "checkpoints")
+        taken = [number for name in names if (number := checkpoint_number(name)) is not None]
+        return 1 + max([loaded, *taken])
 
     number = Ranks(accelerator).on_main(following, f"load_state_tolerant {path}")
     if number is not None:

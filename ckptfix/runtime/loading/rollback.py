@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from ckptfix.runtime.held import levels
+from ckptfix.runtime.held import innermost, levels
 from ckptfix.runtime.loading.draft import Action, LoadModel, LoadState
 from ckptfix.runtime.loading.offloaded import EmptySlot, MemorySlot, Slot
 from ckptfix.runtime.loading.report import Part
@@ -87,7 +87,7 @@ class State:
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
-        self._inner: Any = list(levels(thing))[-1]
+        self._inner = innermost(thing)
         self._attributes = dict(getattr(self._inner, "__dict__", {}))
         # torch's optimizers make a new state of what they load, and let go of the old one untouched.
         self._is_replaced = isinstance(self._inner, torch.optim.Optimizer) and not _loads_itself(thing)

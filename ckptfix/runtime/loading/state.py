@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import DistributedType
-
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
@@ -31,10 +29,8 @@ from ckptfix.runtime.loading.states import (
     read_states,
 )
 from ckptfix.runtime.loading.targets import distinct, model_targets
+from ckptfix.runtime.ranks import SHARDED, cannot_agree
 from ckptfix.runtime.saving.recording import driven_optimizer, held_models
-
-DELEGATED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Where models are sharded over ranks: accelerate loads these itself, after the files were looked at."""
 
 
 def load_state_tolerant(
@@ -54,12 +50,12 @@ def load_state_tolerant(
     to be loaded. With automatic naming, numbers go on after the checkpoint.
     """
     policy = policy or LoadPolicy()
-    if accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1:
+    if cannot_agree(accelerator):
         raise LoadError(
             "several XLA processes cannot agree on a load here; next: accelerator.load_state(path)"
         )
     root = Path(path).expanduser()
-    if accelerator.distributed_type in DELEGATED:
+    if accelerator.distributed_type in SHARDED:
         return load_delegated(accelerator, root, policy)
     draft = Draft(path=root, policy=policy)
     undo: Tensors | None = None

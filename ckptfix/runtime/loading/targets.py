@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, inner_wrappers, without_private_wrappers
-from ckptfix.runtime.held import levels
+from ckptfix.runtime.held import innermost, levels
 from ckptfix.runtime.loading.entries import Shapes
 from ckptfix.runtime.loading.offloaded import offloaded_ties
 from ckptfix.wording import list_names
@@ -49,7 +49,7 @@ def distinct(things: Iterable[Any]) -> tuple[Target, ...]:
     """Return the registered objects, without those that are another one again or a wrapper of it."""
     found: dict[int, Target] = {}
     for index, thing in enumerate(things):
-        inner = list(levels(thing))[-1]
+        inner = innermost(thing)
         found.setdefault(id(inner), Target(index=index, thing=thing, inner=inner))
     return tuple(found.values())
 

@@ -78,12 +78,11 @@ def _weights_in(folder: Path, safetensors: bool) -> set[str]:
     if not folder.is_dir():
         return set()
     stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
-    names = os.listdir(folder)
-    is_save_state = any(parsed.role is Role.RNG_STATE for name in names if (parsed := parse_file_name(name)))
+    parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
+    is_save_state = any(parsed.role is Role.RNG_STATE for parsed in parts.values())
     found = set()
-    for name in names:
-        parsed = parse_file_name(name)
-        if parsed is None or parsed.stem != stem or parsed.index:
+    for name, parsed in parts.items():
+        if parsed.stem != stem or parsed.index:
             continue
         is_single = name == f"{stem}{suffix}"
         if (

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
-from ckptfix.runtime.held import levels
+from ckptfix.runtime.held import innermost
 
 StateDict = dict[str, Any]
 
@@ -121,11 +121,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if flat.numel():
         digest.update(memoryview(flat.view(torch.uint8).numpy()))
     return digest.hexdigest()
-
-
-def innermost(thing: object) -> Any:
-    """Return what is inside all wrappers of a prepared object."""
-    return list(levels(thing))[-1]
 
 
 def held_models(optimizers: Sequence[Any], models: Sequence[Any]) -> list[tuple[int, ...]]:

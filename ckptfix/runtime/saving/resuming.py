@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ckptfix.checkpoint.latest import NUMBERED, candidates, checkpoints_folder, mixed, newest_whole
+from ckptfix.checkpoint.latest import candidates, checkpoint_number, checkpoints_folder, mixed, newest_whole
 from ckptfix.errors import UsageError
 from ckptfix.runtime.callers import calling_line
 from ckptfix.runtime.guard import guard_of
@@ -38,9 +38,9 @@ def load_state(
             raise UsageError(problem)
         result = method(input_dir, *args, **kwargs)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
-            match = NUMBERED.fullmatch(Path(input_dir).name)
-            if match:
-                config.iteration = int(match[1]) + 1
+            number = checkpoint_number(Path(input_dir).name)
+            if number is not None:
+                config.iteration = number + 1
         return result
 
 

@@ -6,14 +6,13 @@ A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so
 import errno
 import json
 import os
-import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
 from ckptfix.errors import FormatError
@@ -21,8 +20,6 @@ from ckptfix.runtime.saving.leftovers import is_own_name, own_name, release, swe
 from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.renaming import exchange
-
-_RANDOM_STATES = re.compile(r"random_states_[0-9]+\.pkl")
 
 
 class How(Enum):
@@ -261,7 +258,8 @@ def _files_in(folder: Path) -> set[str]:
 
 
 def _is_random_states(name: str) -> bool:
-    return _RANDOM_STATES.fullmatch(name) is not None
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.role is Role.RNG_STATE
 
 
 def _replace(source: Path, place: Path) -> None:

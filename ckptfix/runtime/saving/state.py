@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 
-from ckptfix.checkpoint.latest import NUMBERED
+from ckptfix.checkpoint.latest import checkpoint_number
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.runtime.guard import guard_of
-from ckptfix.runtime.ranks import Ranks
+from ckptfix.runtime.ranks import SHARDED, Ranks, cannot_agree
 from ckptfix.runtime.saving.recording import make_manifest, model_entries, separate_views
 from ckptfix.runtime.saving.rotation import rotate
 from ckptfix.runtime.saving.staging import Staging, abandon, add, begin, commit, plan_staging
@@ -27,9 +27,6 @@ from ckptfix.runtime.saving.staging import Staging, abandon, add, begin, commit,
 Method = Callable[..., Any]
 
 WHAT = "save_state"
-
-_NEEDS_ALL = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Where accelerate's own save_state is a collective operation."""
 
 _PATIENCE = 30.0
 """Seconds after which a save that waits for all processes says so."""
@@ -71,16 +68,16 @@ def _together(accelerator: Accelerator) -> bool:
     return (
         accelerator.num_processes == 1
         or accelerator.project_configuration.automatic_checkpoint_naming
-        or accelerator.distributed_type in _NEEDS_ALL
+        or accelerator.distributed_type in SHARDED
         or guard_of(accelerator).settings.save_together
     )
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
-    """Whether a save goes through as it is: what accelerate refuses, and XLA, whose processes cannot agree here."""
+    """Whether a save goes through as it is: what accelerate refuses, and where processes cannot agree."""
     if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
         return True
-    return accelerator.distributed_type is DistributedType.XLA and accelerator.num_processes > 1
+    return cannot_agree(accelerator)
 
 
 class _Save:
@@ -205,7 +202,7 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
         return Path(os.path.abspath(os.path.expanduser(str(output_dir))))
     folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
     names = os.listdir(folder) if folder.is_dir() else []  # files and dangling links take a number, too
-    taken = [int(match[1]) + 1 for name in names if (match := NUMBERED.fullmatch(name))]
+    taken = [number + 1 for name in names if (number := checkpoint_number(name)) is not None]
     return folder / f"checkpoint_{max([config.iteration, *taken])}"
 
 
