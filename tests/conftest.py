@@ -5,7 +5,13 @@ import pytest
 from tests.simulated import hooks
 from tests.simulated.hooks import each_accelerate, pytest_configure, pytest_runtest_protocol, simulator
 
-__all__ = ["each_accelerate", "pytest_configure", "pytest_runtest_protocol", "simulator"]
+__all__ = [
+    "each_accelerate",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_protocol",
+    "simulator",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,11 +48,12 @@ class HookPatch:
         for name, stand_in in self._stand_ins.items():
             setattr(self._module, name, stand_in)
 
-    def remove(self) -> None:
-        """Put the originals back, and leave in place what others put there since."""
+    def remove(self) -> bool:
+        """Put the originals back, and leave in place what others put there since; always done at once: True."""
         for name, original in self._originals.items():
             if getattr(self._module, name) is self._stand_ins[name]:
                 setattr(self._module, name, original)
+        return True
 
 
 def _sending(original: Callable[..., Any], decide: Decide) -> Callable[..., Any]:

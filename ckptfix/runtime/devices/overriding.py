@@ -5,6 +5,7 @@ and all threads end there (measured with torch 2.13). What does not: NCCL, CUDA 
 memory, and quantized tensors, which have a dispatch key of their own.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,8 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 _removed: deque[Any] = deque(maxlen=64)
 """Kernels of overrides that were taken back.
 
-Another thread may have entered one and wait for Python's lock when it is removed; it must not be freed before that
-thread has left it.
+A model may be collected, and its reference given back, inside of the very copy that the kernel answers: it must not be
+freed before that copy has left it.
 """
 
 
@@ -56,10 +57,18 @@ class Override:
         self._library.impl("copy_", _in_front_of(original, carry), key, with_keyset=True)
         self._kernel = torch.library.get_kernel("aten::copy_", key)
 
-    def remove(self) -> None:
-        """Let torch's own kernel answer again, without a trace of this one."""
+    def remove(self) -> bool:
+        """Let torch's own kernel answer again, without a trace of this one; return whether that was done.
+
+        It is not while other threads run: torch changes its table of kernels without a lock, and a copy that looks its
+        kernel up meanwhile ends the process (a segmentation fault, measured with torch 2.13). A backward pass counts:
+        the thread that asked for it waits in Python. Installing has no such moment, as the old kernel stays valid.
+        """
+        if len(sys._current_frames()) > 1:
+            return False
         _removed.append(self._kernel)
         self._library._destroy()
+        return True
 
 
 def _in_front_of(original: Any, carry: Carry) -> Callable[..., Any]:

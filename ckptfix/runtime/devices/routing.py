@@ -76,6 +76,8 @@ class Router:
         ``back``: a gradient will take the same way in the other direction. Raises TransferError for a refused one.
         """
         ways = self.ways
+        if not ways.staged:
+            return False
         asked = {pair, pair[::-1]} if back else {pair}
         staged = not (self._thread.bypasses or ways.staged.isdisjoint(asked))
         if staged and not ways.refused.isdisjoint(asked):

@@ -1,7 +1,9 @@
 """Safe transfers: copies between devices whose direct way is not proven go through the host instead.
 
 Staging is one thing for the whole process: it lasts while anybody holds a reference to it, and what is staged is all
-that any of them asked for. While nothing is to be staged nothing is installed, and copies cost what they always cost.
+that any of them asked for. While nothing was ever to be staged nothing is installed, and copies cost what they always
+cost. What is installed is taken out with the last reference, or, where other threads ran then, with the next last one:
+until that it hands every copy on.
 
 >>> with safe_transfers("always") as transfers:
 ...     output = model(**batch)
@@ -86,8 +88,8 @@ class Transfers:
 
 
 class _Installed(Protocol):
-    def remove(self) -> None:
-        """Leave no trace."""
+    def remove(self) -> bool:
+        """Leave no trace, if that can be done now; return whether it was."""
 
 
 _lock = threading.Lock()
@@ -95,7 +97,7 @@ _references: list[Transfers] = []
 _given_back: deque[Transfers] = deque()
 _installed: _Installed | None = None
 _router = Router()
-_at_installation: Mapping[Pair, Count] = {}
+_at_beginning: Mapping[Pair, Count] = {}
 _told: set[frozenset[Pair]] = set()
 
 
@@ -131,8 +133,8 @@ def staged_pairs() -> frozenset[Pair]:
 
 
 def counters() -> Mapping[Pair, Count]:
-    """Return the copies of every ordered pair, staged and direct, since the last installation; kept when it ends."""
-    return _since(_at_installation)
+    """Return the copies of every ordered pair, staged and direct, since staging last began; kept when it ends."""
+    return _since(_at_beginning)
 
 
 def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
@@ -189,21 +191,22 @@ def _take_back() -> None:
 
 def _settle() -> None:
     """Make what is installed what the references ask for; the lock is held."""
-    global _installed, _at_installation
+    global _installed, _at_beginning
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
     refused = frozenset[Pair]().union(*(reference.pairs for reference in _references if reference.raises))
     asked = any(reference.mode is Mode.ALWAYS and reference.pairs for reference in _references)
+    if staged and not _router.ways.staged:
+        _at_beginning = _router.counts.all()
     _router.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
     if staged and _installed is None:
-        _at_installation = _router.counts.all()
         _installed = (
             overriding.Override(_router.carry)
             if overriding.can_override()
             else fallback.HookPatch(_router.takes_host)
         )
     elif not staged and _installed is not None:
-        _installed.remove()
-        _installed = None
+        if _installed.remove():
+            _installed = None
         release_slots()
 
 

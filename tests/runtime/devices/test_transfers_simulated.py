@@ -228,8 +228,8 @@ def test_bypassed_is_for_one_thread(simulator: Simulator) -> None:
     assert (counted[0, 1].direct, counted[0, 1].staged, counted[0, 2].staged) == (1, 1, 1)
 
 
-def test_copies_under_way_survive_the_removal() -> None:
-    """Threads that wait for Python's lock inside of the kernel when it is removed: freed, it was "not callable"."""
+def test_references_come_and_go_while_other_threads_copy(simulator: Simulator) -> None:
+    """Taken out of torch's table while a thread looks its kernel up there, it was a segmentation fault."""
     stop = threading.Event()
     wrong: list[str] = []
 
@@ -248,6 +248,15 @@ def test_copies_under_way_survive_the_removal() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert TORCHS_OWN not in kernel(), "what stays hands every copy on"
+    before, direct = counters(), len(simulator.log()[0, 1])
+    move()
+    assert counters() == before
+    assert len(simulator.log()[0, 1]) == direct + 1
+    with safe_transfers("always") as held:
+        move()
+        assert held.counters()[0, 1] == Count(staged=1, staged_bytes=40)
+    assert TORCHS_OWN in kernel(), "it is taken out as soon as nothing else runs"
 
 
 def test_a_reference_given_back_inside_of_taking_one(monkeypatch: pytest.MonkeyPatch) -> None:
