@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 
-from ckptfix.runtime.loading.entries import Entry
+from ckptfix.checkpoint.entries import Entry
 from ckptfix.runtime.loading.matching import same_class
 from ckptfix.runtime.loading.targets import Target
 from ckptfix.runtime.saving.recording import parameter_shapes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfix.runtime.loading.entries import Entry, changed_files
+from ckptfix.checkpoint.entries import Entry, changed_files
 from ckptfix.runtime.loading.offloaded import Slot
 from ckptfix.runtime.loading.report import (
     ComponentReport,

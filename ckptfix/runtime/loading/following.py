@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptfix.runtime.loading.entries import Entry
+from ckptfix.checkpoint.entries import Entry
 from ckptfix.runtime.loading.report import Part
 from ckptfix.runtime.loading.targets import Target
 

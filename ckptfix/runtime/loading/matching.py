@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.runtime.loading.entries import Entry, doubles
+from ckptfix.checkpoint.entries import Entry, doubles
 from ckptfix.runtime.loading.targets import Target
 from ckptfix.wording import count_of
 

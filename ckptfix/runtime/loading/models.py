@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ckptfix.checkpoint.entries import Entry
 from ckptfix.runtime.loading.checking import dtype_change, dtype_problem
 from ckptfix.runtime.loading.draft import Draft, LoadModel
-from ckptfix.runtime.loading.entries import Entry
 from ckptfix.runtime.loading.following import Placed, went_elsewhere
 from ckptfix.runtime.loading.matching import Assignment, hidden_by, misfits, settle, undecided
 from ckptfix.runtime.loading.offloaded import find_slots

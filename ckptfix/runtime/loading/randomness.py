@@ -10,12 +10,12 @@ from typing import Any
 import numpy
 import torch
 
+from ckptfix.checkpoint.entries import Entry, single_entry
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.runtime.loading.checking import random_problem
 from ckptfix.runtime.loading.draft import Draft, SetRandom, SetStep
-from ckptfix.runtime.loading.entries import Entry, single_entry
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
 from ckptfix.runtime.loading.report import ComponentReport, LoadError, Need, Part, Status
 from ckptfix.wording import count_of

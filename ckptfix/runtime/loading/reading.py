@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.folder import Component
 from ckptfix.formats.pickle_globals import GlobalSafety, classify, python_3_name, safe_globals_line
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
-from ckptfix.runtime.loading.entries import Entry
 
 Global = tuple[str, str]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from ckptfix.checkpoint.entries import Entry, all_state_dicts
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.runtime.loading.commit import Commit, take_back_on_all
 from ckptfix.runtime.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
-from ckptfix.runtime.loading.entries import Entry, all_state_dicts
 from ckptfix.runtime.loading.models import plan_models
 from ckptfix.runtime.loading.report import LoadError, LoadPolicy, LoadReport, Need
 from ckptfix.runtime.loading.targets import model_targets

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfix.checkpoint.entries import believed, model_entries, state_entries
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
@@ -14,7 +15,6 @@ from ckptfix.runtime.loading.checking import custom_problem, optimizer_problem, 
 from ckptfix.runtime.loading.commit import Commit, agree, go_on_numbering, outline, take_back_on_all
 from ckptfix.runtime.loading.delegated import load_delegated
 from ckptfix.runtime.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
-from ckptfix.runtime.loading.entries import believed, model_entries, state_entries
 from ckptfix.runtime.loading.following import Owners, Placed
 from ckptfix.runtime.loading.models import plan_models, run_hooks
 from ckptfix.runtime.loading.randomness import not_of_a_rank, plan_random, ranks_in

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptfix.checkpoint.entries import Entry, component_at, single_entry
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.runtime.loading.checking import scaler_problem
 from ckptfix.runtime.loading.draft import Draft, LoadState, SetSampler
-from ckptfix.runtime.loading.entries import Entry, component_at, single_entry
 from ckptfix.runtime.loading.following import Owners, Placed, follow, went_elsewhere
 from ckptfix.runtime.loading.matching import hidden_by, misfits, settle, undecided
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle

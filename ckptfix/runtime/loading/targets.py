@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ckptfix.checkpoint.entries import Shapes
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, inner_wrappers, without_private_wrappers
 from ckptfix.runtime.held import innermost, levels
-from ckptfix.runtime.loading.entries import Shapes
 from ckptfix.runtime.loading.offloaded import offloaded_ties
 from ckptfix.wording import list_names
 

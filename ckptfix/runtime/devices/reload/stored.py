@@ -16,6 +16,7 @@ import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.scan import scan_folder
@@ -23,7 +24,6 @@ from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.runtime.loading.entries import Entry, all_state_dicts, model_entries
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
 from ckptfix.storage.reading import open_reader
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.runtime.devices.probe import ProbeReport, Verdict, probe_peer_copies
@@ -32,7 +33,6 @@ from ckptfix.runtime.devices.reload.report import (
     Subject,
 )
 from ckptfix.runtime.devices.reload.stored import Weights, find_weights
-from ckptfix.runtime.loading.entries import all_state_dicts, changed_files
 from ckptfix.wording import list_names
 
 Progress = Callable[[int], None]

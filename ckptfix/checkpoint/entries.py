@@ -64,8 +64,11 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
     return tuple(entry for _, (_, entry) in sorted(found.items()))
 
 
-def all_state_dicts(folder: CheckpointFolder) -> tuple[Entry, ...]:
-    """Return every state dict of a module in a folder or file, those inside training dicts too."""
+def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tuple[Entry, ...]:
+    """Return every state dict of a module in a folder or file, those inside training dicts too.
+
+    ``of_modules`` off: every dict that holds a tensor.
+    """
     found: list[Entry] = []
     for group in group_files(folder):
         if group.stale_of is not None or not (group.members or group.missing):
@@ -77,7 +80,7 @@ def all_state_dicts(folder: CheckpointFolder) -> tuple[Entry, ...]:
             found.append(_entry(group, len(found), None))
             continue
         for scope in alone.scopes:
-            if scope.kind == "state dict" and scope.is_model:
+            if scope.kind == "state dict" and (scope.is_model or not of_modules):
                 found.append(_inside(alone, scope.path, len(found)))
     return tuple(found)
 

@@ -1,0 +1,81 @@
+"""New safetensors files, byte for byte as ``safetensors.torch.save_file`` writes them.
+
+Its order (safetensors 0.8, ``tensor.rs``): larger dtypes first, then by name; a compact JSON header, padded with spaces
+to a multiple of 8 bytes.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptfix.errors import UnsupportedFormat
+from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
+from ckptfix.weights.files.parts import Data, Literal, NewTensor, OutputFile, Part
+from ckptfix.weights.files.sharding import in_shards, index_file, shard_names
+
+_ORDER_TEXT = """
+    BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64
+    F64 I64 U64"""
+DTYPES = {name: rank for rank, name in enumerate(_ORDER_TEXT.split())}
+"""The dtypes that safetensors knows, with their rank in the order of a file."""
+
+
+def safetensors_files(
+    stem: str, tensors: Sequence[NewTensor], ties: Mapping[str, str], *, most: int | None = None
+) -> tuple[OutputFile, ...]:
+    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
+
+    ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does. Raises
+    UnsupportedFormat for a dtype or a name that safetensors does not have.
+    """
+    shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
+    names = shard_names(stem, ".safetensors", len(shards))
+    files = []
+    for name, shard in zip(names, shards, strict=True):
+        held = {tensor.fqn for tensor in shard}
+        own = {other: kept for other, kept in ties.items() if kept in held}
+        header, ordered = _header(shard, own)
+        parts: tuple[Part, ...] = (
+            Literal(header),
+            *(Data(tensor.fqn, tensor.nbytes) for tensor in ordered if tensor.nbytes),
+        )
+        files.append(OutputFile(path=name, parts=parts))
+    if len(shards) > 1:
+        files.append(index_file(stem, ".safetensors", shards))
+    return tuple(files)
+
+
+def _header(tensors: Sequence[NewTensor], ties: Mapping[str, str]) -> tuple[bytes, list[NewTensor]]:
+    """Return the bytes before the first tensor, and the tensors in the order of the file."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedFormat(f"{tensor.fqn!r} is of {tensor.dtype}, which safetensors does not have")
+        if tensor.fqn == METADATA_KEY:
+            raise UnsupportedFormat(
+                f"a tensor is called {METADATA_KEY!r}, which safetensors keeps for itself"
+            )
+    if "format" in ties:
+        raise UnsupportedFormat("a tied tensor is called 'format', which safetensors needs for itself")
+    ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.fqn))
+    document: dict[str, Any] = {METADATA_KEY: {"format": "pt", **ties}}
+    offset = 0
+    for tensor in ordered:
+        document[tensor.fqn] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    try:
+        data = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UnsupportedFormat(
+            "a name holds half of a surrogate pair, which no safetensors header can"
+        ) from None
+    data += b" " * (-len(data) % 8)
+    if len(data) > MAX_HEADER:
+        raise UnsupportedFormat(
+            f"the header takes {len(data)} bytes, safetensors allows {MAX_HEADER}; use shards"
+        )
+    return struct.pack("<Q", len(data)) + data, ordered

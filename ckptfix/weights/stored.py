@@ -1,0 +1,90 @@
+"""Tensors as they are stored, and the models and folders that they make up."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.pieces import OpenFiles
+from ckptfix.weights.layouts import Layout
+
+
+class Format(Enum):
+    """How the weights of a model are stored. The value is the word of ``--to``, and for reports."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "bin"
+    DCP = "dcp"
+    DEEPSPEED = "deepspeed"
+
+
+class StoredTensor(NamedTuple):
+    """One tensor: its name, its dtype in safetensors' nouns, its shape, and where its bytes are."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield its bytes in row-major order, as ``Layout.blocks`` does."""
+        return self.layout.blocks(files, buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weights of one model.
+
+    ``label``: what to call it: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``: its position among the
+    models of a ``save_state`` folder. ``files``: what holds it, relative to the checkpoint, an index included.
+    ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in ``tensors``.
+    ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
+    ``left``: what else its file holds, such as an optimizer in a training dict. ``versions``: module -> version, of the
+    ``_metadata`` of a torch file.
+    """
+
+    label: str
+    format: Format
+    index: int = 0
+    files: tuple[PurePosixPath, ...] = ()
+    tensors: tuple[StoredTensor, ...] = field(default=(), repr=False)
+    ties: Mapping[str, str] = field(default_factory=dict, repr=False)
+    opaque: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    versions: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in bytes, each tie once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def named(self) -> dict[str, StoredTensor]:
+        """Return every tensor by every name it has, those of ties too."""
+        found = {tensor.fqn: tensor for tensor in self.tensors}
+        return found | {name: found[kept]._replace(fqn=name) for name, kept in self.ties.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCheckpoint:
+    """What lies at a path: the weights of its models in the order of their positions, and all else.
+
+    ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone file. ``others``: files
+    that hold no weights of these, relative to the root, at any depth; what ckptfix keeps for itself is not in it.
+    ``rivals``: those of them that hold weights all the same: of one of the models in a second format, or of an earlier
+    save with other shards.
+    """
+
+    root: Path
+    only: str | None = None
+    weights: tuple[Weights, ...] = ()
+    others: tuple[PurePosixPath, ...] = ()
+    rivals: tuple[PurePosixPath, ...] = ()
+    is_save_state: bool = False
