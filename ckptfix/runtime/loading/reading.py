@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ckptfix.checkpoint.folder import Component
 from ckptfix.formats.pickle_globals import GlobalSafety, classify, python_3_name, safe_globals_line
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.runtime.loading.building import NotPlain, build
 
 Global = tuple[str, str]
 
@@ -101,6 +102,9 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
         )
         in_full = True
     try:
+        if not (allowed or in_full or mapped):
+            with suppress(NotPlain):
+                return build(path, component.content)
         with allowing(allowed):
             in_place = mapped and isinstance(component.content.container, TorchZip)
             return torch.load(path, map_location="cpu", weights_only=not in_full, mmap=in_place)
