@@ -28,9 +28,15 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckptfix.operations.check import CheckReport, check
+    from ckptfix.operations.diff import DiffReport, diff
     from ckptfix.operations.findings import Finding, Severity
+    from ckptfix.operations.migrate import MigrateReceipt, migrate
     from ckptfix.operations.policy import Keys, Policy
     from ckptfix.operations.repair import Receipt, repair
+    from ckptfix.operations.salvage import SalvageReceipt, salvage
+    from ckptfix.operations.sealing.report import VerifyReport
+    from ckptfix.operations.sealing.seal import SealReceipt, seal
+    from ckptfix.operations.sealing.verify import verify
     from ckptfix.operations.undo import UndoReceipt, undo
     from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
     from ckptfix.runtime.devices.dispatching import (
@@ -53,12 +59,22 @@ if TYPE_CHECKING:
     from ckptfix.runtime.saving.resuming import latest_checkpoint
 
 _HOMES = {
+    "salvage": "operations.salvage",
+    "SalvageReceipt": "operations.salvage",
+    "diff": "operations.diff",
+    "DiffReport": "operations.diff",
     "check": "operations.check",
     "CheckReport": "operations.check",
     "repair": "operations.repair",
     "Receipt": "operations.repair",
+    "seal": "operations.sealing.seal",
+    "SealReceipt": "operations.sealing.seal",
+    "verify": "operations.sealing.verify",
+    "VerifyReport": "operations.sealing.report",
     "undo": "operations.undo",
     "UndoReceipt": "operations.undo",
+    "migrate": "operations.migrate",
+    "MigrateReceipt": "operations.migrate",
     "Keys": "operations.policy",
     "Policy": "operations.policy",
     "Accelerator": "runtime.accelerator",
@@ -99,6 +115,7 @@ __all__ = [
     "ChangedError",
     "CheckReport",
     "CkptfixError",
+    "DiffReport",
     "Finding",
     "FormatError",
     "JournalError",
@@ -107,6 +124,7 @@ __all__ = [
     "LoadPolicy",
     "LoadReport",
     "LockedError",
+    "MigrateReceipt",
     "OnReprepare",
     "OperationError",
     "Policy",
@@ -114,25 +132,33 @@ __all__ = [
     "Receipt",
     "ReloadReport",
     "RolledBackError",
+    "SalvageReceipt",
+    "SealReceipt",
     "Severity",
     "TransferError",
     "Transfers",
     "UndoReceipt",
     "UsageError",
     "Verdict",
+    "VerifyReport",
     "check",
+    "diff",
     "dispatch_model",
     "latest_checkpoint",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_tolerant",
     "load_state_tolerant",
+    "migrate",
     "patch_accelerate",
     "probe_peer_copies",
     "remove_safe_transfers",
     "repair",
     "safe_transfers",
+    "salvage",
+    "seal",
     "undo",
     "unpatch_accelerate",
+    "verify",
     "verify_reload",
 ]
 

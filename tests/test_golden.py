@@ -113,6 +113,9 @@ def described(folder: Path) -> list[tuple[object, ...]]:
             for tensor in component.tensors
         )
         result.append((component.path, component.scopes, tensors))
+    for state in check(folder).sharded:
+        files = {path: (folder / path).read_bytes() for path in state.files}
+        result.append((state.path, state.scopes, files))
     return result
 
 

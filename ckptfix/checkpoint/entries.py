@@ -67,7 +67,8 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
 def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tuple[Entry, ...]:
     """Return every state dict of a module in a folder or file, those inside training dicts too.
 
-    ``of_modules`` off: every dict that holds a tensor.
+    A dict with state dicts of modules in it is a training dict, even where a tensor lies in it (a loss, a state of the
+    generators). ``of_modules`` off: every dict that holds a tensor.
     """
     found: list[Entry] = []
     for group in group_files(folder):
@@ -76,13 +77,21 @@ def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tup
         if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
             continue
         alone = group.members[0] if len(group.members) == 1 else None
-        if alone is None or alone.problem is not None or alone.whole is not None:
+        if alone is None or alone.problem is not None or _is_one_state_dict(alone):
             found.append(_entry(group, len(found), None))
             continue
         for scope in alone.scopes:
             if scope.kind == "state dict" and (scope.is_model or not of_modules):
                 found.append(_inside(alone, scope.path, len(found)))
     return tuple(found)
+
+
+def _is_one_state_dict(component: Component) -> bool:
+    whole = component.whole
+    return whole is not None and (
+        whole.is_model
+        or not any(scope.is_model and scope.path for scope in component.scopes if scope.kind == "state dict")
+    )
 
 
 def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | None:

@@ -113,6 +113,34 @@ def parse_file_name(name: str) -> FileName | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderName:
+    """The parsed name of a DCP folder of Accelerate's FSDP; entry 0 has its number, too."""
+
+    role: Role
+    stem: str
+    index: int
+
+    def at(self, index: int) -> "FolderName":
+        """Return the name of another entry of the same family."""
+        return replace(self, index=index)
+
+    def __str__(self) -> str:
+        return f"{self.stem}_{self.index}"
+
+
+_DCP_FOLDER = re.compile(rf"(pytorch_model_fsdp|optimizer)_{_NUMBER}")
+
+
+def parse_folder_name(name: str) -> FolderName | None:
+    """Return what the name of a DCP folder means, None for any other. ``str()`` of the result is the name again."""
+    match = _DCP_FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    role = Role.OPTIMIZER if match[1] == "optimizer" else Role.MODEL
+    return FolderName(role=role, stem=match[1], index=int(match[2]))
+
+
 _FOLDERS = (
     (
         re.compile(r"pytorch_model_fsdp_[0-9]+|optimizer_[0-9]+"),

@@ -97,7 +97,7 @@ class Component:
 class CheckpointFolder:
     """A scanned folder. ``only`` names the one file that was asked for; ``strays`` are never touched.
 
-    ``subfolders`` maps the name of a sub-folder to what it is; they are listed and not looked into.
+    ``subfolders`` maps the name of a sub-folder to what it is; ``sharded_scan`` looks into those that are DCP folders.
     """
 
     root: Path

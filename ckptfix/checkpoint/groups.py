@@ -114,7 +114,7 @@ def _indexed(
         component
         for component in beside
         if _shard_set(component) not in of_named
-        or (is_complete and {tensor.fqn for tensor in component.tensors} <= held)
+        or (is_complete and _holds_anything(component) and {one.fqn for one in component.tensors} <= held)
     ]
     members = _ordered([*named, *(component for component in beside if component not in stale)])
     missing = sorted(promised - {str(component.path) for component in named}) + _unnumbered(members, promised)
@@ -137,6 +137,11 @@ def _unindexed(
             missing=tuple(_unnumbered(shards, ())),
             rivals=sum(1 for other in left if _index_path(other) == path),
         )
+
+
+def _holds_anything(component: Component) -> bool:
+    """Whether a shard can be left of another save: an empty one of this save stands in no index, either."""
+    return bool(component.tensors) or component.problem is not None
 
 
 def _shard_set(component: Component) -> ShardSet | None:

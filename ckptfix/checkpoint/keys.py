@@ -21,6 +21,15 @@ DDP_CHAIN = ("module",)
 """The wrapper chain of a correctly prepared model's own ``state_dict()``."""
 
 
+_FLAT = "_flat_param"
+"""How FSDP1 calls what it flattens parameters into (torch/distributed/fsdp/_flat_param.py)."""
+
+
+def is_flat_name(name: str) -> bool:
+    """Whether a name is one of FSDP's flattened parameters."""
+    return _FLAT in name and any(segment.startswith(_FLAT) for segment in name.split("."))
+
+
 def leading_wrappers(fqn: str) -> tuple[str, ...]:
     """Return the wrapper segments that ``fqn`` begins with, never the last segment of all."""
     segments = fqn.split(".")

@@ -72,9 +72,9 @@ def mixed(checkpoint: Path) -> str | None:
 def incomplete(checkpoint: Path) -> str | None:
     """Return why a checkpoint is not whole, None when nothing says so.
 
-    With a manifest, every file of it must be there in its size; a folder that was repaired since is believed. Without
-    one, as stock accelerate leaves it, there must be weights of a model and the main process's state of the generators,
-    which it writes after all but the custom objects, and no file may be empty.
+    With the manifest of a save, every file of that save must be there in its size; a folder that was repaired since is
+    believed. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and the main
+    process's state of the generators, which it writes after all but the custom objects, and no file may be empty.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -84,11 +84,9 @@ def incomplete(checkpoint: Path) -> str | None:
         return str(error)
     if UNFINISHED in journal:
         return "its save was interrupted while files were put in place"
-    if manifest is not None:
-        if any(name.endswith(".done") for name in journal):
-            return None
-        wrong = missing_files(checkpoint, manifest)
-        return "; ".join(wrong[:3]) or None
+    if manifest is not None and manifest.is_of_a_save:
+        is_repaired = any(name.endswith(".done") for name in journal)
+        return None if is_repaired else "; ".join(missing_files(checkpoint, manifest)[:3]) or None
     known = [name for name in names if parse_file_name(name) is not None]
     if not any(_is_model(checkpoint, name) for name in names):
         return "no weights of a model"

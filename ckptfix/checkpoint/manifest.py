@@ -1,24 +1,37 @@
-"""The manifest of a checkpoint: what the run that saved it knew, in ``.ckptfix/manifest.json``.
+"""The manifest of a checkpoint: what the run that saved it knew, and its digests, in ``.ckptfix/manifest.json``.
 
-It is written last, so a folder whose manifest agrees with its files is whole. Stock accelerate never looks at it.
+A save writes it last, so a folder whose manifest agrees with its files is whole; ``ckptfix seal`` adds digests, or
+writes one that holds nothing else. Stock accelerate never looks at it.
 """
 
 import hashlib
 import json
+import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import FormatError
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import MANIFEST
 
-MANIFEST = f"{JOURNAL}/manifest.json"
-"""Where the manifest is, relative to the checkpoint."""
+__all__ = [
+    "MANIFEST",
+    "Manifest",
+    "ManifestEntry",
+    "key_fingerprint",
+    "missing_files",
+    "read_manifest",
+]
 
 VERSION = 1
 MAX_MANIFEST = 256 << 20
 """Longest manifest that is read, in bytes; a tensor's digest takes about 120."""
+
+_MOST_PROCESSES = 1 << 20
+"""Each has a file of its own, whose names are made from this number."""
 
 _KINDS = ("models", "optimizers", "schedulers", "dataloaders", "custom")
 """The fields of a manifest that are lists of entries."""
@@ -26,15 +39,19 @@ _KINDS = ("models", "optimizers", "schedulers", "dataloaders", "custom")
 _LINKS = ("models", "optimizer")
 """The fields of an entry that name others by position; written only where there are any."""
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
     """One object that was saved: its file, its class as ``module.Class``, and for models what their names are.
 
-    ``keys``: fingerprint of the names, dtypes and shapes, for optimizers of the shapes of their parameters; "" when not
-    known. ``aliases``: name that is not in the file -> name of the tensor it shares its storage with. ``digests``:
-    tensor name -> sha256, only when asked for. ``models``: of an optimizer, the positions of the models whose
-    parameters it holds; () when none is known. ``optimizer``: of a scheduler, the position of the one it drives.
+    ``file``: of a model what ``weights.opening`` calls it: a file, the index of its shards, the folder of a DCP
+    checkpoint, or ``ckpt.pt['model']``. ``type``: "" when not known. ``keys``: fingerprint of the names, dtypes and
+    shapes, for optimizers of the shapes of their parameters; "" when not known. ``aliases``: name that is not in the
+    file -> name of the tensor it shares its storage with. ``digests``: tensor name -> sha256 (``weights.digests``),
+    only when asked for. ``models``: of an optimizer, the positions of the models whose parameters it holds; () when
+    none is known. ``optimizer``: of a scheduler, the position of the one it drives.
     """
 
     index: int
@@ -49,9 +66,12 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a save recorded. ``files``: every file of the checkpoint, relative, with its size in bytes.
+    """What a save recorded. ``files``: every file that the save wrote, relative, with its size in bytes.
 
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
+    ``sha256``: every file that was sealed -> sha256 of the whole file, in hex, as the Hugging Face hub gives it for
+    large files; "" for one that a repair changed since. A manifest that no save wrote has digests alone: no ``files``,
+    and 0 for ``world_size`` and ``step``.
     """
 
     versions: Mapping[str, str]
@@ -63,10 +83,18 @@ class Manifest:
     dataloaders: tuple[ManifestEntry, ...] = ()
     custom: tuple[ManifestEntry, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
+    sha256: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_of_a_save(self) -> bool:
+        """Whether a save wrote it: then the files that it lists are that save's own, and its step is one."""
+        return bool(self.files)
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
         document = asdict(self)
+        if not self.sha256:
+            del document["sha256"]
         for entry in (entry for kind in _KINDS for entry in document[kind]):
             for link in _LINKS:
                 if entry[link] in ((), None):
@@ -80,7 +108,9 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises FormatError when there is one that cannot be understood, OSError when it cannot be read.
     """
     try:
-        with (folder / MANIFEST).open("rb") as file:
+        with open(folder / MANIFEST, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FormatError(f"{folder / MANIFEST} is no regular file")
             data = file.read(MAX_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -101,6 +131,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file, also a pipe to which nobody writes."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
     """Return a sha256 over the (name, dtype, shape) of every tensor, in the order of the names."""
     digest = hashlib.sha256()
@@ -110,7 +145,10 @@ def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
 
 
 def missing_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return in words which files are not there as the manifest says, an empty list for a whole checkpoint."""
+    """Return in words which files of the save are not there as it left them, an empty list for a whole checkpoint.
+
+    What else was sealed is the user's own, and may be gone: ``verify`` names that.
+    """
     wrong = []
     for name, size in manifest.files.items():
         try:
@@ -140,12 +178,30 @@ def _entry(value: Any) -> ManifestEntry:
     for mapping in (entry.aliases, entry.digests):
         if not all(type(key) is str and type(text) is str for key, text in mapping.items()):
             raise TypeError("names of the wrong type")
+    for name, digest in entry.digests.items():
+        if not _SHA256.fullmatch(digest):
+            raise TypeError(f"a tensor {name!r} with the sha256 {digest!r}")
     return entry
 
 
 def _check(manifest: Manifest) -> None:
     if type(manifest.world_size) is not int or type(manifest.step) is not int:
         raise TypeError("world_size and step are numbers")
+    if not 0 <= manifest.world_size <= _MOST_PROCESSES or manifest.step < 0:
+        raise ValueError(f"a world size of {manifest.world_size}, a step of {manifest.step}")
     for name, size in manifest.files.items():
-        if type(size) is not int or name.startswith("/") or ".." in name.split("/"):
+        if type(size) is not int or size < 0 or not _is_inside(name):
             raise TypeError(f"a file {name!r} of {size!r} bytes")
+    for name, digest in manifest.sha256.items():
+        is_digest = type(digest) is str and (digest == "" or _SHA256.fullmatch(digest))
+        if not is_digest or not _is_inside(name):
+            raise TypeError(f"a file {name!r} with the sha256 {digest!r}")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a relative name is that of a file below the folder, as a file system can hold it."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))

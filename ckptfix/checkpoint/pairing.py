@@ -92,7 +92,7 @@ def _pair_safetensors(kept: Component, other: Component) -> Pairing | None:
         assert twin.data_offsets is not None
         begin, end = tensor.data_offsets
         runs.append(Run(begin, twin.data_offsets[0], end - begin))
-    return Pairing(kept=kept, other=other, runs=_coalesce(runs))
+    return Pairing(kept=kept, other=other, runs=coalesce(runs))
 
 
 def _pair_torch(kept: Component, other: Component) -> Pairing | None:
@@ -107,7 +107,7 @@ def _pair_torch(kept: Component, other: Component) -> Pairing | None:
     if storages is None:
         return Pairing(kept=kept, other=other, runs=None) if left else None
     runs = [Run(one[0], two[0], one[1]) for one, two in storages]
-    return Pairing(kept=kept, other=other, runs=_coalesce(runs))
+    return Pairing(kept=kept, other=other, runs=coalesce(runs))
 
 
 def _by_name(component: Component) -> dict[str, TensorInfo]:
@@ -115,7 +115,7 @@ def _by_name(component: Component) -> dict[str, TensorInfo]:
     return {rename(tensor.fqn): tensor for tensor in component.tensors}
 
 
-def _coalesce(runs: list[Run]) -> tuple[Run, ...]:
+def coalesce(runs: list[Run]) -> tuple[Run, ...]:
     """Join runs that are neighbours in both files: fewer, longer reads, and a shorter recipe."""
     joined: list[Run] = []
     for run in sorted(runs):

@@ -7,22 +7,27 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 
 import click
 
 from ckptfix.cli.report import JSON_VERSION, escape
-from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.errors import CkptfixError, OperationError, UsageError
 
 _INTERRUPTED = (
     "interrupted; the folder is as it was, or repaired as a whole, or the next repair or undo takes it back first: "
     "ckptfix check says which"
 )
 
+_INTERRUPTED_BESIDE = (
+    "interrupted; SRC is as it was, and nothing was written at DST, or it is there as a whole"
+)
+
 
 class _Verbs(click.Group):
     """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
 
-    verbs = ("check", "doctor", "repair", "run", "undo", "verify")
+    verbs = ("check", "diff", "doctor", "migrate", "repair", "run", "salvage", "seal", "undo", "verify")
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.verbs)
@@ -32,6 +37,13 @@ class _Verbs(click.Group):
             return None
         command: click.Command = getattr(import_module(f"ckptfix.cli.{cmd_name}"), f"{cmd_name}_command")
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb; a ``sys.exit`` in code of the user's that it runs is no verb's way to end."""
+        try:
+            return super().invoke(ctx)
+        except SystemExit as ended:
+            raise OperationError(f"code that was run called sys.exit({ended.code!r})") from ended
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,9 +88,16 @@ def run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     try:
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
-        return result if isinstance(result, int) else 0
+        if isinstance(result, int):
+            return result
+        return _fail(
+            f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, as_json
+        )
+    except SystemExit:
+        return 1  # click's own way to end when whoever reads has gone: there is nobody to tell
     except (click.exceptions.Abort, KeyboardInterrupt):
-        return _fail(_INTERRUPTED, 130, as_json)
+        beside = list(arguments[:1]) in (["migrate"], ["salvage"])
+        return _fail(_INTERRUPTED_BESIDE if beside else _INTERRUPTED, 130, as_json)
     except click.ClickException as error:
         if not as_json:
             error.show()

@@ -47,11 +47,12 @@ def print_check(report: Report, result: CheckReport) -> None:
     """Print what is wrong with one checkpoint, and what was not looked at."""
     components = result.folder.components
     tensors = sum(len(component.tensors) for component in components if component.role is not Role.RNG_STATE)
-    size = human_size(sum(component.size for component in components))
-    report.line(
-        f"{result.path}: {count_of(len(components), 'file')}, {count_of(tensors, 'tensor')}, {size}",
-        bold=True,
+    tensors += sum(len(state.metadata.tensors) for state in result.sharded if state.metadata is not None)
+    files = len(components) + sum(len(state.files) for state in result.sharded)
+    size = human_size(
+        sum(component.size for component in components) + sum(state.size for state in result.sharded)
     )
+    report.line(f"{result.path}: {count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {size}", bold=True)
     report.findings(result.findings, str(result.path))
     if result.status == 0:
         report.line("no error found in what was checked", colour="green")

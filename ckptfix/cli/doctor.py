@@ -1,6 +1,7 @@
 """``ckptfix doctor``."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -8,7 +9,8 @@ import click
 from ckptfix.cli.report import Report
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.doctor import Advice, Diagnosis, diagnose_environment, gather, parse_bus, parse_torch
-from ckptfix.operations.doctor.facts.launch import script_of
+from ckptfix.operations.doctor.facts.launch import script_of, variables_of
+from ckptfix.operations.doctor.facts.settings import VARIABLES
 
 _BUDGET = 30.0
 _LONGEST = 86400.0
@@ -70,7 +72,7 @@ def doctor_command(
         return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
     if budget is not None or seed is not None:
         raise UsageError("--budget and --seed are of --peer-copies")
-    said = _look(in_process=in_process)
+    said = _look(variables_of(launch) if launch is not None else {}, in_process=in_process)
     facts = gather(
         parse_torch(said),
         parse_bus(said["bus"]),
@@ -104,26 +106,40 @@ def print_advice(report: Report, advice: Advice) -> None:
     report.line(f"        to do: {advice.fix}")
 
 
-def _look(*, in_process: bool) -> dict[str, Any]:
+def _look(variables: Mapping[str, str], *, in_process: bool) -> dict[str, Any]:
+    """Ask torch in the environment of the command that is asked about: it may hide devices by a variable."""
     from ckptfix.runtime.devices.environment import look
 
-    return look(in_process=in_process)
+    set_here = {name: value for name, value in variables.items() if name in VARIABLES}
+    before = {name: os.environ.get(name) for name in set_here}
+    os.environ.update(set_here)
+    try:
+        return look(in_process=in_process)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process: bool) -> int:
     """Measure, print the matrix, and keep the verdicts."""
-    torch = parse_torch(_look(in_process=in_process))
+    torch = parse_torch(_look({}, in_process=in_process))
     if torch.problem:
         raise OperationError(f"peer copies were not measured: {torch.problem}; for more: ckptfix doctor")
-    from ckptfix.runtime.devices.probe import probe_peer_copies, remember
+    from ckptfix.runtime.devices.probe import Verdict, probe_peer_copies, remember
 
     found = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)
+    known = found
     if found.pairs:
-        remember(found)
+        known = remember(found)
     else:
         report.line("no pair of devices: nothing was measured, and nothing is proven", bold=True)
     for line in str(found).splitlines():
         report.line(line)
+    for pair in sorted(found.with_verdict(Verdict.HEALTHY) & known.unproven):
+        report.line(f"remembered from before, until the full plan finds it healthy: {known.pairs[pair]}")
     status = int(bool(found.unproven))
     if status:
         seeded = f"ckptfix doctor --peer-copies --seed {found.seed} --budget {budget:g}"

@@ -19,6 +19,8 @@ from ckptfix.formats.pickle_tree import PickleTree
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
 _MAX_ADDED = 1 << 28  # a million references to one long name become a million literals
 _LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}  # bytes of length behind these opcodes
+_SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}  # what may stand between a key and its number
+_NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}  # width of BININT1, BININT2, BININT; LONG1 tells its own
 
 
 class _Change(NamedTuple):
@@ -43,6 +45,37 @@ def rewrite(tree: PickleTree, new_names: Mapping[int, str]) -> bytes:
         if again.end != len(data) or not same_tree(tree, again, new_names):
             raise FormatError("the rewritten pickle is not the old one with new names; nothing was changed")
     return data
+
+
+def number_behind(tree: PickleTree, site: int) -> int:
+    """Return the site of the number that is pushed right behind the string at ``site``: the value to its key.
+
+    Raises UnsupportedFormat when no number that ``rewrite_numbers`` can change follows.
+    """
+    data, position = tree.data, site + _width(tree.data, site)
+    while data[position : position + 1] in _SKIPPED:
+        position += _SKIPPED[data[position : position + 1]]
+    if data[position : position + 1] not in _NUMBERS:
+        raise UnsupportedFormat(f"no number follows the string at byte {site} of the pickle")
+    return position
+
+
+def rewrite_numbers(tree: PickleTree, new_numbers: Mapping[int, int]) -> bytes:
+    """Return the pickle with other numbers, at least 0, at these sites (``number_behind``), and all else as it was."""
+    changes = []
+    for site, number in sorted(new_numbers.items()):
+        width = _NUMBERS[tree.data[site : site + 1]] or 2 + tree.data[site + 1]
+        changes.append(_Change(site, width, _encode_number(number)))
+    with paused_gc():
+        return _apply(tree, changes)
+
+
+def _encode_number(number: int) -> bytes:
+    """Return a push of a number as the pickler writes it."""
+    if number < 1 << 31:
+        return b"J" + pack("<i", number)
+    raw = number.to_bytes(number.bit_length() // 8 + 1, "little")
+    return b"\x8a" + bytes([len(raw)]) + raw
 
 
 def _changes(tree: PickleTree, new_names: Mapping[int, str]) -> list[_Change]:

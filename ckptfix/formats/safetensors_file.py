@@ -47,8 +47,8 @@ def looks_like_safetensors(head: bytes) -> bool:
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER
 
 
-def read_safetensors(reader: FileReader) -> SafetensorsFile:
-    """Parse the header of an open file.
+def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFile:
+    """Parse the header of an open file. ``cut``: accept one that ends before its last tensor does.
 
     Raises TruncatedError when the file ends before its last tensor, FormatError for everything else that the
     reference parser refuses.
@@ -68,7 +68,7 @@ def read_safetensors(reader: FileReader) -> SafetensorsFile:
     header = _parse_json(raw)
     metadata = _metadata(header)
     tensors, data_end = _tensors(header, 8 + length)
-    if data_end > reader.size:
+    if data_end > reader.size and not cut:
         raise TruncatedError(
             f"the last tensor ends at byte {data_end}, the file has {reader.size}",
             have=reader.size,

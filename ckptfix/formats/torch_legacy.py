@@ -6,6 +6,7 @@ number of elements, and the elements. Nothing is aligned and the next pickle fol
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import parse
@@ -106,11 +107,34 @@ def is_legacy(first: PickleTree) -> bool:
     return type(first.root) is int and first.root == MAGIC_NUMBER
 
 
+class LegacyPickles(NamedTuple):
+    """What a legacy file holds before its storages: the object and where its pickle begins, the keys of the storages.
+
+    ``end``: where the first storage begins. ``parts``: all five pickles, the object last.
+    """
+
+    tree: PickleTree
+    offset: int
+    keys: tuple[str, ...]
+    end: int
+    parts: tuple[PickleTree, ...]
+
+
 def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     """Parse a legacy file whose first pickle is the magic number.
 
     Raises TruncatedError when it ends too early, UnsupportedFormat for one of a big-endian machine.
     """
+    tree, offset, keys, position, parts = read_pickles(reader, first)
+    ranges, end = _ranges(reader, storages(tree), keys, position)
+    # torch.load executes all five: what any of them names is named by the file, and what it refuses is refused.
+    named = {name: at for part in parts for name, at in part.globals.items()}
+    refused = tuple(sorted({reason for part in parts for reason in part.refused_opcodes}))
+    return LegacyFile(replace(tree, globals=named, refused_opcodes=refused), offset, ranges, end)
+
+
+def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
+    """Parse what a legacy file holds before its storages; ``first`` is its magic number. Raises as ``read_legacy``."""
     if first.end > _SMALL:
         raise FormatError(f"the magic number of the legacy torch file takes {first.end} bytes")
     version = read_pickle(reader, first.end, _SMALL)
@@ -127,12 +151,8 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     tree = read_pickle(reader, offset)
     keys_offset = offset + tree.end
     key_list = read_pickle(reader, keys_offset)
-    ranges, end = _ranges(reader, storages(tree), _keys(key_list), keys_offset + key_list.end)
-    # torch.load executes all five: what any of them names is named by the file, and what it refuses is refused.
     parts = (key_list, system, version, first, tree)
-    named = {name: at for part in parts for name, at in part.globals.items()}
-    refused = tuple(sorted({reason for part in parts for reason in part.refused_opcodes}))
-    return LegacyFile(replace(tree, globals=named, refused_opcodes=refused), offset, ranges, end)
+    return LegacyPickles(tree, offset, _keys(key_list), keys_offset + key_list.end, parts)
 
 
 def patch(file: LegacyFile, new_pickle: bytes) -> PatchedBytes:

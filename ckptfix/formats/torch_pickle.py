@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import (
     Kind,
@@ -70,11 +71,14 @@ class HasTensors(Protocol):
 
 @paused_gc()
 def state_dicts(
-    tree: PickleTree, known: Mapping[str, PickledStorage] | None = None
+    tree: PickleTree,
+    known: Mapping[str, PickledStorage] | None = None,
+    broken: dict[tuple[tuple[str, ...], str], str] | None = None,
 ) -> tuple[PickledStateDict, ...]:
     """Return every state dict, at the root or under string keys. ``known``: what ``storages`` returns.
 
-    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does.
+    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does. With ``broken`` such a
+    tensor counts as no tensor, and path and key -> what is wrong with it is noted there.
     """
     known = storages(tree) if known is None else known
     found = []
@@ -87,7 +91,13 @@ def state_dicts(
         for key, value in pairs(node):
             if type(key) is not Text:
                 continue
-            tensor = read_tensor(key, value, known) if type(value) is Node else None
+            tensor = None
+            try:
+                tensor = read_tensor(key, value, known) if type(value) is Node else None
+            except FormatError as error:
+                if broken is None:
+                    raise
+                broken[path, key.value] = str(error)
             if tensor is not None:
                 tensors.append(tensor)
             else:

@@ -118,7 +118,10 @@ def is_tensor(value: object) -> bool:
 
 
 def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
-    """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun."""
+    """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun.
+
+    A conjugated or negated view is no plain one: its bytes are not its numbers.
+    """
     head, args = node.head, node.args
     function = "_rebuild_tensor_v2"  # nearly every tensor: no detour for it
     if (
@@ -134,9 +137,13 @@ def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> P
     storage_key = storage_node.head[2].value  # read_storage has checked its form
     storage = known[storage_key]
     dtype = STORAGE_DTYPES.get(storage.type)
+    plain = 6
     if function == "_rebuild_tensor_v3":
         dtype = _dtype(args[6]) if len(args) > 6 else None
+        plain = 7
     elif function != "_rebuild_tensor_v2" and function != "_rebuild_tensor":
+        return None
+    if len(args) > plain and _is_lazy(args[plain]):
         return None
     offset, shape, stride = args[1], _sizes(args[2]), _sizes(args[3])
     dimensions = len(shape)
@@ -182,6 +189,11 @@ def _is_plain(cls: object) -> bool:
     return type(cls) is Node and cls.kind is Kind.GLOBAL and cls.head in _PLAIN_TENSOR_TYPES
 
 
+def _is_lazy(metadata: object) -> bool:
+    """Whether the numbers are still to be conjugated or negated (``torch._utils.get_tensor_metadata``)."""
+    return type(metadata) is not Node or metadata.kind is not Kind.DICT or metadata.entries is not None
+
+
 def _dtype(value: object) -> str | None:
     if type(value) is Node and value.kind is Kind.GLOBAL and value.head[0] == "torch":
         return TORCH_DTYPES.get(value.head[1])
@@ -220,8 +232,9 @@ def _span(
                 huge, count, last = True, 1, offset
         elif length == 0:
             empty = True
-    if empty:
-        return offset * size, offset * size
+    if empty:  # a view of an empty tensor may begin behind its storage: x[1:] of shape (2, 0)
+        begin = min(offset * size, nbytes)
+        return begin, begin
     if huge or (last + 1) * size > nbytes:
         return 0, nbytes + 1
     return (offset * size, (offset + count) * size) if contiguous else (None, None)

@@ -77,7 +77,7 @@ def read_records(reader: FileReader) -> tuple[EndRecords, bytes, tuple[ZipRecord
     """
     end = read_end(reader)
     directory = reader.read(end.directory_offset, end.directory_size)
-    records = _locate(reader, list(_entries(directory, end.entries)), end.directory_offset)
+    records = _locate(reader, list(read_entries(directory, end.entries)), end.directory_offset)
     if not records:
         raise FormatError("the zip archive is empty")
     return end, directory, records
@@ -168,8 +168,8 @@ def _read_end64(reader: FileReader, offset: int, before: int, narrow: tuple[int,
     return tuple(wide)
 
 
-def _entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
-    """Iterate over the directory; data offsets are still 0."""
+def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
+    """Iterate over the directory; data offsets are still 0. Raises as ``read_records`` does."""
     position, total = 0, len(directory)
     unpack, head = ENTRY.unpack_from, ENTRY.size
     for _ in range(count):

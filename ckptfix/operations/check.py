@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.checkpoint.sharded import ShardedState, holds_dcp
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
@@ -21,6 +22,7 @@ class CheckReport:
 
     path: Path
     folder: CheckpointFolder
+    sharded: tuple[ShardedState, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
 
@@ -45,6 +47,15 @@ class CheckReport:
                 }
                 for component in self.folder.components
             ],
+            "sharded": [
+                {
+                    "path": str(state.path),
+                    "bytes": state.size,
+                    "files": len(state.files),
+                    "tensors": len(state.metadata.tensors) if state.metadata is not None else 0,
+                }
+                for state in self.sharded
+            ],
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "not_checked": list(self.not_checked),
         }
@@ -63,13 +74,14 @@ def check(
     target = find_target(path)
     with paused_gc():
         folder = scan_folder(target.root, target.only)
-        pending = interrupted(target)
+        pending = interrupted(target) + interrupted_inside(target)
         if not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress)
     return CheckReport(
         path=target.path,
         folder=folder,
+        sharded=diagnosis.sharded,
         findings=pending + diagnosis.findings,
         not_checked=diagnosis.not_checked,
     )
@@ -77,9 +89,27 @@ def check(
 
 def interrupted(target: Target) -> tuple[Finding, ...]:
     """Return a finding for each transaction that a killed repair or undo left behind."""
+    return _pending(target.root, PurePosixPath())
+
+
+def interrupted_inside(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each transaction that was left behind in a DCP folder of a checkpoint."""
+    if target.only is not None:
+        return ()
+    with os.scandir(target.root) as listing:
+        names = sorted(entry.name for entry in listing if entry.name != JOURNAL)
     return tuple(
-        InterruptedRepair(path=PurePosixPath(JOURNAL), transaction=transaction.number)
-        for transaction in transactions(target.root)
+        finding
+        for name in names
+        if os.path.isdir(target.root / name / JOURNAL) and holds_dcp(target.root / name)
+        for finding in _pending(target.root / name, PurePosixPath(name))
+    )
+
+
+def _pending(folder: Path, path: PurePosixPath) -> tuple[Finding, ...]:
+    return tuple(
+        InterruptedRepair(path=path / JOURNAL, transaction=transaction.number)
+        for transaction in transactions(folder)
         if transaction.state is State.PENDING or transaction.problem
     )
 

@@ -2,7 +2,7 @@
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +15,7 @@ from ckptfix.formats.torch_file import Appended, Patched, TorchFile
 from ckptfix.formats.torch_pickle import name_lists
 from ckptfix.formats.weights_index import WeightsIndex, format_index
 from ckptfix.operations.plan import Plan
+from ckptfix.operations.sharded_editing import ShardedWriter
 from ckptfix.operations.steps import (
     DropEntry,
     Renumber,
@@ -86,14 +87,17 @@ def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
 def _edits(writer: "_Writer", action: StepAction) -> list[Edit]:
     match action:
         case DropEntry():
-            return writer.drop(action)
+            return writer.sharded.drop(action) if action.is_folder else writer.drop(action)
         case Trim():
             return writer.change(writer.component(action.path), None)
         case RewriteNames():
-            return writer.rewrite(action)
+            is_sharded = writer.sharded.has(action.path)
+            return writer.sharded.rewrite(action) if is_sharded else writer.rewrite(action)
         case WriteIndex():
             return [writer.index(action)]
         case Renumber():
+            if writer.sharded.has(action.source):
+                return writer.sharded.move(action)
             return [Move(source=action.source, target=action.target)]
 
 
@@ -106,6 +110,7 @@ class _Writer:
 
     def __init__(self, plan: Plan, new_files: bool, trims: dict[PurePosixPath, int]) -> None:
         self.root = plan.folder.root
+        self.sharded = ShardedWriter(plan.folder.root, plan.sharded)
         self.components = {component.path: component for component in plan.folder.components}
         self.new_files = new_files
         self.trims = trims
@@ -115,7 +120,7 @@ class _Writer:
 
     def drop(self, action: DropEntry) -> list[Edit]:
         dropped, kept = self.component(action.path), self.component(action.kept)
-        if dropped.is_linked:
+        if dropped.is_linked or (self.root / kept.path).is_symlink():  # what is elsewhere may go any time
             return [Remove(path=action.path, previous=KEPT)]
         pairing = pair_up(kept, dropped)
         if pairing is None or pairing.runs is None:
@@ -223,7 +228,7 @@ class _Writer:
         return Replace(path=component.path, content=Recipe.like(full, _not_empty(pieces)), previous=previous)
 
 
-def space_needed(edits: list[Edit], *, shares_blocks: bool) -> int:
+def space_needed(edits: Sequence[Edit], *, shares_blocks: bool) -> int:
     """Return an upper bound of the bytes that a transaction needs on disk, journal and new files together.
 
     ``shares_blocks``: the file system lets a new file share the blocks that it copies.

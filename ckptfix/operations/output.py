@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.latest import outside_checkpoints
@@ -13,7 +13,7 @@ from ckptfix.operations.target import Target
 from ckptfix.storage.atomic import sync_folder, sync_tree
 from ckptfix.storage.building import build
 from ckptfix.storage.journal import transactions
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.recipes import Range, Recipe
 
 
@@ -21,8 +21,8 @@ from ckptfix.storage.recipes import Range, Recipe
 def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> Iterator[Target]:
     """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
 
-    Links become files of their own. The journal of the source is not copied, that of the copy is removed. Whatever
-    fails, ``output`` is there whole or not at all.
+    Links become files of their own. The manifest is copied, the journal of the source is not, and that of the copy is
+    removed. Whatever fails, ``output`` is there whole or not at all.
 
     Raises UsageError when something stands at ``output``, OperationError when there is too little space.
     """
@@ -34,8 +34,10 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
         _copy_tree(target, staging, progress)
         copy = Target(staging, target.only)
         yield copy
-        if transactions(staging):
-            shutil.rmtree(staging / JOURNAL)
+        for transaction in transactions(staging):
+            shutil.rmtree(staging / JOURNAL / f"{transaction.number:04}.{transaction.state.value}")
+        with suppress(OSError):  # it holds the manifest, or is not there
+            os.rmdir(staging / JOURNAL)
         sync_tree(staging)
         os.rename(copy.path, output)
         sync_folder(output.absolute().parent)
@@ -49,7 +51,7 @@ def check_output(target: Target, output: Path) -> None:
         raise UsageError(f"{output} exists; name a folder that does not")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"{output.absolute().parent} is no folder")
-    if output.absolute().is_relative_to(target.root.absolute()) and target.only is None:
+    if output.resolve().is_relative_to(target.root.resolve()) and target.only is None:
         raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 
 
@@ -76,6 +78,9 @@ def _check_space(target: Target, output: Path) -> None:
 
 def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
     names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
+    if target.only is None and (target.root / MANIFEST).is_file():
+        (staging / JOURNAL).mkdir()
+        shutil.copyfile(target.root / MANIFEST, staging / MANIFEST)
     for name in names:
         source = target.root / name
         if name == JOURNAL:

@@ -1,27 +1,30 @@
 """``repair``: plan, show, journal, act, prove, commit. The folder is the old one or the new one, never between."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.operations.check import interrupted, status_of
+from ckptfix.operations.check import interrupted, interrupted_inside, status_of
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed
 from ckptfix.operations.findings import Finding, IdenticalModels, IdenticalStates
 from ckptfix.operations.output import check_output, copy_checkpoint
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
+from ckptfix.operations.proof import prove_repair
+from ckptfix.operations.sealing.following import manifest_edits
 from ckptfix.operations.steps import Step, Unplanned
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
-from ckptfix.operations.verify import verify_repair
 from ckptfix.storage.copying import supports_reflink
+from ckptfix.storage.edits import Edit
 from ckptfix.storage.journal import commit, recover, transactions
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.paths import MANIFEST
 
 OnPlan = Callable[[tuple[Step, ...], tuple[Unplanned, ...]], None]
 """Called with the steps and with what stays, before anything is touched."""
@@ -92,6 +95,8 @@ def repair(
     target = find_target(path)
     policy = policy or Policy()
     pending = interrupted(target)
+    if inside := interrupted_inside(target):
+        raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
     if output is not None:
         if pending:
             raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
@@ -107,8 +112,9 @@ def repair(
             diagnosis, plan = _plan(target, policy, progress)
         shares_blocks = not plan.is_empty and supports_reflink(target.root)
         compiled = compile_plan(plan, new_files=policy.atomic or shares_blocks)
-        _check_space(target.root, compiled, shares_blocks)
-        receipt = _apply(target, diagnosis, plan, compiled, policy, progress, on_plan)
+        edits = (*compiled.edits, *manifest_edits(plan.folder, compiled.steps, compiled.edits))
+        _check_space(target.root, edits, shares_blocks)
+        receipt = _apply(target, diagnosis, plan, compiled, edits, policy, progress, on_plan)
     if recovered is not None and recovered.rolled_back is not None:
         receipt = _replace(receipt, recovered=True)
     return receipt
@@ -166,10 +172,12 @@ def _apply(
     diagnosis: Diagnosis,
     plan: Plan,
     compiled: Compiled,
+    edits: tuple[Edit, ...],
     policy: Policy,
     progress: Progress | None,
     on_plan: OnPlan | None,
 ) -> Receipt:
+    """Do the edits: those of the steps, and what the manifest needs to follow them."""
     stays = (*plan.unplanned, *compiled.refused)
     if on_plan is not None:
         on_plan(tuple(compiled.steps), stays)
@@ -180,16 +188,18 @@ def _apply(
 
         def verify() -> None:
             nonlocal after
-            after = verify_repair(
+            after = prove_repair(
                 plan, tuple(compiled.steps), tuple(compiled.edits), stays, policy, diagnosis.verdicts
             )
 
         number = commit(
             target.root,
-            compiled.edits,
+            edits,
             target=target.only or "",
             summary=[str(step) for step in compiled.steps],
             verify=verify,
+            # Digests of the repaired files must go before those files do.
+            watched=(PurePosixPath(MANIFEST),),
             progress=progress,
         )
     return Receipt(
@@ -208,7 +218,7 @@ def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
     answered = {
         entry.path
         for role, count in policy.keep.items()
-        for entries in diagnosis.folder.entries(role)
+        for entries in diagnosis.entries(role)
         if len(entries) == count
         for entry in entries
     }
@@ -236,9 +246,9 @@ def _check_unchanged(root: Path, compiled: Compiled) -> None:
                 )
 
 
-def _check_space(root: Path, compiled: Compiled, shares_blocks: bool) -> None:
-    need, free = space_needed(compiled.edits, shares_blocks=shares_blocks), free_space(root)
-    if compiled.edits and need > free:
+def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None:
+    need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
+    if edits and need > free:
         raise OperationError(f"{root}: the repair needs {need} bytes of free space, there are {free}")
 
 

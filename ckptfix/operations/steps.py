@@ -19,14 +19,20 @@ class Safety(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEntry:
-    """Remove a file that another file holds again; the journal keeps what rebuilds it."""
+    """Remove a file that another file holds again; the journal keeps what rebuilds it.
+
+    Of a DCP folder all files go; the folder itself stays, and nothing looks into an empty one.
+    """
 
     path: PurePosixPath
     kept: PurePosixPath
     size: int
+    is_folder: bool = False
 
     def __str__(self) -> str:
-        return f"drop {self.path} ({human_size(self.size)}), the same bytes stay in {self.kept}"
+        what = f"all files of {self.path}/" if self.is_folder else str(self.path)
+        empty = "; the empty folder stays" if self.is_folder else ""
+        return f"drop {what} ({human_size(self.size)}), the same bytes stay in {self.kept}{empty}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class Trim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteNames:
-    """Rename what a file's header or pickle names; tensor bytes stay where they are.
+    """Rename what a file's header or pickle names, or the ``.metadata`` of a DCP folder; tensor bytes stay as they are.
 
     ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors "format".
     ``renames`` counts the names that change; ``example`` is one of them, old and new.
@@ -78,7 +84,7 @@ class WriteIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renumber:
-    """Move an entry to the position where the correct script looks for it."""
+    """Move an entry, a file or all files of a DCP folder, to the position where the correct script looks for it."""
 
     source: PurePosixPath
     target: PurePosixPath

@@ -5,8 +5,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.sharded import belongs, holds_dcp
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.wording import count_of
@@ -28,11 +29,14 @@ class Target:
 def find_target(path: str | os.PathLike[str]) -> Target:
     """Return what ``path`` means. A symbolic link to a file is that link, not the file behind it.
 
+    A file of a DCP folder means the folder: none of them says anything alone.
     Raises UsageError when nothing is there.
     """
     given = Path(path)
     if given.is_dir():
         return Target(given, None)
+    if given.is_file() and belongs(given.name):
+        return Target(given.parent, None)
     if given.is_file() or given.is_symlink():
         return Target(given.parent, given.name)
     raise UsageError(f"{given} does not exist")
@@ -41,6 +45,8 @@ def find_target(path: str | os.PathLike[str]) -> Target:
 def ensure_checkpoint(folder: CheckpointFolder) -> None:
     """Raise UsageError when a scanned folder holds nothing of a checkpoint: "nothing wrong" would be no answer."""
     if folder.components or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values()):
+        return
+    if any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders)):
         return
     if not folder.subfolders:
         raise UsageError(f"{folder.root} holds no file of a checkpoint")
@@ -51,7 +57,9 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Return every folder at or below ``path`` that holds a component, parents first.
+    """Return every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
+
+    The DCP folders of Accelerate belong to the checkpoint that they lie in.
 
     Raises UsageError when ``path`` is no folder, or holds none.
     """
@@ -60,7 +68,11 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     found = []
     for root, folders, files in os.walk(path):
         folders[:] = sorted(folder for folder in folders if folder != JOURNAL)
-        if any(parse_file_name(name) is not None for name in files):
+        sharded = [
+            name for name in folders if parse_folder_name(name) is not None and holds_dcp(Path(root, name))
+        ]
+        folders[:] = [name for name in folders if name not in sharded]
+        if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             found.append(Path(root))
     if not found:
         raise UsageError(f"no checkpoint found in or below {path}")

@@ -136,13 +136,13 @@ def _thread_count(fd_a: int, fd_b: int, runs: Sequence[Run]) -> int:
     """
     processors = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     cached = all(
-        _is_cached(fd_a, run.offset_a) and _is_cached(fd_b, run.offset_b)
-        for run in sample_runs(runs, pages=8)
+        is_cached(fd_a, run.offset_a) and is_cached(fd_b, run.offset_b) for run in sample_runs(runs, pages=8)
     )
     return max(2 if cached else 4, processors)
 
 
-def _is_cached(fd: int, offset: int) -> bool:
+def is_cached(fd: int, offset: int) -> bool:
+    """Whether the byte at ``offset`` is in memory already."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:  # not in memory, or a file system that cannot tell

@@ -1,4 +1,7 @@
-"""Which paths a transaction may touch: inside its folder, outside every journal, behind no symbolic link."""
+"""Which paths a transaction may touch: inside its folder, outside every journal, behind no symbolic link.
+
+The manifest lies beside the transactions of the journal; it speaks of the checkpoint, and changes with it.
+"""
 
 import os
 import shlex
@@ -9,9 +12,14 @@ from ckptfix.errors import OperationError
 JOURNAL = ".ckptfix"
 """Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
 
+MANIFEST = f"{JOURNAL}/manifest.json"
+"""Where the manifest of a checkpoint is (``checkpoint.manifest``), relative to it."""
+
 
 def check_path(path: PurePosixPath) -> None:
     """Raise OperationError for a path that leaves the folder, reaches into a journal, or is no name at all."""
+    if str(path) == MANIFEST:
+        return
     inside = path.parts and not path.is_absolute() and ".." not in path.parts
     # casefold: there are file systems on which .CKPTFIX is the same folder
     if not inside or any(part.casefold() == JOURNAL for part in path.parts):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ckptfix.errors import ChangedError
 
 _MOST_OPEN = 64
+_WORTH_DROPPING = 64 << 10
 
 
 class Piece(NamedTuple):
@@ -23,10 +24,12 @@ class Piece(NamedTuple):
 class OpenFiles:
     """Files that are open for reading, the 64 used last; for one thread, as the kernel's readahead is kept per file.
 
-    Use as a context manager.
+    Use as a context manager. ``keep_cached`` off, for files that nobody else needs: what was read leaves the page
+    cache, so that few pages serve for all of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_cached: bool = True) -> None:
+        self._keep_cached = keep_cached
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def __enter__(self) -> "OpenFiles":
@@ -40,7 +43,7 @@ class OpenFiles:
 
     def fill(self, view: memoryview, path: Path, offset: int) -> None:
         """Read bytes from ``offset`` on until ``view`` is full. Raises ChangedError when the file ends before that."""
-        fd = self._descriptor(path)
+        fd = self.descriptor(path)
         done = 0
         while done < len(view):
             got = os.preadv(fd, [view[done:]], offset + done)
@@ -50,6 +53,8 @@ class OpenFiles:
                     "was read"
                 )
             done += got
+        if not self._keep_cached and done >= _WORTH_DROPPING:
+            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
 
     def blocks(self, pieces: Iterable[Piece], buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of ``pieces`` one after another, ``buffer`` full each time but the last.
@@ -69,7 +74,8 @@ class OpenFiles:
         if filled:
             yield buffer[:filled]
 
-    def _descriptor(self, path: Path) -> int:
+    def descriptor(self, path: Path) -> int:
+        """Return the descriptor of a file, which holds until 63 others were asked for. Raises OSError."""
         fd = self._open.pop(path, None)
         if fd is None:
             if len(self._open) >= _MOST_OPEN:

@@ -11,10 +11,11 @@ from ckptfix.errors import FormatError
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """An open file: its descriptor, and its size in bytes when it was opened."""
+    """An open file, or a window of one: its descriptor, its size in bytes when it was opened, and where it starts."""
 
     fd: int
     size: int
+    start: int = 0
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly ``length`` bytes from ``offset``.
@@ -23,13 +24,22 @@ class FileReader:
         """
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
-        data = os.pread(self.fd, length, offset)
+        data = os.pread(self.fd, length, self.start + offset)
         while len(data) < length:  # one read returns at most 2 GiB, and less on some network file systems
-            more = os.pread(self.fd, length - len(data), offset + len(data))
+            more = os.pread(self.fd, length - len(data), self.start + offset + len(data))
             if not more:
                 raise FormatError(f"the file ends at byte {offset + len(data)}, it had {self.size} bytes")
             data += more
         return data
+
+    def window(self, offset: int, length: int) -> "FileReader":
+        """Return a reader of ``length`` bytes from ``offset``, in which offsets count from there.
+
+        Raises FormatError when the range is not inside the file.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+        return FileReader(self.fd, length, self.start + offset)
 
 
 @contextmanager

@@ -50,6 +50,7 @@ def _undo_move(work: Workspace, edit: Move, note: Note) -> None:
     if at_source is None:
         if not work.is_the(at_target, note.old):
             raise work.not_the(target, at_target, note.old)
+        _make_folder(source.parent)
         move(target, source)
     elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
         raise work.unexplained(source, f"is there again, and what was there is now {edit.target}")
@@ -114,7 +115,15 @@ def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress
         return
     if not os.path.lexists(old):
         _rebuild(work, index, edit.path, edit.previous, old, note, progress)
+    _make_folder(path.parent)
     move(old, path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a file that comes back, which somebody may have deleted when it was empty."""
+    if not os.path.lexists(folder):
+        os.mkdir(folder)
+        sync_folder(folder.parent)
 
 
 def _rebuild(

@@ -58,7 +58,7 @@ class Tile:
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    layout: Contiguous
+    layout: Contiguous | Strided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Tiled:
     width: int
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield the bytes, as ``Layout`` says; takes memory for one step of the first dimension when that is more."""
+        """Yield the bytes, as ``Layout`` says; takes as much memory again."""
         from ckptfix.weights.elements.gathering import assembled
 
         return assembled(self, files, buffer)

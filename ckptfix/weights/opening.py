@@ -2,66 +2,82 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.groups import group_files
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.weights.deepspeed import deepspeed_folders, deepspeed_weights
-from ckptfix.weights.sharded import dcp_folders, dcp_weights
+from ckptfix.weights.deepspeed import (
+    deepspeed_folders,
+    deepspeed_paths,
+    deepspeed_weights,
+    is_deepspeed_file,
+)
+from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.weights.single import file_weights
 from ckptfix.weights.stored import StoredCheckpoint, Weights
 
 
 @paused_gc()
-def open_checkpoint(path: str | os.PathLike[str]) -> StoredCheckpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, original: bool = False, lone_shard: bool = False
+) -> StoredCheckpoint:
     """Return what lies at a path, by headers and opcodes; no tensor is read.
 
     Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format; without
-    any, every state dict of a module. Raises UsageError when nothing is there, OperationError when weights cannot be
-    read as a whole (what is wrong, and what to type next), OSError.
+    any, every state dict of a module. ``original``: of DeepSpeed the weights in the dtype of training, not in fp32.
+    ``lone_shard``: a shard that is given by its name stands for itself, without the other files of its model.
+    Raises UsageError when nothing is there, OperationError when weights cannot be read as a whole (what is wrong, and
+    what to type next), OSError.
     """
     given = Path(path)
     if not given.exists():
         raise UsageError(f"{given} does not exist")
     if not given.is_dir():
-        return _one_file(given)
+        return _one_file(given, lone_shard=lone_shard)
     try:
-        return _folder(given)
+        return _folder(given, original=original)
     except FormatError as error:
         raise OperationError(f"{given}: {error}; next: ckptfix check {shlex.quote(str(given))}") from error
 
 
-def _one_file(path: Path) -> StoredCheckpoint:
+def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     is_index = path.name.endswith(".json")
     folder = scan_folder(path.parent, None if is_index else path.name)
+    if lone_shard and not is_index:
+        folder = replace(folder, components=tuple(map(_by_itself, folder.components)))
     found = all_state_dicts(folder) or all_state_dicts(folder, of_modules=False)
     entries = [one for one in found if not is_index or one.label == path.name]
     if not entries:
         raise UsageError(f"{path} holds no weights of a model; next: ckptfix check {shlex.quote(str(path))}")
-    weights = tuple(_readable(folder, entry, path) for entry in entries)
-    return StoredCheckpoint(root=folder.root, only=path.name, weights=weights)
+    return StoredCheckpoint(root=folder.root, only=path.name, weights=_all_readable(folder, entries, path))
 
 
-def _folder(root: Path) -> StoredCheckpoint:
-    folder = scan_folder(root)
+def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
+    folder = scan_folder(
+        root, wanted=lambda name: not is_deepspeed_file(str(name))
+    )  # a thousand ranks have many
     manifest = _manifest(root)
     found: dict[int, Weights] = {}
     for entry in model_entries(folder, manifest):
         found[entry.index] = _readable(folder, entry, root)
-    for index, where in (*dcp_folders(folder), *deepspeed_folders(folder)):
-        read = dcp_weights if (root / where / ".metadata").exists() else deepspeed_weights
-        found.setdefault(index, read(root, where, index))
+    for index, where in dcp_folders(folder):
+        if index not in found:
+            found[index] = dcp_weights(root, where, index)
+    for index, where in deepspeed_folders(folder):
+        if index not in found:
+            found[index] = deepspeed_weights(root, where, index, original=original)
     weights = tuple(found[index] for index in sorted(found))
     if not weights:
-        weights = tuple(_readable(folder, entry, root) for entry in all_state_dicts(folder))
+        weights = _all_readable(folder, all_state_dicts(folder), root)
     if not weights:
         raise UsageError(f"{root} holds no weights of a model; next: ckptfix check {shlex.quote(str(root))}")
     used = {str(file) for one in weights for file in one.files}
@@ -74,14 +90,32 @@ def _folder(root: Path) -> StoredCheckpoint:
     )
 
 
-def _readable(folder: CheckpointFolder, entry: Entry, given: Path) -> Weights:
+def _by_itself(component: Component) -> Component:
+    """Return a shard as a file of its own."""
+    return replace(component, name=replace(component.name, shard=None))
+
+
+def _all_readable(folder: CheckpointFolder, entries: Sequence[Entry], given: Path) -> tuple[Weights, ...]:
+    """Return the weights of entries of which several can be in one file."""
+    paths: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for entry in entries:
+        paths.setdefault(entry.files, []).append(entry.path)
+    return tuple(
+        _readable(folder, entry, given, [path for path in paths[entry.files] if path != entry.path])
+        for entry in entries
+    )
+
+
+def _readable(
+    folder: CheckpointFolder, entry: Entry, given: Path, beside: Collection[tuple[str, ...]] = ()
+) -> Weights:
     if entry.problem:
         where = shlex.quote(str(given))
         raise OperationError(
             f"{folder.root / entry.label}: {entry.problem}; next: ckptfix check {where}, or, to get out what is whole: "
             f"ckptfix salvage {where} NEW_FOLDER"
         )
-    return file_weights(folder.root, entry)
+    return file_weights(folder.root, entry, beside)
 
 
 def _other_weights(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
@@ -91,6 +125,10 @@ def _other_weights(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
         yield from paths
         if paths and group.index_path is not None and group.index is not None:
             yield group.index_path
+    for _, where in dcp_folders(folder):
+        yield from dcp_paths(folder.root, where)
+    for _, where in deepspeed_folders(folder):
+        yield from deepspeed_paths(folder.root, where)
 
 
 def _manifest(root: Path) -> Manifest | None:

@@ -1,40 +1,65 @@
 """The weights in safetensors files and files of torch.save, alone or as shards."""
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.folder import Component
 from ckptfix.errors import OperationError
-from ckptfix.formats.pickle_tree import Kind, Node, Text, attribute, child, pairs
+from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, attribute, child, pairs
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import PickledTensor
+from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.pieces import Piece
+from ckptfix.weights.beside import held_beside, holds_tensors, leads_to
 from ckptfix.weights.layouts import Contiguous, Layout, Strided
 from ckptfix.weights.stored import Format, StoredTensor, Weights
+from ckptfix.weights.tie_records import LISTED, ties_in
+
+_MOST_REPEATED = 1 << 30
+"""Bytes that a tensor may claim beyond its storage: a mask made by ``expand`` is read, a petabyte of one number not."""
 
 
-def file_weights(root: Path, entry: Entry) -> Weights:
-    """Return the weights of a readable entry. Raises OperationError for a tensor whose bytes cannot be found."""
+def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] = ()) -> Weights:
+    """Return the weights of a readable entry. ``beside``: the paths of the other entries that are in its file.
+
+    Raises OperationError for a tensor whose bytes cannot be found, or that claims far more than there are, and for a
+    name that two shards hold.
+    """
+    _ensure_once(root, entry)
     found: list[StoredTensor] = []
     ties = dict(entry.aliases)
     versions: dict[str, int] = {}
+    checksums: dict[Piece, int] = {}
+    words: dict[str, str] = {}
     for member in entry.members:
+        path = root / member.path  # one object for 100,000 tensors
         if isinstance(member.content, SafetensorsFile):
-            ties.update(_recorded_ties(member.content))
+            recorded = recorded_ties(member.content)
+            ties.update(recorded)
+            words |= {
+                key: text for key, text in member.content.metadata.items() if key not in (*recorded, LISTED)
+            }
             found += (
-                StoredTensor(one.fqn, one.dtype, one.shape, _run(root / member.path, one.data_offsets))
+                StoredTensor(one.fqn, one.dtype, one.shape, run(path, one.data_offsets))
                 for one in member.content.tensors
             )
         elif isinstance(member.content, TorchFile):
-            found += _of_torch(root / member.path, member.content, entry.path, ties)
-            versions.update(_versions(member.content, entry.path))
+            found += _of_torch(path, member.content, entry.path, ties)
+            versions.update(module_versions(member.content, entry.path))
+            checksums.update(record_checksums(path, member.content, entry.path))
     names = {tensor.fqn for tensor in found}
     is_torch = any(isinstance(member.content, TorchFile) for member in entry.members)
     indexed = entry.label.endswith(".json")
+    opaque = tuple(
+        name
+        for name in entry.shapes
+        if name not in names and name not in ties and not leads_to((*entry.path, name), beside)
+    )
     return Weights(
         label=entry.label,
         format=Format.TORCH if is_torch else Format.SAFETENSORS,
@@ -43,22 +68,45 @@ def file_weights(root: Path, entry: Entry) -> Weights:
         + ((entry.members[0].path.with_name(entry.label),) if indexed else ()),
         tensors=tuple(found),
         ties={name: kept for name, kept in ties.items() if kept in names and name not in names},
-        opaque=tuple(name for name in entry.shapes if name not in names and name not in ties),
-        left=_left(entry.members, entry.path),
+        opaque=opaque,
+        nested=tuple(_nested(entry, opaque)) if opaque else (),
+        left=_left(entry.members, (entry.path, *beside)),
+        path=entry.path,
         versions=versions,
+        checksums=checksums,
+        metadata=words,
     )
 
 
-def _run(path: Path, offsets: tuple[int, int] | None) -> Contiguous:
+def _ensure_once(root: Path, entry: Entry) -> None:
+    """Raise OperationError when two files of one model hold a name: which of them counts is not known."""
+    holders: dict[str, Path] = {}
+    for member in entry.members if len(entry.members) > 1 else ():
+        path = root / member.path
+        for name in _names(member):
+            if holders.setdefault(name, path) is not path:
+                raise OperationError(
+                    f"{root / entry.label}: {name!r} is in both {holders[name].name} and {path.name}; next: ckptfix "
+                    f"check {shlex.quote(str(root))}"
+                )
+
+
+def _names(member: Component) -> Iterable[str]:
+    if isinstance(member.content, SafetensorsFile):
+        return (tensor.fqn for tensor in member.content.tensors)
+    return (name for scope in member.scopes if scope.path == () for name in scope.names)
+
+
+def run(path: Path, offsets: tuple[int, int] | None) -> Contiguous:
+    """Return the layout of a tensor that is one run of bytes, from the first offset in its file to the second."""
     assert offsets is not None, "a tensor of safetensors is one run"
     begin, end = offsets
     return Contiguous((Piece(path, begin, end - begin),) if end > begin else ())
 
 
-def _recorded_ties(file: SafetensorsFile) -> dict[str, str]:
+def recorded_ties(file: SafetensorsFile) -> dict[str, str]:
     """Return the ties that ``safetensors.torch.save_model`` records: the name left out -> the name kept."""
-    names = {tensor.fqn for tensor in file.tensors}
-    return {name: kept for name, kept in file.metadata.items() if kept in names and name not in names}
+    return ties_in(file.metadata, {tensor.fqn for tensor in file.tensors}) if file.metadata else {}
 
 
 def _of_torch(
@@ -72,7 +120,23 @@ def _of_torch(
             if 0 not in one.shape and first.setdefault(place, one.fqn) != one.fqn:
                 ties[one.fqn] = first[place]
                 continue
-            yield StoredTensor(one.fqn, one.dtype, one.shape, torch_layout(path, file, one))
+            yield StoredTensor(one.fqn, one.dtype, one.shape, bounded_layout(path, file, one))
+
+
+def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
+    """Return ``torch_layout`` of a tensor that may be written out.
+
+    Raises OperationError as that does, and for one that repeats its storage beyond a gigabyte.
+    """
+    layout = torch_layout(path, file, tensor)
+    if isinstance(layout, Strided):
+        claimed, have = prod(layout.shape) * layout.width, layout.storage.length
+        if claimed - have > _MOST_REPEATED:
+            raise OperationError(
+                f"{path}: {tensor.fqn!r} claims {claimed} bytes of a storage of {have}, as expand makes it; next: load "
+                "it with torch, and save it without that tensor"
+            )
+    return layout
 
 
 def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
@@ -85,7 +149,7 @@ def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
         )
     offset, length = storage
     if tensor.begin is not None and tensor.end is not None:
-        return _run(path, (offset + tensor.begin, offset + tensor.end))
+        return run(path, (offset + tensor.begin, offset + tensor.end))
     width = DTYPE_BITS[tensor.dtype] // 8
     return Strided(
         storage=Piece(path, offset, length - length % width),
@@ -96,7 +160,22 @@ def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
     )
 
 
-def _versions(file: TorchFile, at: tuple[str, ...]) -> dict[str, int]:
+def record_checksums(path: Path, file: TorchFile, at: tuple[str, ...]) -> Iterator[tuple[Piece, int]]:
+    """Yield the records that the tensors of one state dict lie in, with their CRC-32.
+
+    One of 0 was never written (torch can leave them out).
+    """
+    if not isinstance(file.container, TorchZip):
+        return
+    records = storage_records(file.container)
+    used = {one.storage_key for held in file.state_dicts if held.path == at for one in held.tensors}
+    for key in used & records.keys():
+        record = records[key]
+        if record.crc and record.is_stored and record.size:
+            yield Piece(path, record.data_offset, record.size), record.crc
+
+
+def module_versions(file: TorchFile, at: tuple[str, ...]) -> dict[str, int]:
     """Return module -> version out of the ``_metadata`` that torch gives a module's state dict."""
     found = {}
     for name, value in pairs(attribute(_reached(file, at), "_metadata")):
@@ -106,12 +185,25 @@ def _versions(file: TorchFile, at: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
-def _left(members: Sequence[Component], at: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names beside those that lead to the state dict, at the root of its file."""
-    if not at or not isinstance(members[0].content, TorchFile):
-        return ()
-    root = members[0].content.tree.root
-    return tuple(key.value for key, _ in pairs(root) if type(key) is Text and key.value != at[0])
+def _left(members: Sequence[Component], taken: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what the files hold beside the state dicts at these paths."""
+    return tuple(
+        name
+        for member in members
+        if isinstance(member.content, TorchFile)
+        for name in held_beside(member.content.tree, taken)
+    )
+
+
+def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
+    """Yield the opaque names under which tensors lie. An extra state is its module's own, whatever is in it."""
+    wanted = {name for name in opaque if not name.endswith("_extra_state")}
+    visits = Visits()
+    for member in entry.members:
+        if isinstance(member.content, TorchFile):
+            for key, value in pairs(_reached(member.content, entry.path)):
+                if type(key) is Text and key.value in wanted and holds_tensors(value, visits):
+                    yield key.value
 
 
 def _reached(file: TorchFile, at: tuple[str, ...]) -> object:

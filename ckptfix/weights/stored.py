@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage.pieces import OpenFiles
+from ckptfix.storage.pieces import OpenFiles, Piece
 from ckptfix.weights.layouts import Layout
 
 
@@ -47,8 +47,11 @@ class Weights:
     models of a ``save_state`` folder. ``files``: what holds it, relative to the checkpoint, an index included.
     ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in ``tensors``.
     ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
-    ``left``: what else its file holds, such as an optimizer in a training dict. ``versions``: module -> version, of the
-    ``_metadata`` of a torch file.
+    ``nested``: those of them in which tensors lie all the same, such as an optimizer beside tensors.
+    ``left``: what else its file holds and no other model of the checkpoint is, such as an optimizer in a training dict.
+    ``path``: the keys that lead to it in its file. ``versions``: module -> version, of the
+    ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
+    ``metadata``: the words in the header of safetensors files, without the ties.
     """
 
     label: str
@@ -58,8 +61,12 @@ class Weights:
     tensors: tuple[StoredTensor, ...] = field(default=(), repr=False)
     ties: Mapping[str, str] = field(default_factory=dict, repr=False)
     opaque: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
     versions: Mapping[str, int] = field(default_factory=dict, repr=False)
+    checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
+    metadata: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,7 @@
 """The manifest: written and read back, refused when it is odd, and in nobody's way."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def make(**changes: Any) -> Manifest:
     )
 
 
+ODD_NAMES = ("", ".", "./a", "a//b", "a/", "..", "\ud800", "a/\udbffb")
 OPTIMIZER = ManifestEntry(index=0, file="optimizer.bin", type="torch.optim.AdamW", models=(0, 2))
 SCHEDULER = ManifestEntry(index=0, file="scheduler.bin", type="torch.optim.StepLR", optimizer=0)
 
@@ -105,6 +107,18 @@ def test_links_are_written_only_where_there_are_any() -> None:
         lambda document: {**document, "files": {"../../etc/passwd": 1}},
         lambda document: {**document, "files": {"/etc/passwd": 1}},
         lambda document: {**document, "files": {"a": "1"}},
+        lambda document: {**document, "sha256": {"a": "1"}},
+        lambda document: {**document, "sha256": {"a": "A" * 64}},
+        lambda document: {**document, "sha256": {"../a": "a" * 64}},
+        lambda document: {**document, "sha256": {"a\0": "a" * 64}},
+        lambda document: {**document, "sha256": ["a"]},
+        *(lambda document, name=name: {**document, "sha256": {name: "a" * 64}} for name in ODD_NAMES),
+        *(lambda document, name=name: {**document, "files": {name: 1}} for name in ODD_NAMES),
+        lambda document: {**document, "files": {"a": -1}},
+        lambda document: {**document, "world_size": -1},
+        lambda document: {**document, "world_size": 1 << 60},
+        lambda document: {**document, "models": [{**document["models"][0], "digests": {"a": "no hex"}}]},
+        lambda document: {**document, "models": [{**document["models"][0], "digests": {"a": ""}}]},
     ],
 )
 def test_an_odd_manifest_is_refused(tmp_path: Path, damage: Any) -> None:
@@ -113,6 +127,23 @@ def test_an_odd_manifest_is_refused(tmp_path: Path, damage: Any) -> None:
     with pytest.raises(FormatError, match="manifest"):
         read_manifest(tmp_path)
     assert incomplete(tmp_path) is not None
+
+
+def test_a_name_of_odd_bytes_is_a_name(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.bin")
+    write(tmp_path, make(files={name: 2}).to_bytes())
+    (tmp_path / name).write_bytes(b"12")
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert missing_files(tmp_path, manifest) == []
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).parent.mkdir(parents=True)
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(FormatError, match="no regular file"):
+        read_manifest(tmp_path)
+    assert "no regular file" in str(incomplete(tmp_path))
 
 
 def test_missing_files_are_named_with_both_sizes(tmp_path: Path) -> None:
@@ -130,7 +161,7 @@ def test_a_key_fingerprint_ignores_the_order_alone() -> None:
     assert len({key_fingerprint([tensor, other]) for tensor in [one, *different]}) == 4
 
 
-def test_a_repair_and_its_undo_leave_the_manifest_alone(tmp_path: Path) -> None:
+def test_a_manifest_follows_a_repair_and_its_undo(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     shutil.copytree(FIXTURE, folder)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -138,12 +169,48 @@ def test_a_repair_and_its_undo_leave_the_manifest_alone(tmp_path: Path) -> None:
     write(folder, data)
     assert incomplete(folder) is None
     assert repair(folder).status == 0
-    assert incomplete(folder) is None, "a repaired folder is believed"
-    assert (folder / MANIFEST).read_bytes() == data
+    assert incomplete(folder) is None
+    followed = read_manifest(folder)
+    assert followed is not None
+    assert set(followed.files) == {path.name for path in folder.iterdir() if path.is_file()}
+    assert missing_files(folder, followed) == []
     undo(folder)
     assert (folder / MANIFEST).read_bytes() == data
     assert [path.name for path in (folder / MANIFEST).parent.iterdir()] == ["manifest.json"]
     assert [finding.code for finding in check(folder).findings] == ["doubled-model"]
+
+
+def test_digests_of_files_are_written_only_where_there_are_any(tmp_path: Path) -> None:
+    assert "sha256" not in json.loads(make().to_bytes())
+    sealed = make(sha256={"model.safetensors": "0" * 64, "sub/part.bin": ""})
+    write(tmp_path, sealed.to_bytes())
+    assert read_manifest(tmp_path) == sealed
+
+
+def test_what_was_sealed_beside_a_save_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    sealed = make(
+        files={"model.safetensors": 4}, sha256=dict.fromkeys(("model.safetensors", "n.txt"), "0" * 64)
+    )
+    write(tmp_path, sealed.to_bytes())
+    assert missing_files(tmp_path, sealed) == []
+    assert incomplete(tmp_path) is None, "the notes are the user's, who took them away"
+    (tmp_path / "model.safetensors").unlink()
+    assert incomplete(tmp_path) == "model.safetensors is missing"
+
+
+def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    write(tmp_path, make(files={}, sha256={"model.safetensors": "0" * 64}).to_bytes())
+    assert "random_states_0.pkl" in str(incomplete(tmp_path))
+    (tmp_path / "random_states_0.pkl").write_bytes(b"1")
+    assert incomplete(tmp_path) is None
+    (tmp_path / "model.safetensors").rename(
+        tmp_path / "pytorch_model.bin"
+    )  # as by a save in the other format
+    assert incomplete(tmp_path) is None
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert incomplete(tmp_path) == "no weights of a model"
 
 
 def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: Path) -> None:

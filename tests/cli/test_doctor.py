@@ -1,6 +1,7 @@
 """``ckptfix doctor``: exit statuses, JSON, what is printed, and what is never done."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.runtime.devices import environment
+from ckptfix.runtime.devices import environment, probe
 from tests.operations.builders import snapshot, write_safetensors
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,47 @@ def test_a_script_and_a_command(say: Say, tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_variables_of_the_command_are_those_that_count(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is asked in the command's environment, and the config is looked for where it says."""
+    seen: list[str | None] = []
+
+    def look(*, in_process: bool) -> dict[str, Any]:
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return {
+            "kind": "cuda",
+            "stage": "done",
+            "devices": [{"index": 0}],
+            "bus": NO_BUS,
+            "version": "2.13.0",
+        }
+
+    monkeypatch.setattr(environment, "look", look)
+    config = tmp_path / "own" / "accelerate" / "default_config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\n")
+    command = f"CUDA_VISIBLE_DEVICES=0 HF_HOME={tmp_path}/own NCCL_P2P_DISABLE=1 accelerate launch train.py"
+    run(["doctor", "--launch", command, "--json"])
+    document = printed(capsys)
+    assert seen == ["0"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert document["environment"]["variables"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert document["environment"]["accelerate_config"] == str(config)
+    assert "idle-devices" not in codes(document)
+
+
+def test_a_misspelt_name_below_accelerate(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compared with the source of the installed one."""
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate.state import PartialSate\nfrom accelerate.utils import set_seed\n")
+    assert run(["doctor", "--script", str(script), "--json"]) == 1
+    (advice,) = (one for one in printed(capsys)["advice"] if one["code"] == "unknown-accelerate-name")
+    assert advice["message"] == "accelerate.state has no PartialSate; did you mean PartialState?"
+
+
 def test_a_device_map_with_and_without_its_folder(
     say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,3 +279,24 @@ def test_the_command_itself_asks_a_real_torch_and_imports_none() -> None:
     assert json.loads(document)["environment"]["packages"]["torch"]
     assert imported == "False"
     assert done.stderr == ""
+
+
+def test_damage_that_is_remembered_from_before_is_said(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(plan: str, verdict: probe.Verdict) -> None:
+        pair = probe.PairReport(pair=(0, 1), verdict=verdict, seed=1, plan=plan)
+        report = probe.ProbeReport(pairs={(0, 1): pair}, seed=1, identity={"boot": "b"})
+        monkeypatch.setattr(probe, "probe_peer_copies", lambda **_: report)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    say(2)
+    said = "remembered from before, until the full plan finds it healthy: 0 -> 1 wrong"
+    for plan, verdict, status in (
+        ("full", probe.Verdict.WRONG, 1),
+        ("quick", probe.Verdict.HEALTHY, 0),
+        ("full", probe.Verdict.HEALTHY, 0),
+    ):
+        found(plan, verdict)
+        assert run(["doctor", "--peer-copies"]) == status
+        assert (said in capsys.readouterr().out) == (plan == "quick")

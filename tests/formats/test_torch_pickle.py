@@ -316,3 +316,11 @@ def test_storages_that_cannot_be(old: bytes, new: bytes) -> None:
     tree = parse(b"\x80\x02}" + text("w") + tensor(storage=STORAGE.replace(old, new)) + b"s.")
     with pytest.raises(FormatError, match="no storage"):
         state_dicts(tree)
+
+
+def test_numbers_that_are_still_to_be_conjugated_or_negated_are_opaque(tmp_path: Path) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    lazy = {"conjugated": numbers.conj(), "negated": numbers.clone().conj().imag, "plain": numbers}
+    (found,) = parsed(tmp_path, saved(lazy)).state_dicts
+    assert [tensor.fqn for tensor in found.tensors] == ["plain"]
+    assert found.opaque_keys == ("conjugated", "negated")

@@ -32,7 +32,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         layout = one.dtype == other.dtype and one.stride() == other.stride()
         same_place = one.storage_offset() == other.storage_offset()
-        return layout and same_place and torch.equal(one, other) and one.requires_grad == other.requires_grad
+        gradients = one.requires_grad == other.requires_grad
+        return bool(layout and same_place and gradients and torch.equal(one, other))
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

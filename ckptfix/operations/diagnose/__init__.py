@@ -1,34 +1,67 @@
 """From a scanned folder to findings. Reads tensor bytes only where two entries agree in names, dtypes and shapes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
 from ckptfix.checkpoint.groups import ModelFiles, group_files
+from ckptfix.checkpoint.links import links_below
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
+from ckptfix.checkpoint.sharded import ShardedState, is_empty
+from ckptfix.checkpoint.sharded_pairing import ShardedPairing, first_unequal_item
+from ckptfix.checkpoint.sharded_scan import scan_sharded
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.operations.diagnose.entries import Verdict, diagnose_entries
+from ckptfix.operations.diagnose.entries import Numbered, Verdict, diagnose_entries
 from ckptfix.operations.diagnose.files import diagnose_files
 from ckptfix.operations.diagnose.names import diagnose_names
+from ckptfix.operations.diagnose.sharded import (
+    diagnose_shard_files,
+    diagnose_sharded_models,
+    sharded_entries,
+    unchecked_sharded,
+)
+from ckptfix.operations.diagnose.sharded_items import diagnose_items
+from ckptfix.operations.diagnose.sharded_names import diagnose_sharded_names
 from ckptfix.operations.diagnose.shards import diagnose_shards
-from ckptfix.operations.findings import CATALOGUE, DoubledModel, Finding, IndexMismatch
+from ckptfix.operations.findings import (
+    CATALOGUE,
+    DoubledModel,
+    EntryGap,
+    Finding,
+    IdenticalModels,
+    IdenticalStates,
+    IndexMismatch,
+)
 from ckptfix.wording import count_of
 
+_OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
+"""The findings for which a file may be dropped or moved."""
+
 Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
-"""(kept file, other file) -> how they compare."""
+"""(kept file or folder, other one) -> how they compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found in a folder, most severe first, and what was not looked at, in words."""
+    """What was found in a folder, most severe first, and what was not looked at, in words.
+
+    ``links``: the symbolic links of a folder of which a file may go or move, and what each leads to (``links_below``).
+    """
 
     folder: CheckpointFolder
+    sharded: tuple[ShardedState, ...]
     groups: tuple[ModelFiles, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
     verdicts: Verdicts
+    links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
+
+    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
+        """Return the lists of numbered entries of a role: of files, a list a family, and of DCP folders."""
+        folders = sharded_entries(self.sharded, role)
+        return (*self.folder.entries(role), *([folders] if folders else []))
 
 
 def diagnose(
@@ -52,19 +85,28 @@ def diagnose(
 
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
 
-    def compare(pairing: Pairing, must_prove: bool) -> Verdict:
+    def compare(pairing: Pairing | ShardedPairing, must_prove: bool) -> Verdict:
         pair, full = (pairing.kept.path, pairing.other.path), data or (prove and must_prove)
         verdict = (known or {}).get(pair)
         if verdict is None or (full and not verdict.full and verdict.difference is None):
-            difference = first_unequal(folder.root, pairing, full=full, progress=progress)
+            if isinstance(pairing, ShardedPairing):
+                difference = first_unequal_item(folder.root, pairing, full=full, progress=progress)
+            else:
+                difference = first_unequal(folder.root, pairing, full=full, progress=progress)
             verdict = Verdict(difference, full)
         verdicts[pair] = verdict
         return verdict
 
-    findings = diagnose_entries(folder, compare, frozenset(drops))
+    drops = frozenset(drops)
+    sharded = scan_sharded(folder)
+    findings = diagnose_entries(folder, compare, drops)
+    findings += diagnose_sharded_models(sharded, compare, Role.MODEL in drops)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     groups = group_files(folder)
     findings += diagnose_names(folder, groups, doubled)
+    findings += diagnose_sharded_names(sharded, doubled)
+    findings += diagnose_shard_files(sharded)
+    findings += diagnose_items(folder.root, sharded, data=data, progress=progress)
     shards = diagnose_shards(groups) if folder.only is None else []
     rebuilt = {
         finding.path for finding in shards if isinstance(finding, IndexMismatch) and finding.is_fixable
@@ -82,15 +124,25 @@ def diagnose(
     )
     return Diagnosis(
         folder=folder,
+        sharded=sharded,
         groups=groups,
         findings=tuple(findings),
-        not_checked=_not_checked(folder, findings, data=data),
+        not_checked=_not_checked(folder, sharded, findings, data=data),
         verdicts=verdicts,
+        links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
     )
 
 
-def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: bool) -> tuple[str, ...]:
-    words = [f"{path}/ ({kind}): not looked into" for path, kind in folder.subfolders.items()]
+def _not_checked(
+    folder: CheckpointFolder, sharded: Iterable[ShardedState], findings: list[Finding], *, data: bool
+) -> tuple[str, ...]:
+    checked = {state.path for state in sharded}
+    words = [
+        f"{path}/ ({kind}): {'empty' if is_empty(folder.root / path) else 'not looked into'}"
+        for path, kind in folder.subfolders.items()
+        if path not in checked
+    ]
+    words += unchecked_sharded(sharded)
     words += [
         f"{component.path}: {component.problem.message}"
         for component in folder.components
@@ -103,8 +155,12 @@ def _not_checked(folder: CheckpointFolder, findings: list[Finding], *, data: boo
     words.append("values of tensors (NaN, zeros, flipped bits)")
     if not data and any(isinstance(component.content, TorchFile) for component in folder.components):
         words.append("checksums of tensor records in torch zip files (--data checks them)")
-    if folder.strays and folder.only is None:
-        words.append(f"{count_of(len(folder.strays), 'file')} of no checkpoint beside it")
+    if not data and any(state.metadata is not None and state.metadata.tensors for state in sharded):
+        words.append("checksums of the items in .distcp files (--data checks them)")
+    known = {path for state in sharded for path in state.files}
+    strays = [path for path in folder.strays if path not in known]
+    if strays and folder.only is None:
+        words.append(f"{count_of(len(strays), 'file')} of no checkpoint beside it")
     return tuple(words)
 
 

@@ -1,8 +1,8 @@
 """Numbered entries: doubles, identical copies, conflicts, entries moved by doubles, and gaps."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
@@ -55,7 +55,30 @@ def diagnose_entries(folder: CheckpointFolder, compare: Compare, drops: frozense
     return findings
 
 
-def renumbered(entries: tuple[Component, ...], dropped: frozenset[PurePosixPath]) -> dict[PurePosixPath, int]:
+class Number(Protocol):
+    """What is said by the name of such a one."""
+
+    @property
+    def index(self) -> int:
+        """Its position."""
+
+    def at(self, index: int) -> "Number":
+        """Return the name of another entry of the same family."""
+
+
+class Numbered(Protocol):
+    """A file or a folder that Accelerate finds by its number."""
+
+    @property
+    def path(self) -> PurePosixPath:
+        """Where it is."""
+
+    @property
+    def name(self) -> Number:
+        """What its name says."""
+
+
+def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -> dict[PurePosixPath, int]:
     """Return the new position of every entry that stays: each drop moves the later ones down by one."""
     positions = {}
     removed = 0

@@ -40,7 +40,7 @@ def diagnose_files(
         if component.path in explained:
             continue
         if component.problem is not None:
-            findings += _problem(component, component.problem)
+            findings += problem_finding(component.path, component.problem)
         elif isinstance(component.content, SafetensorsFile):
             findings += _safetensors(component, component.content)
         elif isinstance(component.content, TorchFile):
@@ -49,8 +49,8 @@ def diagnose_files(
     return findings
 
 
-def _problem(component: Component, problem: Problem) -> list[Finding]:
-    path = component.path
+def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
+    """Return what there is to say of a file that could not be read; nothing of one that is only not supported."""
     match problem.kind:
         case ProblemKind.TRUNCATED:
             return [TruncatedFile(path=path, have=problem.have, need=problem.need, detail=problem.message)]

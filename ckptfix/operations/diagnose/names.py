@@ -6,8 +6,8 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.groups import ModelFiles
-from ckptfix.checkpoint.keys import KeyMap, collapse, inner_wrappers, is_nested
-from ckptfix.operations.findings import Finding, NestedPrefix, WrapperPrefix
+from ckptfix.checkpoint.keys import KeyMap, collapse, inner_wrappers, is_flat_name, is_nested
+from ckptfix.operations.findings import Finding, FlatParameters, NestedPrefix, WrapperPrefix
 
 ScopeKey = tuple[PurePosixPath, tuple[str, ...], str]
 """Which place for names is meant: the file, the path to the dict in it, the kind."""
@@ -31,6 +31,9 @@ def diagnose_names(
     findings: list[Finding] = []
     for group in judged:
         for component in group.members:
+            flat = tuple(name for scope in component.scopes for name in scope.names if is_flat_name(name))
+            if flat:
+                findings.append(FlatParameters(path=component.path, tensors=tuple(dict.fromkeys(flat))))
             for scope in component.scopes:
                 chain = group.chain(scope)
                 if is_nested(chain):

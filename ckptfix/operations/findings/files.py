@@ -104,10 +104,12 @@ class MissingShard(Finding):
     named_by: str
     tensors: int
     others: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
         lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        lost += f": {list_names(self.holds)}" if self.holds else ""
         return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
 
     @property
@@ -287,4 +289,6 @@ class InterruptedRepair(Finding):
     @property
     def advice(self) -> str:
         """Both verbs recover first."""
+        if len(self.path.parts) > 1:
+            return f"to take {self.path.parent} back to what it was: ckptfix undo DIR/{self.path.parent}"
         return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"

@@ -4,8 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.operations.diagnose import Diagnosis
+from ckptfix.operations.diagnose.entries import Numbered
 from ckptfix.operations.findings import DoubledModel, Finding, UnsafePickle
 from ckptfix.operations.policy import Policy
 from ckptfix.operations.steps import Safety, Step, StepAction, Unplanned
@@ -16,8 +18,11 @@ class Draft:
 
     def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
         """Start without steps."""
+        self._diagnosis = diagnosis
         self.folder = diagnosis.folder
         self.groups = diagnosis.groups
+        self.sharded = diagnosis.sharded
+        self.states = {state.path: state for state in diagnosis.sharded}
         self.all_findings = diagnosis.findings
         self.findings = tuple(finding for finding in diagnosis.findings if policy.wants(finding.code))
         self.unsafe = {finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)}
@@ -26,14 +31,28 @@ class Draft:
             for finding in diagnosis.findings
             if isinstance(finding, DoubledModel)
         }
+        self.links = diagnosis.links
         self.policy = policy
         self.memberships = Counter(member.path for group in self.groups for member in group.members)
         self.components = {component.path: component for component in self.folder.components}
+        self._fingerprints = {path: component.fingerprint for path, component in self.components.items()}
+        self._fingerprints |= {
+            path: file.fingerprint for state in self.sharded for path, file in state.files.items()
+        }
         self.steps: list[Step] = []
         self.unplanned: list[Unplanned] = []
         self._by_path: dict[PurePosixPath, list[Finding]] = {}
         for finding in self.findings:
             self._by_path.setdefault(finding.path, []).append(finding)
+
+    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
+        """Return the lists of numbered entries of a role (``Diagnosis.entries``)."""
+        return self._diagnosis.entries(role)
+
+    def files_of(self, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
+        """Return the files of an entry: itself, or all files of a DCP folder."""
+        state = self.states.get(path)
+        return (path,) if state is None else tuple(state.files)
 
     def findings_of(self, path: PurePosixPath) -> Sequence[Finding]:
         """Return what may be repaired in one file."""
@@ -49,7 +68,7 @@ class Draft:
     ) -> None:
         """Add a step that relies on the files ``paths`` as they are now."""
         before: dict[PurePosixPath, Fingerprint] = {
-            path: self.components[path].fingerprint for path in paths if path in self.components
+            path: self._fingerprints[path] for path in paths if path in self._fingerprints
         }
         self.steps.append(Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle))
 

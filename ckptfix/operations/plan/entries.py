@@ -1,13 +1,13 @@
 """Which entries go and which move: drops of doubles, and the numbers that change by them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import Component
-from ckptfix.operations.diagnose.entries import GAPLESS_ROLES, renumbered
+from ckptfix.operations.diagnose.entries import GAPLESS_ROLES, Numbered, renumbered
 from ckptfix.operations.findings import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.operations.plan.draft import Draft
+from ckptfix.operations.plan.entry_objections import drop_objection, move_objection
 from ckptfix.operations.steps import DropEntry, Renumber, Safety
 
 
@@ -18,15 +18,15 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
     for finding in draft.findings:
         if not isinstance(finding, DoubledModel) or finding.sampled:
             continue
-        if finding.path in draft.unsafe:
-            draft.stay(finding.code, (finding.path,), "a file with an unsafe pickle is never edited")
+        if objection := drop_objection(draft, finding.path):
+            draft.stay(finding.code, (finding.path,), objection)
         elif str(finding.path) in listed:
             draft.stay(finding.code, (finding.path,), f"{listed[str(finding.path)]} names it")
         else:
             _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
             dropped.add(finding.path)
     for role in sorted(draft.policy.drops, key=lambda role: role.value):
-        families = draft.folder.entries(role)
+        families = draft.entries(role)
         if not families and role in draft.policy.keep:
             draft.stay(_code(role), (PurePosixPath(role.value),), "the folder has no such entries")
         for entries in families:
@@ -37,22 +37,27 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
 
 
 def _surplus(
-    draft: Draft, role: Role, entries: tuple[Component, ...], dropped: set[PurePosixPath]
+    draft: Draft, role: Role, entries: Sequence[Numbered], dropped: set[PurePosixPath]
 ) -> list[IdenticalModels | IdenticalStates]:
     """Return which equal entries go so that as many as the user said remain."""
     position = {entry.path: entry.name.index for entry in entries}
-    copies = sorted(
+    proven = sorted(
         (
             finding
             for finding in draft.findings
             if isinstance(finding, IdenticalModels | IdenticalStates)
-            and finding.path in position.keys() - draft.unsafe
+            and finding.path in position
             and not finding.sampled
         ),
         key=lambda finding: position[finding.path],
     )
+    against = {finding.path: drop_objection(draft, finding.path) for finding in proven}
+    copies = [finding for finding in proven if against[finding.path] is None]
     want = draft.policy.keep.get(role)
     if want is None:
+        for finding in proven:
+            if (objection := against[finding.path]) is not None:
+                draft.stay(finding.code, (finding.path,), objection)
         return copies  # --allow: every proven copy
     left = len(position.keys() - dropped)
     surplus = left - want
@@ -92,9 +97,13 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
     close_gaps = "entry-gap" in draft.policy.allow and draft.policy.wants("entry-gap")
     gaps = {finding.path for finding in draft.findings if isinstance(finding, EntryGap)}
     for role in GAPLESS_ROLES + tuple(draft.policy.drops - set(GAPLESS_ROLES)):
-        for entries in draft.folder.entries(role):
+        for entries in draft.entries(role):
             has_gap = close_gaps and any(entry.path in gaps for entry in entries)
             if not has_gap and not any(entry.path in dropped for entry in entries):
+                continue
+            if has_gap and (objection := move_objection(draft, entries)):
+                paths = [entry.path for entry in entries if entry.path in gaps]
+                draft.stay("entry-gap", paths, objection)
                 continue
             positions = renumbered(entries, dropped)
             for number, entry in enumerate(entry for entry in entries if entry.path in positions):
@@ -103,9 +112,13 @@ def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
                     target = PurePosixPath(str(entry.name.at(position)))
                     code = "entry-gap" if has_gap else "shifted-entries"
                     safety = Safety.LOSSY if has_gap else Safety.SAFE
-                    draft.add(Renumber(source=entry.path, target=target), code, safety, (entry.path,))
+                    draft.add(
+                        Renumber(source=entry.path, target=target), code, safety, draft.files_of(entry.path)
+                    )
 
 
 def _drop(draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety) -> None:
-    action = DropEntry(path=path, kept=kept, size=draft.components[path].size)
-    draft.add(action, code, safety, (path, kept))
+    state = draft.states.get(path)
+    size = draft.components[path].size if state is None else state.size
+    action = DropEntry(path=path, kept=kept, size=size, is_folder=state is not None)
+    draft.add(action, code, safety, (*draft.files_of(path), *draft.files_of(kept)))

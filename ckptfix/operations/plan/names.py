@@ -20,6 +20,7 @@ from ckptfix.checkpoint.keys import (
 from ckptfix.checkpoint.pairing import signature
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
 from ckptfix.operations.diagnose.names import ScopeKey, scope_key
+from ckptfix.operations.diagnose.sharded_names import is_flat
 from ckptfix.operations.findings import (
     IndexMismatch,
     NestedPrefix,
@@ -132,6 +133,10 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
         return f"two indexes name {shared[0]}"
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
         return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
+    if flat := [member.path for member in group.members if is_flat(member)]:
+        return (
+            f"{flat[0]} has names of FSDP's flattened parameters, of which only the run knows what they hold"
+        )
     if not group.is_whole:
         return "a shard is missing or unreadable, its names could tell otherwise"
     for finding in draft.all_findings:

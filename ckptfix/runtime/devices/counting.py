@@ -16,14 +16,6 @@ class Count:
     direct: int = 0
     direct_bytes: int = 0
 
-    def __add__(self, other: "Count") -> "Count":
-        return Count(
-            staged=self.staged + other.staged,
-            staged_bytes=self.staged_bytes + other.staged_bytes,
-            direct=self.direct + other.direct,
-            direct_bytes=self.direct_bytes + other.direct_bytes,
-        )
-
     def __sub__(self, other: "Count") -> "Count":
         return Count(
             staged=self.staged - other.staged,
@@ -34,19 +26,29 @@ class Count:
 
 
 class Counts:
-    """A count for each pair that made a copy. Threads may add at the same time."""
+    """A count for each pair that made a copy. Threads may add at the same time, and so may finalizers in any of them.
+
+    The collector may run a finalizer, which may copy, wherever something is made. So nothing is made while the lock is
+    held, and where the interpreter itself lets one run there, it finds no count half changed.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of: dict[Pair, Count] = {}
+        self._lock = threading.RLock()
+        self._of: dict[Pair, list[int]] = {}  # the fields of Count, in their order
 
     def add(self, pair: Pair, size: int, *, staged: bool) -> None:
         """Count one copy of ``size`` bytes."""
-        one = Count(staged=1, staged_bytes=size) if staged else Count(direct=1, direct_bytes=size)
+        count = self._of.get(pair) or self._of.setdefault(pair, [0, 0, 0, 0])
+        copies = 0 if staged else 2
         with self._lock:
-            self._of[pair] = self._of.get(pair, Count()) + one
+            count[copies] += 1
+            count[copies + 1] += size
 
     def all(self) -> Mapping[Pair, Count]:
         """Return the counts as they are now; a pair without a copy is not in it."""
+        return {pair: self._now(self._of[pair]) for pair in list(self._of)}
+
+    def _now(self, count: list[int]) -> Count:
         with self._lock:
-            return dict(self._of)
+            staged, staged_bytes, direct, direct_bytes = count
+        return Count(staged=staged, staged_bytes=staged_bytes, direct=direct, direct_bytes=direct_bytes)

@@ -4,7 +4,8 @@ Accelerate moves tensors and never sets the current device: in a block on device
 that does not look where its tensors are launches there (unsloth #6831).
 """
 
-import threading
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,50 +16,58 @@ from ckptfix.runtime.devices.pairs import device_type
 
 
 def follow_devices(model: nn.Module) -> Callable[[], None]:
-    """Make the device of each block current inside its forward, and the former one again behind it, errors included.
+    """Make the device of each block current inside its forward, and the former one again behind it, whatever ends it.
 
     The blocks are those to which accelerate gave a device other than that of what holds them. Returns what ends it.
     """
     name = device_type()
-    handles = [
-        handle
+    # Weakly: what ends the guards must not keep the model.
+    guards = [
+        weakref.ref(_Guard(block, name, index))
         for block, index in _blocks(model, name, None)
-        for handle in _guard(block, index, torch.get_device_module(name))
+        if name is not None
     ]
 
     def end() -> None:
-        for handle in handles:
-            handle.remove()
+        for reference in guards:
+            guard = reference()
+            if guard is not None:
+                guard.end()
 
     return end
 
 
-class _Entered(threading.local):
-    """The blocks whose forward this thread is in, each with the device that was current before it."""
+class _Guard:
+    """A block's own forward, which accelerate's hooks call, on its device.
 
-    def __init__(self) -> None:
-        self.blocks: list[tuple[nn.Module, int]] = []
+    torch's hooks behind a forward are left out when it is interrupted from the keyboard: this one ends in any case. It
+    lies below accelerate's hooks, so that those may be replaced, and copies of the model have copies of it.
+    """
 
+    def __init__(self, block: nn.Module, name: str, index: int) -> None:
+        at = "_old_forward" if "_old_forward" in vars(block) else "forward"
+        forward = getattr(block, at)
+        functools.update_wrapper(self, forward)  # which may bring attributes along
+        self._block = block
+        self._name = name
+        self._index = index
+        self._forward = forward
+        setattr(block, at, self)
 
-_entered = _Entered()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        devices = torch.get_device_module(self._name)
+        before = devices.current_device()
+        try:
+            devices.set_device(self._index)
+            return self._forward(*args, **kwargs)
+        finally:
+            devices.set_device(before)
 
-
-def _guard(block: nn.Module, index: int, devices: Any) -> Iterator[Any]:
-    def enter(module: nn.Module, _arguments: Any) -> None:
-        _entered.blocks.append((module, devices.current_device()))
-        devices.set_device(index)
-
-    def leave(module: nn.Module, _arguments: Any, _output: Any) -> None:
-        # Called behind every forward, even one that did not come to enter().
-        if _entered.blocks and _entered.blocks[-1][0] is module:
-            devices.set_device(_entered.blocks.pop()[1])
-
-    for hook in (enter, leave):
-        vars(hook)["_torchdynamo_disable"] = (
-            True  # what torch.compiler.disable sets, which imports for seconds
-        )
-    yield block.register_forward_pre_hook(enter, prepend=True)
-    yield block.register_forward_hook(leave, always_call=True)
+    def end(self) -> None:
+        """Put back what was there, where nothing else has come to lie on it since."""
+        for at in ("_old_forward", "forward"):  # accelerate's hook may have been taken off
+            if vars(self._block).get(at) is self:
+                setattr(self._block, at, self._forward)
 
 
 def _blocks(module: nn.Module, name: str | None, outer: int | None) -> Iterator[tuple[nn.Module, int]]:

@@ -5,9 +5,11 @@ A dispatched model holds one reference to the staging of this process, forward a
 it holds none of its own.
 """
 
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import accelerate
@@ -17,10 +19,28 @@ from torch import nn
 from ckptfix.errors import UsageError
 from ckptfix.runtime.devices.current import follow_devices
 from ckptfix.runtime.devices.pairs import device_type
-from ckptfix.runtime.devices.transfers import Mode, Transfers, acquire, mode_named, release
+from ckptfix.runtime.devices.transfers import (
+    Mode,
+    Transfers,
+    acquire,
+    mode_meant,
+    mode_named,
+    release,
+)
 from ckptfix.runtime.devices.tying import forget_freed_weights
 
-_ends: "weakref.WeakKeyDictionary[nn.Module, list[weakref.finalize[..., Any]]]" = weakref.WeakKeyDictionary()
+
+class _What(Enum):
+    """What a dispatch may begin with a model."""
+
+    ASKED = "a reference from dispatch_model"
+    PATCHED = "a reference from the patch of accelerate"
+    GUARD = "device guards"
+
+
+_Ends = dict[_What, "weakref.finalize[..., Any]"]
+
+_ends: "weakref.WeakKeyDictionary[nn.Module, _Ends]" = weakref.WeakKeyDictionary()
 """For each dispatched model, what ends that which its dispatch began."""
 
 _under_way: list[nn.Module] = []
@@ -30,7 +50,7 @@ _under_way: list[nn.Module] = []
 def dispatch_model(
     model: nn.Module,
     device_map: Mapping[str, int | str | torch.device],
-    *,
+    *more: Any,
     safe_transfers: Mode | str = Mode.AUTO,
     force_cuda_to_cuda_via_cpu: bool = False,
     device_guard: bool = False,
@@ -42,17 +62,20 @@ def dispatch_model(
     nothing is known of this hardware; only a model on two or more accelerators asks for that. "always" stages every
     pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is another name of "always". ``device_guard``: make the
     device of each block the current one inside its forward, for kernels that launch on the current device whatever
-    their tensors are on. Other arguments go to accelerate.
+    their tensors are on. Other arguments are accelerate's, by name or, as there, by place.
 
     Dispatched again, the model holds what the last call says. Raises UsageError when the arguments contradict each
     other, and what accelerate raises; the model then holds what it held before.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
-    spread = _accelerators(device_map.values()) | _accelerators(_places(model))
-    with _dispatching(model, mode, several=len(spread) > 1, device_guard=device_guard):
-        dispatched: nn.Module = accelerate.dispatch_model(
-            model, dict(device_map), **_with_lists(accelerate_arguments)
-        )
+    given = _by_name(accelerate.dispatch_model, model, dict(device_map), *more, **accelerate_arguments)
+    places = (
+        *device_map.values(),
+        given.arguments.get("main_device"),
+        *_places(model, given.arguments.get("state_dict")),
+    )
+    with _dispatching(model, mode, several=_are_several(places), device_guard=device_guard):
+        dispatched: nn.Module = accelerate.dispatch_model(*given.args, **given.kwargs)
     return dispatched
 
 
@@ -60,7 +83,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: Any,
     device_map: str | Mapping[str, int | str | torch.device] | None = None,
-    *,
+    *more: Any,
     safe_transfers: Mode | str = Mode.AUTO,
     force_cuda_to_cuda_via_cpu: bool = False,
     device_guard: bool = False,
@@ -68,20 +91,21 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Do ``accelerate.load_checkpoint_and_dispatch`` with copies between devices that arrive, those of loading too.
 
-    The arguments are those of ``dispatch_model`` above; others go to accelerate. With a map in one word ("auto",
+    The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one word ("auto",
     "balanced", ...) a machine with two or more devices counts as used.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
     if isinstance(device_map, str) or device_map is None:
         several = device_map is not None
-        given: Any = device_map
+        wanted: Any = device_map
     else:
-        several = len(_accelerators(device_map.values()) | _accelerators(_places(model))) > 1
-        given = dict(device_map)
+        several = _are_several((*device_map.values(), *_places(model)))
+        wanted = dict(device_map)
+    given = _by_name(
+        accelerate.load_checkpoint_and_dispatch, model, checkpoint, wanted, *more, **accelerate_arguments
+    )
     with _dispatching(model, mode, several=several, device_guard=device_guard):
-        dispatched: nn.Module = accelerate.load_checkpoint_and_dispatch(
-            model, checkpoint, given, **_with_lists(accelerate_arguments)
-        )
+        dispatched: nn.Module = accelerate.load_checkpoint_and_dispatch(*given.args, **given.kwargs)
     return dispatched
 
 
@@ -92,20 +116,21 @@ def remove_safe_transfers(model: nn.Module) -> None:
     to remove. Other references of this process keep staging on.
     """
     for module in model.modules():
-        for end in _ends.pop(module, ()):
+        for end in _ends.pop(module, {}).values():
             end()
 
 
 def hold(model: nn.Module, places: Iterable[Any], mode: Mode) -> None:
     """Let a model hold a reference that accelerate is about to dispatch by itself; for the patch of accelerate.
 
-    ``places``: where accelerate will run its blocks. A model that comes from ``dispatch_model`` above is left alone,
-    and so is one on fewer than two accelerators, unless the mode is ALWAYS.
+    ``places``: where accelerate will run its blocks. A model that ``dispatch_model`` above dispatches is left alone,
+    and so is one on fewer than two accelerators, unless the mode is ALWAYS. A reference that the model holds from
+    ``dispatch_model`` stays, as somebody asked for it; device guards end, as their blocks may go elsewhere now.
     """
     if any(model is other for other in _under_way):
         return
-    several = len(_accelerators(places) | _accelerators(_places(model))) > 1
-    _replace(model, mode, _reference(model, mode, several))
+    meant = mode_meant(mode)
+    _replace(model, meant, _What.PATCHED, _reference(model, meant, _are_several((*places, *_places(model)))))
 
 
 @contextmanager
@@ -121,16 +146,19 @@ def _dispatching(model: nn.Module, mode: Mode, *, several: bool, device_guard: b
         raise
     finally:
         _under_way.remove(model)
-    _replace(model, mode, reference)
+    _replace(model, mode, _What.ASKED, reference)
     if device_guard:
-        _ends.setdefault(model, []).append(weakref.finalize(model, follow_devices(model)))
+        _ends.setdefault(model, {})[_What.GUARD] = weakref.finalize(model, follow_devices(model))
 
 
-def _replace(model: nn.Module, mode: Mode, reference: Transfers | None) -> None:
-    """Let the model hold this reference in place of all that its last dispatch began."""
-    former = _ends.pop(model, [])
+def _replace(model: nn.Module, mode: Mode, what: _What, reference: Transfers | None) -> None:
+    """Let the model hold this reference in place of what earlier dispatches of less standing began, and of its own."""
+    ends = _ends.setdefault(model, {})
+    former = [
+        ends.pop(other) for other in _What if other in ends and (other, what) != (_What.ASKED, _What.PATCHED)
+    ]
     if reference is not None:
-        _ends[model] = [weakref.finalize(model, release, reference)]
+        ends[what] = weakref.finalize(model, release, reference)
     for end in former:
         end()
     if mode is Mode.NEVER:
@@ -149,10 +177,17 @@ def _mode(safe_transfers: Mode | str, force_cuda_to_cuda_via_cpu: bool) -> Mode:
         raise UsageError(
             "force_cuda_to_cuda_via_cpu=True asks for staging and safe_transfers='never' for none: leave one out"
         )
-    return Mode.ALWAYS if force_cuda_to_cuda_via_cpu else mode
+    return mode_meant(Mode.ALWAYS if force_cuda_to_cuda_via_cpu else mode)
 
 
-def _with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
+def _by_name(function: Callable[..., Any], *given: Any, **named: Any) -> inspect.BoundArguments:
+    """Return the arguments of a function of accelerate with their names. Raises TypeError for what it does not take."""
+    bound = inspect.signature(function).bind(*given, **named)
+    bound.arguments.update(_with_lists(bound.arguments))
+    return bound
+
+
+def _with_lists(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with lists for sets and tuples of names.
 
     transformers keeps its classes that must not be split in a set, which accelerate 1.6.0 takes for the name of one.
@@ -164,9 +199,18 @@ def _with_lists(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _places(model: nn.Module) -> Iterator[torch.device]:
-    for tensor in (*model.parameters(), *model.buffers()):
+def _places(model: nn.Module, others: Any = None) -> Iterator[torch.device]:
+    """Yield where the tensors of a model are, and those of ``others``, a dict of tensors or nothing."""
+    for tensor in (
+        *model.parameters(),
+        *model.buffers(),
+        *(others.values() if isinstance(others, dict) else ()),
+    ):
         yield tensor.device
+
+
+def _are_several(places: Iterable[Any]) -> bool:
+    return len(_accelerators(places)) > 1
 
 
 def _accelerators(places: Iterable[Any]) -> set[int]:

@@ -1,7 +1,8 @@
 """The patch of accelerate's own dispatch, for code that calls it by itself: transformers' ``from_pretrained``, PEFT.
 
-Whoever dispatches, under whatever name they imported the function, ``accelerate.big_modeling`` looks up the function
-that attaches the hooks at each call. That one gets a stand-in.
+Whoever dispatches, under whatever name they imported the function, ``accelerate.big_modeling`` looks up two functions
+at each call: the one that checks the map, and the one that attaches the hooks. Both get a stand-in. A model that goes
+to one device as a whole gets no hooks, and is moved behind the first.
 """
 
 import functools
@@ -15,12 +16,12 @@ from ckptfix.runtime.devices.dispatching import hold
 from ckptfix.runtime.devices.transfers import Mode
 from ckptfix.runtime.devices.tying import forget_freed_weights
 
-_NAME = "attach_align_device_hook_on_blocks"
+_CHECK, _ATTACH = "check_device_map", "attach_align_device_hook_on_blocks"
 
 _mode: Mode | None = None
 """What models get that accelerate dispatches; None: nothing, the patch is off."""
 
-_original: Callable[..., Any] | None = None
+_originals: dict[str, Callable[..., Any]] = {}
 
 
 def patch_dispatch(mode: Mode) -> None:
@@ -28,11 +29,12 @@ def patch_dispatch(mode: Mode) -> None:
 
     A second call changes the mode. It is the dispatch of a model on two or more accelerators that makes "auto" measure.
     """
-    global _mode, _original
+    global _mode
     _mode = mode
-    if _original is None:
-        _original = getattr(accelerate.big_modeling, _NAME)
-        setattr(accelerate.big_modeling, _NAME, _in_front_of(_original))
+    if not _originals:
+        for name, in_front_of in ((_CHECK, _in_front_of_check), (_ATTACH, _in_front_of_attach)):
+            _originals[name] = getattr(accelerate.big_modeling, name)
+            setattr(accelerate.big_modeling, name, in_front_of(_originals[name]))
 
 
 def unpatch_dispatch() -> None:
@@ -41,15 +43,27 @@ def unpatch_dispatch() -> None:
     Models that were dispatched keep their references: taking those away would let their next forward copy directly.
     ``remove_safe_transfers(model)`` does that.
     """
-    global _mode, _original
+    global _mode
     _mode = None
-    current = getattr(accelerate.big_modeling, _NAME)
-    if _original is not None and getattr(current, "__wrapped__", None) is _original:
-        setattr(accelerate.big_modeling, _NAME, _original)
-    _original = None
+    while _originals:
+        name, original = _originals.popitem()
+        if getattr(getattr(accelerate.big_modeling, name), "__wrapped__", None) is original:
+            setattr(accelerate.big_modeling, name, original)
 
 
-def _in_front_of(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_front_of_check(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def check(model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        done = original(model, device_map, *args, **kwargs)
+        places = set(device_map.values())
+        if _mode is not None and len(places) == 1:
+            hold(model, places, _mode)
+        return done
+
+    return check
+
+
+def _in_front_of_attach(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attach(module: nn.Module, execution_device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if _mode is None:

@@ -11,7 +11,7 @@ from ckptfix.errors import CkptfixError
 from ckptfix.runtime.devices.counting import Counts
 from ckptfix.runtime.devices.pairs import Pair, device
 from ckptfix.runtime.devices.pipeline import Waiting
-from ckptfix.runtime.devices.staging import staged_copy
+from ckptfix.runtime.devices.staging import release_slots, staged_copy
 from ckptfix.wording import human_size
 
 
@@ -34,6 +34,7 @@ class Ways:
 
 class _Thread(threading.local):
     bypasses = 0
+    uncounted = 0
 
 
 class Router:
@@ -45,13 +46,15 @@ class Router:
         self._thread = _Thread()
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
+    def bypassed(self, *, counted: bool = True) -> Iterator[None]:
         """Let copies that this thread makes go directly."""
         self._thread.bypasses += 1
+        self._thread.uncounted += not counted
         try:
             yield
         finally:
             self._thread.bypasses -= 1
+            self._thread.uncounted -= not counted
 
     def carry(self, pair: Pair, destination: torch.Tensor, source: torch.Tensor) -> bool:
         """Make a copy by way of the host and return True; False, and nothing done, for one that goes directly.
@@ -59,7 +62,8 @@ class Router:
         Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot wait for the host.
         """
         ways = self.ways
-        if not self.takes_host(pair, source):
+        if not self._is_staged(ways, {pair}, pair, source):
+            self._count(ways, pair, source, staged=False)
             return False
         for index in pair:
             if _is_capturing(device(index)):
@@ -68,6 +72,9 @@ class Router:
                     "wait for the host. Keep copies between devices out of the graph"
                 )
         staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+        self._count(ways, pair, source, staged=True)
+        if not self.ways.staged:  # staging ended during this copy, which may have taken its memory since
+            release_slots()
         return True
 
     def takes_host(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
@@ -76,17 +83,23 @@ class Router:
         ``back``: a gradient will take the same way in the other direction. Raises TransferError for a refused one.
         """
         ways = self.ways
-        if not ways.staged:
+        staged = self._is_staged(ways, {pair, pair[::-1]} if back else {pair}, pair, source)
+        self._count(ways, pair, source, staged=staged)
+        return staged
+
+    def _is_staged(self, ways: Ways, asked: set[Pair], pair: Pair, source: torch.Tensor) -> bool:
+        if self._thread.bypasses or ways.staged.isdisjoint(asked):
             return False
-        asked = {pair, pair[::-1]} if back else {pair}
-        staged = not (self._thread.bypasses or ways.staged.isdisjoint(asked))
-        if staged and not ways.refused.isdisjoint(asked):
+        if not ways.refused.isdisjoint(asked):
             raise TransferError(
                 f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To make it by way of "
                 "the host: safe_transfers('always')"
             )
-        self.counts.add(pair, source.nbytes, staged=staged)
-        return staged
+        return True
+
+    def _count(self, ways: Ways, pair: Pair, source: torch.Tensor, *, staged: bool) -> None:
+        if ways.staged and not self._thread.uncounted:
+            self.counts.add(pair, source.nbytes, staged=staged)
 
 
 def _described(pair: Pair, source: torch.Tensor) -> str:

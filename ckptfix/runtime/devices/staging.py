@@ -62,9 +62,12 @@ def staged_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def release_slots() -> None:
-    """Give the pinned memory back. Copies that are under way keep theirs until they are done."""
-    with _rings_lock:
-        _rings.clear()
+    """Give the pinned memory back. Copies that are under way keep theirs until they are done.
+
+    The last reference to staging may be given back by a finalizer, in the middle of anything below: no lock is needed
+    here, and none is held where something is made.
+    """
+    _rings.clear()
 
 
 class _Ring:
@@ -77,7 +80,6 @@ class _Ring:
 
 
 _rings: dict[Pair, _Ring] = {}
-_rings_lock = threading.Lock()
 
 
 class _Streams:
@@ -124,8 +126,7 @@ def _pipelined(destination: torch.Tensor, source: torch.Tensor, waiting: Waiting
         pump(_Streams(ring.memory, destination, source), ring.slots, source.numel(), PIECE, waiting)
     except BaseException:
         # Pieces may be on their way with no mark behind them: these slots must never be filled again.
-        with _rings_lock:
-            _rings.pop(pair, None)
+        _rings.pop(pair, None)
         raise
     finally:
         ring.lock.release()
@@ -133,15 +134,14 @@ def _pipelined(destination: torch.Tensor, source: torch.Tensor, waiting: Waiting
 
 
 def _ring(pair: Pair) -> _Ring | None:
-    with _rings_lock:
-        if pair not in _rings:
-            try:
-                _rings[pair] = _Ring()
-            except (
-                RuntimeError
-            ):  # no memory that may be pinned; torch's own message is of no use to the caller
-                return None
-        return _rings[pair]
+    ring = _rings.get(pair)
+    if ring is not None:
+        return ring
+    try:
+        made = _Ring()
+    except RuntimeError:  # no memory that may be pinned; torch's own message is of no use to the caller
+        return None
+    return _rings.setdefault(pair, made)  # that of another thread, where it was faster
 
 
 def _has_streams() -> bool:

@@ -39,6 +39,7 @@ __all__ = [
     "acquire",
     "bypassed",
     "counters",
+    "mode_meant",
     "mode_named",
     "release",
     "safe_transfers",
@@ -99,6 +100,8 @@ _installed: _Installed | None = None
 _router = Router()
 _at_beginning: Mapping[Pair, Count] = {}
 _told: set[frozenset[Pair]] = set()
+_told_what_is_not_covered: set[bool] = set()
+"""Whether this was said already: of staging (False), of refusing (True)."""
 
 
 @contextmanager
@@ -118,12 +121,13 @@ def safe_transfers(mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False)
 
 
 @contextmanager
-def bypassed() -> Iterator[None]:
+def bypassed(*, counted: bool = True) -> Iterator[None]:
     """Let copies that this thread makes go directly, for code that has to see what the direct way does.
 
-    A backward pass runs in threads of torch's own: its copies stay staged.
+    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these copies are nobody's
+    but the caller's own, and no counter shows them.
     """
-    with _router.bypassed():
+    with _router.bypassed(counted=counted):
         yield
 
 
@@ -147,10 +151,10 @@ def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Tr
     """Take a reference for ``release`` to give back; ``holder`` is named when someone asks for "never" meanwhile."""
     if mode == "raise":
         mode, raise_instead = Mode.ALWAYS, True
-    chosen = _chosen(mode)
+    chosen = mode_meant(mode)
     if chosen is Mode.NEVER:
         _say_that_it_stays_on()
-        return Transfers(mode=chosen, holder=holder)
+        return Transfers(mode=chosen, holder=holder, _before=_router.counts.all())
     reference = Transfers(
         mode=chosen,
         raises=raise_instead,
@@ -159,6 +163,8 @@ def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Tr
         not_covered=overriding.NOT_COVERED if overriding.can_override() else fallback.NOT_COVERED,
         _before=_router.counts.all(),
     )
+    if reference.pairs and not overriding.can_override():
+        _say_what_is_not_covered(raise_instead)
     with _lock:
         _references.append(reference)
         try:
@@ -218,7 +224,11 @@ def mode_named(word: Mode | str) -> Mode:
         raise UsageError(f"safe_transfers={word!r}: use 'auto', 'always' or 'never'") from None
 
 
-def _chosen(mode: Mode | str) -> Mode:
+def mode_meant(mode: Mode | str) -> Mode:
+    """Return the mode with this value, and for "auto" the one that the environment names, if it does.
+
+    Raises UsageError for words that mean nothing.
+    """
     chosen = mode_named(mode)
     said = os.environ.get(VARIABLE, "")
     if chosen is not Mode.AUTO or not said:
@@ -267,6 +277,16 @@ def _proven() -> frozenset[Pair]:
 
     report = cached_report()
     return frozenset() if report is None else frozenset(report.pairs) - report.unproven
+
+
+def _say_what_is_not_covered(refusing: bool) -> None:
+    if refusing not in _told_what_is_not_covered:
+        _told_what_is_not_covered.add(refusing)
+        word = "refused" if refusing else "staged"
+        _warn(
+            f"some copies between devices are not {word}: {'; '.join(fallback.NOT_COVERED)}. "
+            "A newer torch covers them: pip install -U torch"
+        )
 
 
 def _say_that_it_stays_on() -> None:

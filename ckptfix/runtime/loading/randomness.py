@@ -63,7 +63,7 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
             return
         if not problem:
             break  # whoever wrote this one wrote the others
-    if manifest is not None:
+    if manifest is not None and manifest.is_of_a_save:
         _plan_step(draft, manifest.step, (), "from the manifest")
     else:
         draft.cannot(Part.STEP, "no readable file of a rank holds it", what="step", missing=True)

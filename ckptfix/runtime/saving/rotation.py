@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.latest import candidates, outside_checkpoints
-from ckptfix.checkpoint.manifest import MANIFEST
+from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
+from ckptfix.errors import FormatError
 from ckptfix.runtime.saving.leftovers import own_name, release, sweep
 
 
@@ -45,7 +46,16 @@ def _was_saved(path: Path) -> bool:
     parsed = [parse_file_name(name) for name in os.listdir(path)]
     roles = {name.role for name in parsed if name is not None}
     return (
-        (path / MANIFEST).exists()
+        _has_manifest_of_save(path)
         or Role.RNG_STATE in roles
         or (Role.MODEL in roles and Role.OPTIMIZER in roles)
     )
+
+
+def _has_manifest_of_save(path: Path) -> bool:
+    """Whether a save left its manifest: ``ckptfix seal`` writes one into folders of anybody's."""
+    try:
+        manifest = read_manifest(path)
+    except (FormatError, OSError):
+        return True
+    return manifest is not None and manifest.is_of_a_save

@@ -9,13 +9,19 @@ from numpy.lib.stride_tricks import as_strided
 
 from ckptfix.errors import ChangedError
 from ckptfix.storage.pieces import OpenFiles
-from ckptfix.weights.layouts import Strided, Tile, Tiled
+from ckptfix.weights.layouts import Contiguous, Strided, Tile, Tiled
 
 
 def gathered(layout: Strided, buffer: memoryview) -> Iterator[memoryview]:
     """Yield the elements of a strided tensor in row-major order. Its storage is mapped, not read into memory."""
     if 0 in layout.shape:
         return
+    for part in _parts(_mapped(layout), len(buffer) // layout.width):
+        yield memoryview(numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8))
+
+
+def _mapped(layout: Strided) -> Any:
+    """Return a strided tensor as an array over its file."""
     path, offset, length = layout.storage
     try:
         storage: Any = numpy.memmap(
@@ -23,46 +29,76 @@ def gathered(layout: Strided, buffer: memoryview) -> Iterator[memoryview]:
         )
     except ValueError as error:  # numpy's word for a file that is too short
         raise ChangedError(f"{path} changed while it was read: {error}") from error
-    strides = tuple(step * layout.width for step in layout.stride)
-    view = as_strided(storage[layout.first :], shape=layout.shape, strides=strides, writeable=False)
-    for part in _parts(view, len(buffer) // layout.width):
-        yield memoryview(numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8))
+    strides = tuple(
+        step * layout.width if length > 1 else 0  # a file can claim any stride where none is ever taken
+        for step, length in zip(layout.stride, layout.shape, strict=True)
+    )
+    return as_strided(storage[layout.first :], shape=layout.shape, strides=strides, writeable=False)
 
 
 def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield a tensor that is cut into tiles in row-major order, some steps of its first real dimension at a time."""
+    """Yield a tensor that is cut into tiles in row-major order, as much at a time as ``buffer`` has."""
     if 0 in layout.shape:
         return
-    axis = next((number for number, length in enumerate(layout.shape) if length > 1), 0)
-    step = prod(layout.shape[axis + 1 :]) * layout.width
-    many = max(1, len(buffer) // step)
-    for begin in range(0, layout.shape[axis], many):
-        end = min(begin + many, layout.shape[axis])
-        slab: Any = numpy.empty(
-            (*layout.shape[:axis], end - begin, *layout.shape[axis + 1 :]), f"V{layout.width}"
-        )
-        for tile in layout.tiles:
-            _place(slab, tile, axis, begin, end, layout.width, files)
-        yield memoryview(slab.reshape(-1).view(numpy.uint8))
+    tiles = [tile for tile in layout.tiles if 0 not in tile.lengths]
+    begins = numpy.array([tile.offsets for tile in tiles], numpy.int64)
+    ends = begins + numpy.array([tile.lengths for tile in tiles], numpy.int64)
+    for begin, lengths in _boxes(layout.shape, len(buffer) // layout.width):
+        box: Any = numpy.empty(lengths, f"V{layout.width}")
+        end = numpy.add(begin, lengths)
+        for number in numpy.flatnonzero(((begins < end) & (begin < ends)).all(axis=1)):
+            _place(box, begin, tiles[number], layout.width, files)
+        yield memoryview(box.reshape(-1).view(numpy.uint8))
 
 
-def _place(slab: Any, tile: Tile, axis: int, begin: int, end: int, width: int, files: OpenFiles) -> None:
-    """Put the part of a tile into the slab that lies in steps ``begin`` to ``end`` of an axis."""
-    low, high = max(begin, tile.offsets[axis]), min(end, tile.offsets[axis] + tile.lengths[axis])
-    if low >= high or 0 in tile.lengths:
+def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor into boxes of at most ``most`` elements that follow each other in memory: first indexes, lengths."""
+    axis, inner = len(shape), 1
+    while axis and inner * shape[axis - 1] <= most:
+        axis -= 1
+        inner *= shape[axis]
+    if not axis:
+        yield (0,) * len(shape), shape
         return
-    row = prod(tile.lengths[axis + 1 :]) * width
-    data = memoryview(bytearray((high - low) * row))
-    _read(tile, (low - tile.offsets[axis]) * row, data, files)
-    lengths = (*tile.lengths[:axis], high - low, *tile.lengths[axis + 1 :])
-    starts = (*tile.offsets[:axis], low - begin, *tile.offsets[axis + 1 :])
-    place = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
-    slab[place] = numpy.frombuffer(data, f"V{width}").reshape(lengths)
+    axis -= 1
+    many = most // inner
+    for outer in numpy.ndindex(shape[:axis]):
+        for first in range(0, shape[axis], many):
+            lengths = (*(1 for _ in outer), min(many, shape[axis] - first), *shape[axis + 1 :])
+            yield (*outer, first, *(0 for _ in shape[axis + 1 :])), lengths
 
 
-def _read(tile: Tile, skip: int, view: memoryview, files: OpenFiles) -> None:
+def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: OpenFiles) -> None:
+    """Put the part of a tile into a box that lies in it. ``begin``: the first index of the box."""
+    low = [max(pair) for pair in zip(begin, tile.offsets, strict=True)]
+    ends = (
+        (first + length, start + many)
+        for first, length, start, many in zip(begin, box.shape, tile.offsets, tile.lengths, strict=True)
+    )
+    lengths = [min(pair) - start for pair, start in zip(ends, low, strict=True)]
+    place, inside = (
+        tuple(
+            slice(start - first, start - first + length)
+            for start, first, length in zip(low, firsts, lengths, strict=True)
+        )
+        for firsts in (begin, tile.offsets)
+    )
+    if isinstance(tile.layout, Strided):
+        box[place] = _mapped(tile.layout)[inside]
+        return
+    skip = (
+        0  # the box is cut along one dimension and has all of those behind it: its part of a tile is one run
+    )
+    for part, length in zip(inside, tile.lengths, strict=True):
+        skip = skip * length + part.start
+    data = memoryview(bytearray(prod(lengths) * width))
+    _read(tile.layout, skip * width, data, files)
+    box[place] = numpy.frombuffer(data, f"V{width}").reshape(lengths)
+
+
+def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> None:
     """Fill ``view`` with the bytes of a tile from ``skip`` on."""
-    for path, offset, length in tile.layout.pieces:
+    for path, offset, length in run.pieces:
         take = max(0, min(length - skip, len(view)))
         if take:
             files.fill(view[:take], path, offset + skip)

@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.storage.recipes import Literal
+
+__all__ = ["Computed", "Data", "Literal", "NewTensor", "OutputFile", "Part"]
+
 
 class NewTensor(NamedTuple):
     """A tensor to be written: its name, its dtype in safetensors' nouns, its shape and its size in bytes."""
@@ -13,18 +17,6 @@ class NewTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """Bytes given outright."""
-
-    data: bytes = field(repr=False)
-
-    @property
-    def length(self) -> int:
-        """The number of bytes."""
-        return len(self.data)
 
 
 @dataclass(frozen=True, slots=True)

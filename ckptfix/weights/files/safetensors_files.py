@@ -13,6 +13,7 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.weights.files.parts import Data, Literal, NewTensor, OutputFile, Part
 from ckptfix.weights.files.sharding import in_shards, index_file, shard_names
+from ckptfix.weights.tie_records import LISTED, metadata_of
 
 _ORDER_TEXT = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64
@@ -20,14 +21,22 @@ _ORDER_TEXT = """
 DTYPES = {name: rank for rank, name in enumerate(_ORDER_TEXT.split())}
 """The dtypes that safetensors knows, with their rank in the order of a file."""
 
+_NO_METADATA: Mapping[str, str] = {}
+
 
 def safetensors_files(
-    stem: str, tensors: Sequence[NewTensor], ties: Mapping[str, str], *, most: int | None = None
+    stem: str,
+    tensors: Sequence[NewTensor],
+    ties: Mapping[str, str],
+    *,
+    most: int | None = None,
+    metadata: Mapping[str, str] = _NO_METADATA,
 ) -> tuple[OutputFile, ...]:
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
-    ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does. Raises
-    UnsupportedFormat for a dtype or a name that safetensors does not have.
+    ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does.
+    ``metadata``: of every file, beside those. Raises UnsupportedFormat for a dtype or a name that safetensors does not
+    have.
     """
     shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
     names = shard_names(stem, ".safetensors", len(shards))
@@ -35,7 +44,7 @@ def safetensors_files(
     for name, shard in zip(names, shards, strict=True):
         held = {tensor.fqn for tensor in shard}
         own = {other: kept for other, kept in ties.items() if kept in held}
-        header, ordered = _header(shard, own)
+        header, ordered = _header(shard, own, metadata)
         parts: tuple[Part, ...] = (
             Literal(header),
             *(Data(tensor.fqn, tensor.nbytes) for tensor in ordered if tensor.nbytes),
@@ -46,7 +55,9 @@ def safetensors_files(
     return tuple(files)
 
 
-def _header(tensors: Sequence[NewTensor], ties: Mapping[str, str]) -> tuple[bytes, list[NewTensor]]:
+def _header(
+    tensors: Sequence[NewTensor], ties: Mapping[str, str], metadata: Mapping[str, str]
+) -> tuple[bytes, list[NewTensor]]:
     """Return the bytes before the first tensor, and the tensors in the order of the file."""
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
@@ -55,10 +66,15 @@ def _header(tensors: Sequence[NewTensor], ties: Mapping[str, str]) -> tuple[byte
             raise UnsupportedFormat(
                 f"a tensor is called {METADATA_KEY!r}, which safetensors keeps for itself"
             )
-    if "format" in ties:
-        raise UnsupportedFormat("a tied tensor is called 'format', which safetensors needs for itself")
+    for name in ("format", LISTED):
+        if name in ties:
+            raise UnsupportedFormat(
+                f"a tied tensor is called {name!r}, which safetensors files need for itself"
+            )
     ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.fqn))
-    document: dict[str, Any] = {METADATA_KEY: {"format": "pt", **ties}}
+    document: dict[str, Any] = {
+        METADATA_KEY: {"format": "pt", **metadata, **metadata_of(ties, {tensor.fqn for tensor in tensors})}
+    }
     offset = 0
     for tensor in ordered:
         document[tensor.fqn] = {

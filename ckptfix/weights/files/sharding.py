@@ -28,7 +28,10 @@ def shard_names(stem: str, suffix: str, count: int) -> list[PurePosixPath]:
 
 
 def index_file(stem: str, suffix: str, shards: Sequence[Sequence[NewTensor]]) -> OutputFile:
-    """Return the index of a model in several files, as ``save_pretrained`` writes it."""
+    """Return the index of a model in several files, as ``save_pretrained`` writes it.
+
+    That of a variant has its word elsewhere: shards of ``model.fp16`` are of ``model.safetensors.index.fp16.json``.
+    """
     names = shard_names(stem, suffix, len(shards))
     document = {
         "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
@@ -37,4 +40,7 @@ def index_file(stem: str, suffix: str, shards: Sequence[Sequence[NewTensor]]) ->
         },
     }
     data = json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
-    return OutputFile(path=PurePosixPath(f"{stem}{suffix}.index.json"), parts=(Literal(data),))
+    base, _, variant = stem.partition(".")
+    is_variant = base in ("model", "pytorch_model") and variant
+    name = f"{base}{suffix}.index.{variant}.json" if is_variant else f"{stem}{suffix}.index.json"
+    return OutputFile(path=PurePosixPath(name), parts=(Literal(data),))

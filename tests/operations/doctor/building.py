@@ -25,12 +25,19 @@ OPTIONS = {
     "mixed_precision": True,
     "multi_gpu": False,
     "use_deepspeed": False,
+    "num_machines": True,
+    "cpu": False,
     "debug": False,
     "module": False,
     "m": False,
 }
 ACCELERATE = AccelerateSource(
-    names=frozenset({"Accelerator", "PartialState", "notebook_launcher", "utils"}),
+    names=frozenset({"Accelerator", "PartialState", "notebook_launcher", "state", "utils"}),
+    modules={
+        "state": frozenset({"AcceleratorState", "PartialState"}),
+        "utils": frozenset({"DeepSpeedPlugin", "modeling", "set_seed"}),
+        "utils.modeling": frozenset("*"),
+    },
     options=OPTIONS,
     config_fields=frozenset(
         {"compute_environment", "distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu"}

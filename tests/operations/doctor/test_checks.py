@@ -114,6 +114,8 @@ def test_the_name_that_was_meant_is_said() -> None:
     words = said("unknown-accelerate-name", facts(script=script("from accelerate import PartialSate")))
     assert "did you mean PartialState?" in words
     assert "line 1: from accelerate import PartialSate" in words
+    words = said("unknown-accelerate-name", facts(script=script("from accelerate.state import PartialSate")))
+    assert "accelerate.state has no PartialSate; did you mean PartialState?" in words
 
 
 def test_an_old_driver_with_and_without_what_accelerate_asks_for() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.errors import UsageError
 from ckptfix.operations.doctor import diagnose_environment
-from ckptfix.operations.doctor.facts.launch import read_launch, script_of
+from ckptfix.operations.doctor.facts.launch import read_launch, script_of, variables_of
 from tests.operations.doctor.building import OPTIONS, facts, launch, script
 
 
@@ -36,6 +36,19 @@ def test_options_before_and_behind_the_script() -> None:
         ("python train.py --num_processes 2", "python", "train.py"),
         ("/env/bin/accelerate launch train.py", "accelerate launch", "train.py"),
         ("accelerate launch", "accelerate launch", ""),
+        ("nohup accelerate launch train.py", "accelerate launch", "train.py"),
+        ("env A=1 accelerate launch train.py", "accelerate launch", "train.py"),
+        ("A=1 nohup nice -n 5 accelerate launch train.py", "accelerate launch", "train.py"),
+        ("uv run --with tqdm accelerate launch train.py", "accelerate launch", "train.py"),
+        ("uv run --python python3.11 accelerate launch train.py", "accelerate launch", "train.py"),
+        ("srun --ntasks 1 accelerate launch train.py", "accelerate launch", "train.py"),
+        ("nohup python train.py", "python", "train.py"),
+        ("nohup torchrun train.py", "torchrun", "train.py"),
+        ("nohup ./start.sh", "nohup", ""),
+        ("python3 -u -m accelerate.commands.launch train.py", "accelerate launch", "train.py"),
+        ("python3.11 -X dev -W error -m accelerate.commands.launch a.py", "accelerate launch", "a.py"),
+        ("python -c 1 -m accelerate.commands.launch train.py", "python", "train.py"),
+        ("python -u train.py -m accelerate.commands.launch", "python", "train.py"),
     ],
 )
 def test_launchers(command: str, launcher: str, name: str) -> None:
@@ -48,6 +61,20 @@ def test_the_value_of_an_unknown_option_is_not_the_script() -> None:
     assert [option.text for option in found.unknown] == ["--lr", "--name"]
     assert [option.name for option in found.before] == ["mixed_precision"]
     assert found.script == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0,1 A= accelerate launch a.py", {"CUDA_VISIBLE_DEVICES": "0,1", "A": ""}),
+        ("env -i A=1 B='x y' accelerate launch a.py", {"A": "1", "B": "x y"}),
+        ("A=1 nohup env B=2 accelerate launch a.py", {"A": "1", "B": "2"}),
+        ("srun X=1 accelerate launch a.py", {}),
+        ("accelerate launch a.py lr=1", {}),
+    ],
+)
+def test_variables_that_a_command_sets(command: str, variables: dict[str, str]) -> None:
+    assert variables_of(command) == launch(command).variables == variables
 
 
 @pytest.mark.parametrize("command", ["accelerate launch 'train.py", "", "A=1"])
@@ -77,6 +104,10 @@ def test_the_script_is_found_where_there_is_one(tmp_path: Path) -> None:
             "accelerate launch --num_processes 2 train.py --lr 1e-3 --steps 5",
         ),
         ("accelerate launch --fast train.py", "accelerate launch train.py --fast"),
+        (
+            "A='b c' nohup accelerate launch --fast train.py",
+            "A='b c' nohup accelerate launch train.py --fast",
+        ),
         ("accelerate launch --name='a b' train.py", "accelerate launch train.py '--name=a b'"),
     ],
 )

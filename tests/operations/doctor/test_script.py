@@ -34,7 +34,9 @@ def test_names_are_followed_through_imports() -> None:
         A()
         """
     ).uses
-    assert [name for name, _ in uses.taken] == ["Accelerator", "PartialState", "load_checkpoint_in_model"]
+    assert [name for name, _ in uses.taken] == [
+        "utils", "Accelerator", "PartialState", "utils", "utils.set_seed", "load_checkpoint_in_model",
+    ]  # fmt: skip
     assert wheres(uses.accelerators) == ["line 9"]
 
 
@@ -57,7 +59,101 @@ def test_module_level_is_told_from_functions() -> None:
         """
     ).uses
     assert wheres(uses.made_early) == ["line 7"]
-    assert wheres(uses.touched_early) == ["line 9", "line 11", "line 12"]
+    assert wheres(uses.touched_early) == ["line 9", "line 11"]
+
+
+@pytest.mark.parametrize(
+    ("line", "touches"),
+    [
+        ("torch.cuda.manual_seed_all(0)", False),
+        ("torch.cuda.manual_seed(0)", False),
+        ("torch.cuda.empty_cache()", False),
+        ("torch.cuda.is_initialized()", False),
+        ("torch.cuda.memory_allocated()", False),
+        ("torch.cuda.is_bf16_supported()", True),
+        ("torch.cuda.current_device()", True),
+        ("torch.cuda.Stream()", True),
+        ("torch.cuda.synchronize()", True),
+        ("model.to('cuda')", True),
+        ("model.to(torch.device('cuda'))", True),
+        ("model.to(torch.device('cuda', 0))", True),
+        ("model.to(torch.device(type='cuda', index=0))", True),
+        ("model.to(torch.device('cpu'))", False),
+        ("model.to(device='cuda:1')", True),
+        ("torch.ones(1, device=torch.device('cuda:0'))", True),
+        ("torch.ones(1, device=f'cuda:{rank}')", True),
+        ("device = torch.device('cuda')", False),
+        ("torch.device(type='cuda')", False),
+        ("device = torch.device('cuda')\nmodel.to(device)", True),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'\nmodel.to(device)", True),
+        ("device = 'cuda'\ndevice = 'cpu'\nmodel.to(device)", False),
+        ("def f():\n    device = 'cuda'\nmodel.to(device)", False),
+    ],
+)
+def test_what_starts_cuda(line: str, touches: bool) -> None:
+    assert bool(script(f"import torch\n{line}").uses.touched_early) is touches
+
+
+@pytest.mark.parametrize(
+    ("argument", "found"),
+    [
+        ("'auto'", True),
+        ("'balanced_low_0'", True),
+        ("device_map", True),
+        ("{'a': 0, 'b': 1}", True),
+        ("{**a}", True),
+        ("infer_auto_device_map(m)", True),
+        ("None", False),
+        ("0", False),
+        ("'cuda:0'", False),
+        ("{'': PartialState().process_index}", False),
+        ("{'': 0}", False),
+        ("accelerator.device", False),
+        ("torch.device('cuda')", False),
+        ("one", False),
+    ],
+)
+def test_device_maps_that_may_have_several_entries(argument: str, found: bool) -> None:
+    """``Accelerator.prepare`` refuses those with more than one (``verify_device_map``)."""
+    text = f"import torch\none = {{'': 0}}\nModel.from_pretrained('x', device_map={argument})"
+    assert bool(script(text).uses.device_maps) is found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    {}\nexcept ImportError:\n    from accelerate.old import x",
+        "try:\n    {}\nexcept (ValueError, ModuleNotFoundError):\n    pass",
+        "try:\n    {}\nexcept:\n    pass",
+        "with contextlib.suppress(ImportError):\n    {}",
+        "if is_accelerate_version('>=', '2'):\n    {}",
+        "if TYPE_CHECKING:\n    {}",
+    ],
+)
+def test_names_that_may_be_missing_are_not_taken(text: str) -> None:
+    assert script(text.format("from accelerate import Anything")).uses.taken == ()
+
+
+def test_names_that_a_try_does_not_cover_are_taken() -> None:
+    text = "try:\n    from accelerate import A\nexcept ValueError:\n    from accelerate import B\n"
+    assert [name for name, _ in script(text).uses.taken] == ["A", "B"]
+    text = "try:\n    x()\nexcept ImportError:\n    pass\nelse:\n    from accelerate import C\n"
+    assert [name for name, _ in script(text).uses.taken] == ["C"]
+
+
+def test_names_of_modules_below_accelerate_are_followed() -> None:
+    uses = script(
+        """
+        import accelerate.utils as U
+        from accelerate.state import PartialState
+        from accelerate import state
+        U.modeling.find
+        state.local
+        """
+    ).uses
+    assert [name for name, _ in uses.taken] == [
+        "utils", "state", "state.PartialState", "state", "utils.modeling.find",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

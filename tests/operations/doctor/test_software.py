@@ -3,11 +3,12 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptfix.operations.doctor.facts.accelerate_source import find_source, read_accelerate
+from ckptfix.operations.doctor.facts.accelerate_source import find_source, read_accelerate, read_modules
 from ckptfix.operations.doctor.facts.software import find_command, read_software, release
 
 Write = Callable[[str, str], str]
@@ -79,6 +80,40 @@ def test_the_installed_accelerate_by_its_source() -> None:
     assert not source.options["m"]
     assert {"distributed_type", "num_processes", "gpu_ids", "compute_environment"} <= source.config_fields
     assert not source.reads_variable, "accelerate began to read ACCELERATE_CONFIG_FILE: say so in the README"
+
+
+def test_modules_of_the_installed_accelerate_by_their_source() -> None:
+    names = {
+        "state.PartialState",
+        "utils.modeling.x",
+        "utils.DeepSpeedPlugin",
+        "nothing.x",
+        "Accelerator.prepare",
+    }
+    package = find_source("accelerate")
+    source = replace(read_accelerate(package), modules=read_modules(package, names))
+    assert source.modules.keys() == {"state", "utils", "utils.modeling"}
+    for good in (*names - {"nothing.x"}, "utils.modeling.find_tied_parameters", "utils.modeling", "state.os"):
+        assert (good == "utils.modeling.x") == bool(source.missing(good)), good
+    assert source.missing("nothing.x") == "nothing"
+    assert source.missing("state.PartialSate") == "state.PartialSate"
+    assert source.missing("utils.nothing.more") == "utils.nothing"
+    assert "PartialState" in source.known_beside("state.PartialSate")
+
+
+def test_modules_whose_names_are_not_all_known(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("print 'old'\n")
+    (tmp_path / "lazy.py").write_text("def __getattr__(name): ...\n")
+    (tmp_path / "star.py").write_text("from .old import *\n")
+    (tmp_path / "plain.py").write_text(
+        "class A:\n    def __getattr__(self, name): ...\nfor b, c in []: ...\n"
+    )
+    found = read_modules(tmp_path, ["old.x", "lazy.x", "star.x", "plain.x"])
+    assert {name: "*" in names for name, names in found.items()} == {
+        "lazy": True, "old": True, "plain": False, "star": True,
+    }  # fmt: skip
+    assert {"A", "b", "c"} <= found["plain"]
+    assert read_modules(None, ["a.b"]) == {}
 
 
 def test_no_accelerate_is_an_empty_answer(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """Models split over simulated devices whose links are broken: wrong without safe transfers, exact with them."""
 
+import contextlib
+import copy
 import gc
+import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import permutations
 from pathlib import Path
@@ -9,6 +13,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 from ckptfix.errors import UsageError
@@ -41,6 +46,7 @@ ALL = frozenset(permutations(range(3), 2))
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, simulator: Simulator) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "_measured_here", {})
     monkeypatch.delenv(transfers.VARIABLE, raising=False)
     transfers._told.clear()
     yield
@@ -119,17 +125,15 @@ def test_auto_on_healthy_links_installs_nothing(
 def test_exact_with_all_six_links_broken(simulator: Simulator, make: Callable[[], Any]) -> None:
     device_map = THREE if make is transformer else balanced_map(make())
     logits, gradients = gradients_of(on_one_device(make))
-    # T5's gradients are sums in another order when it is split; see the tests of the simulated models.
-    if make is t5:
-        gradients = gradients_of(accelerate.dispatch_model(make(), device_map))[1]
-    simulator.clear_log()
+    # T5's gradients are sums whose order depends on which device's thread comes first: up to 8e-6 apart, broken or not.
+    tolerance = 2e-5 if make is t5 else 0.0
     break_links(simulator)
     model = dispatch_model(make(), device_map, safe_transfers="always")
     assert {tensor.device.index for tensor in model.parameters()} == {0, 1, 2}
     split_logits, split_gradients = gradients_of(model)
     assert max_abs_diff(split_logits, logits) == 0.0
     assert split_gradients.keys() == gradients.keys()
-    assert all(torch.equal(split_gradients[name], gradients[name]) for name in gradients)
+    assert all(max_abs_diff(split_gradients[name], gradients[name]) <= tolerance for name in gradients)
     assert simulator.count() == 0
     assert sum(count.staged for count in counters().values()) > 0
 
@@ -256,6 +260,53 @@ def test_a_model_that_is_on_another_device_is_on_two(
     assert staged_pairs() == ALL
 
 
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_main_device_is_one_more(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch, by_place: bool
+) -> None:
+    baseline = logits_of(on_one_device()).detach()
+    break_links(simulator)
+    found_broken(monkeypatch, *ALL)
+    device_map = {"embed": "cpu", "layers": 0, "norm": 0, "head": 0}
+    arguments: tuple[Any, ...] = (1,) if by_place else ()
+    named: dict[str, Any] = {} if by_place else {"main_device": 1}
+    with pytest.warns(UserWarning, match="6 of 6"):
+        model = dispatch_model(transformer(), device_map, *arguments, **named)
+    assert staged_pairs() == ALL
+    with torch.no_grad():
+        assert max_abs_diff(logits_of(model), baseline) == 0.0
+
+
+def test_so_is_the_device_of_a_given_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_broken(monkeypatch, (1, 0))
+    state = {
+        name: tensor.to("cuda:1") for name, tensor in transformer().norm.state_dict(prefix="norm.").items()
+    }
+    device_map = {"embed": 0, "layers": 0, "norm": "cpu", "head": 0}
+    with pytest.warns(UserWarning, match="1 -> 0"):
+        dispatch_model(transformer(), device_map, None, state)
+
+
+def test_arguments_of_accelerate_by_place(tmp_path: Path, saved: Path) -> None:
+    folder = tmp_path / "offload"
+    model = dispatch_model(transformer(), {**THREE, "norm": "disk"}, 0, None, folder, safe_transfers="never")
+    assert any(folder.iterdir())
+    load_checkpoint_and_dispatch(empty(), saved, "auto", None, ("Block",), safe_transfers="never")
+    with pytest.raises(TypeError, match="no_such_argument"):
+        dispatch_model(model, {"": 0}, no_such_argument=1)
+
+
+@pytest.mark.parametrize("dispatch", [dispatch_model, load_checkpoint_and_dispatch])
+def test_the_environment_means_what_the_argument_means(
+    monkeypatch: pytest.MonkeyPatch, saved: Path, dispatch: Any
+) -> None:
+    monkeypatch.setenv(transfers.VARIABLE, "always")
+    given = () if dispatch is dispatch_model else (saved,)
+    model = dispatch(transformer(), *given, {"": 1})
+    assert staged_pairs() == ALL, "for a model on one device, too"
+    remove_safe_transfers(model)
+
+
 # ---- loading
 
 
@@ -353,12 +404,12 @@ class Launches(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.notes = notes
-        self.failing = False
+        self.failing: type[BaseException] | None = None
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         self.notes.append((self.weight.device.index, torch.cuda.current_device()))
-        if self.failing:
-            raise ZeroDivisionError
+        if self.failing is not None:
+            raise self.failing
         out: torch.Tensor = given * self.weight
         return out
 
@@ -368,7 +419,8 @@ def chain() -> tuple[nn.Sequential, list[tuple[int, int]]]:
     return nn.Sequential(*(Launches(notes) for _ in range(4))), notes
 
 
-def test_the_current_device_follows_the_blocks() -> None:
+@pytest.mark.parametrize("failing", [ZeroDivisionError, KeyboardInterrupt])
+def test_the_current_device_follows_the_blocks(failing: type[BaseException]) -> None:
     device_map = {"0": 1, "1": 2, "2": 0, "3": 2}
     model, notes = chain()
     dispatch_model(model, device_map, safe_transfers="never")
@@ -380,17 +432,49 @@ def test_the_current_device_follows_the_blocks() -> None:
     assert notes == [(1, 1), (2, 2), (0, 0), (2, 2)]
     assert torch.cuda.current_device() == 0
     notes.clear()
-    model[1].failing = True
+    model[1].failing = failing
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(failing):
             model(torch.ones(2))
         assert torch.cuda.current_device() == 0
     assert notes == 2 * [(1, 1), (2, 2)]
-    model[1].failing = False
+    model[1].failing = None
+    notes.clear()
+    model(torch.ones(2))
+    assert notes == [(1, 1), (2, 2), (0, 0), (2, 2)]
+    assert torch.cuda.current_device() == 0
     remove_safe_transfers(model)
     notes.clear()
     model(torch.ones(2))
     assert notes == [(1, 0), (2, 0), (0, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("failing", [None, KeyboardInterrupt])
+def test_device_guards_do_not_keep_the_model(failing: type[BaseException] | None) -> None:
+    model, _ = chain()
+    dispatch_model(model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="always", device_guard=True)
+    model[1].failing = failing
+    with contextlib.suppress(KeyboardInterrupt):
+        model(torch.ones(2))
+    model = weakref.ref(model)
+    gc.collect()
+    assert model() is None
+    assert staged_pairs() == frozenset()
+
+
+def test_device_guards_outlive_other_hooks_and_are_copied_with_the_model() -> None:
+    model, notes = chain()
+    dispatch_model(model, {"0": 1, "1": 2, "2": 0, "3": 2}, safe_transfers="never", device_guard=True)
+    assert list(inspect.signature(model[0].forward).parameters) == ["given"]
+    add_hook_to_module(model[1], AlignDevicesHook(execution_device=2), append=True)
+    model(torch.ones(2))
+    assert notes == [(1, 1), (2, 2), (0, 0), (2, 2)]
+    twin = copy.deepcopy(model)
+    twin(torch.ones(2))
+    assert twin[0].notes == 2 * [(1, 1), (2, 2), (0, 0), (2, 2)]
+    remove_hook_from_module(model, recurse=True)
+    remove_safe_transfers(model)
+    assert all(block._forward_hooks == {} and block.forward.__func__ is Launches.forward for block in model)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -37,6 +37,7 @@ def older_torch(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterat
     monkeypatch.setattr(probe, "cached_report", lambda: None)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: ALL)
     transfers._told.update({ALL})
+    monkeypatch.setattr(transfers, "_told_what_is_not_covered", {False, True})
     before = {
         name: getattr(accelerate.hooks, name) for name in ("send_to_device", "set_module_tensor_to_device")
     }
@@ -161,3 +162,23 @@ def test_it_leaves_in_place_what_others_put_there_since(monkeypatch: pytest.Monk
     ours = accelerate.hooks.send_to_device
     assert torch.equal(ours(torch.ones(2, device="cuda:0"), 1).cpu(), torch.ones(2))
     accelerate.hooks.send_to_device = accelerate.utils.send_to_device
+
+
+def test_what_is_not_covered_is_said_once_by_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    with pytest.warns(
+        UserWarning, match=r"not staged: everything but the moves of accelerate's hooks.*NCCL"
+    ) as said:
+        models = [dispatch_model(transformer(), THREE) for _ in range(2)]
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    for model in models:
+        remove_safe_transfers(model)
+    with (
+        pytest.warns(UserWarning, match=r"are not refused: .*\.to\(device\) in the code of a model"),
+        safe_transfers("raise"),
+    ):
+        assert torch.ones(2, device="cuda:0").to("cuda:1").sum() == 2
+    monkeypatch.setattr(transfers, "_told_what_is_not_covered", set())
+    with safe_transfers("never"):
+        pass

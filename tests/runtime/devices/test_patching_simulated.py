@@ -1,6 +1,7 @@
 """The patch of accelerate's own dispatch, on simulated devices: code that knows nothing of ckptfix is covered."""
 
 import gc
+import warnings
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
@@ -27,13 +28,13 @@ ALL = frozenset(permutations(range(3), 2))
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> Iterator[None]:
     """ "auto" finds all six links broken, as they are."""
-    attach = accelerate.big_modeling.attach_align_device_hook_on_blocks
+    before = vars(accelerate.big_modeling).copy()
     monkeypatch.delenv(transfers.VARIABLE, raising=False)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: ALL)
     transfers._told.update({ALL})  # said elsewhere
     yield
     unpatch_accelerate()
-    assert accelerate.big_modeling.attach_align_device_hook_on_blocks is attach
+    assert vars(accelerate.big_modeling) == before
     gc.collect()
     assert staged_pairs() == frozenset()
 
@@ -124,6 +125,45 @@ def test_never_is_for_the_patch_alone() -> None:
     patch_accelerate(safe_transfers="always")
     dispatching.dispatch_model(model, THREE, safe_transfers="never")
     assert staged_pairs() == frozenset(), "the call says more than the patch"
+
+
+def test_what_the_user_asked_for_stays_when_a_library_dispatches_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe, "unproven_pairs", lambda budget: frozenset())
+    patch_accelerate(safe_transfers="auto")
+    model = dispatching.dispatch_model(transformer(), THREE, force_cuda_to_cuda_via_cpu=True)
+    for mode in ("auto", "always", "never"):
+        patch_accelerate(safe_transfers=mode)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "safe transfers stay on")
+            imported_before(model, dict(THREE))
+        assert staged_pairs() == ALL
+    remove_safe_transfers(model)
+    assert staged_pairs() == frozenset()
+    patch_accelerate(safe_transfers="always")
+    imported_before(model, dict(THREE))
+    patch_accelerate(safe_transfers="auto")
+    imported_before(model, dict(THREE))
+    assert staged_pairs() == frozenset(), "what the patch gave it, the patch may take away"
+
+
+@pytest.mark.parametrize("mode", ["always", "auto"])
+def test_a_model_that_is_moved_as_a_whole(simulator: Simulator, mode: str) -> None:
+    """It gets no hooks: its weights went directly."""
+    model = transformer().to("cuda:0")
+    weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    break_links(simulator)
+    patch_accelerate(safe_transfers=mode)
+    imported_before(model, {"": 1})
+    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in model.state_dict().items())
+    assert {tensor.device.index for tensor in model.parameters()} == {1}
+    assert simulator.count() == 0
+    assert staged_pairs() == ALL
+    remove_safe_transfers(model)
+    with pytest.raises(ValueError, match="norm"):
+        imported_before(transformer().to("cuda:0"), {"embed": 1, "layers": 1})
+    assert staged_pairs() == frozenset()
 
 
 def test_a_wrong_word_patches_nothing() -> None:

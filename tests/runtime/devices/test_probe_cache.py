@@ -98,7 +98,7 @@ def test_a_file_moved_to_the_place_of_other_devices_is_not_believed(home: Path) 
     other = {**IDENTITY, "devices": [{"uuid": "u8"}, {"uuid": "u9"}]}
     place = cache.location(other)
     assert place is not None
-    kept(home).rename(place)
+    kept(home).rename(f"{place}-0.json")
     assert cache.load(other) is None
 
 
@@ -123,9 +123,9 @@ def test_nothing_is_kept_or_found_without_an_identity(home: Path) -> None:
         b"\xff\xfe",
         b"[]",
         b"null",
-        b'{"version": 1}',
-        b'{"version": 1, "report": {}}',
-        b'{"version": 1, "report": []}',
+        b'{"version": 2}',
+        b'{"version": 2, "report": {}}',
+        b'{"version": 2, "report": []}',
         b"[" * 100_000,
         b"x" * (2 << 20),
     ],
@@ -146,10 +146,19 @@ def test_a_value_out_of_place_is_no_file(home: Path, where: str) -> None:
     assert cache.load(IDENTITY) is None
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_a_number_without_bounds_is_no_file(home: Path, number: str) -> None:
+    cache.store(report())
+    text = kept(home).read_text()
+    kept(home).write_text(text.replace('"seed": 3', f'"seed": {number}', 1))
+    assert kept(home).read_text() != text
+    assert cache.load(IDENTITY) is None
+
+
 def test_another_version_is_no_file(home: Path) -> None:
     cache.store(report())
     document = json.loads(kept(home).read_text())
-    kept(home).write_text(json.dumps({**document, "version": 2}))
+    kept(home).write_text(json.dumps({**document, "version": 1}))
     assert cache.load(IDENTITY) is None
 
 
@@ -225,3 +234,105 @@ def test_place_follows_the_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert cache.location(IDENTITY) is None
     cache.store(report())
     assert cache.load(IDENTITY) is None
+
+
+def pair(verdict: Verdict, index: int = 0, **more: Any) -> PairReport:
+    return PairReport(pair=(index, 1 - index), verdict=verdict, seed=3, **more)
+
+
+def probed(*pairs: PairReport) -> ProbeReport:
+    return report(pairs={found.pair: found for found in pairs})
+
+
+def known() -> dict[tuple[int, int], PairReport]:
+    found = cache.load(IDENTITY)
+    return {} if found is None else dict(found.pairs)
+
+
+@pytest.mark.parametrize("found", [Verdict.WRONG, Verdict.HANG])
+@pytest.mark.parametrize("plan", ["quick", "full"])
+def test_damage_is_known_until_the_full_plan_finds_none(home: Path, found: Verdict, plan: str) -> None:
+    damage = pair(found, kind="late", plan=plan)
+    cache.store(probed(damage))
+    for weaker in (
+        pair(Verdict.HEALTHY, plan="quick"),
+        pair(Verdict.HEALTHY, plan="full", blind=True),
+        pair(Verdict.INCONCLUSIVE, plan="full"),
+        pair(Verdict.UNUSABLE, plan="full"),
+    ):
+        cache.store(probed(weaker))
+        assert known() == {(0, 1): damage}
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full")))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+    assert len(list(home.iterdir())) == 1
+
+
+def test_what_is_known_of_other_pairs_stays(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY)))
+    cache.store(probed(pair(Verdict.INCONCLUSIVE, 1)))
+    assert {key: found.verdict for key, found in known().items()} == {
+        (0, 1): Verdict.HEALTHY,
+        (1, 0): Verdict.INCONCLUSIVE,
+    }
+
+
+def test_a_blind_probe_proves_nothing_and_its_damage_counts(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", blind=True)))
+    assert not home.exists()
+    blind = [
+        pair(Verdict.HEALTHY, blind=True),
+        pair(Verdict.WRONG, 1, kind="zeros", plan="quick", blind=True),
+    ]
+    cache.store(probed(*blind))
+    assert known() == {(1, 0): blind[1]}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_processes_that_store_at_once_none_loses_what_the_other_found(
+    home: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Both have read what was there before either writes."""
+    theirs = [
+        probed(pair(Verdict.WRONG, kind="zeros", plan="quick"), pair(Verdict.HEALTHY, 1, plan="quick")),
+        probed(pair(Verdict.HEALTHY, plan="quick"), pair(Verdict.WRONG, 1, kind="late", plan="quick")),
+    ]
+    cache.store(probed(pair(Verdict.INCONCLUSIVE), pair(Verdict.INCONCLUSIVE, 1)))
+    write = cache._write
+
+    def meanwhile(path: Path, data: bytes) -> Path:
+        monkeypatch.setattr(cache, "_write", write)
+        cache.store(theirs[1 - first])
+        return write(path, data)
+
+    monkeypatch.setattr(cache, "_write", meanwhile)
+    cache.store(theirs[first])
+    assert {key: found.kind for key, found in known().items()} == {(0, 1): "zeros", (1, 0): "late"}
+    cache.store(probed(pair(Verdict.HEALTHY, plan="quick")))
+    assert {found.verdict for found in known().values()} == {Verdict.WRONG}
+    assert len(list(home.iterdir())) == 1, "what was taken in is taken away"
+
+
+def test_a_file_that_is_replaced_before_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.store(probed(pair(Verdict.WRONG, kind="zeros")))
+    files = cache._files
+
+    def found(path: Path) -> tuple[Path, ...]:
+        monkeypatch.setattr(cache, "_files", files)
+        before = files(path)
+        cache.store(probed(pair(Verdict.HEALTHY, 1)))
+        return before
+
+    monkeypatch.setattr(cache, "_files", found)
+    assert set(known()) == {(0, 1), (1, 0)}
+
+
+def test_a_folder_that_others_can_write_to_is_said(home: Path) -> None:
+    home.mkdir(parents=True)
+    home.chmod(0o770)
+    with pytest.warns(UserWarning, match=f"not believed.*chmod go-w {home}") as said:
+        cache.store(report())
+    assert cache.load(IDENTITY) is None
+    assert len(said) == 1
+    home.chmod(0o700)
+    cache.store(report())
+    assert cache.load(IDENTITY) == report()

@@ -114,11 +114,17 @@ class Measured:
 
     def __init__(self, *answers: ProbeReport) -> None:
         self.asked: list[tuple[tuple[int, int], ...]] = []
+        self.here: list[Machine | None] = []
         self._answers = list(answers)
 
     def __call__(self, pairs: Any, **options: Any) -> ProbeReport:
         self.asked.append(tuple(pairs))
+        self.here.append(options["here"])
         return self._answers.pop(0)
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_measured_here", {})
 
 
 @pytest.fixture
@@ -126,6 +132,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any
     identity = {"boot": "b", "devices": [{"uuid": "1"}, {"uuid": "2"}]}
     machine = Machine(names=("a", "b"), identity=identity)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    another_process(monkeypatch)
     monkeypatch.setattr("ckptfix.runtime.devices.pairs.device_count", lambda: 2)
     monkeypatch.setattr("ckptfix.runtime.devices.probe.identity.this_machine", lambda: machine)
     return identity
@@ -139,9 +146,14 @@ def test_auto_measures_once_then_reads_and_again_only_what_was_not_decided(
     measured = Measured(first, second)
     monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
     assert probe.unproven_pairs() == {(0, 1), (1, 0)}
-    assert probe.unproven_pairs() == {(1, 0)}
-    assert probe.unproven_pairs() == {(1, 0)}
+    assert probe.unproven_pairs() == {(0, 1), (1, 0)}, "a process measures once"
+    for _ in range(2):
+        another_process(monkeypatch)
+        assert probe.unproven_pairs() == {(1, 0)}
     assert measured.asked == [((0, 1), (1, 0)), ((0, 1),)]
+    assert [here and here.identity for here in measured.here] == [two_devices] * 2, (
+        "on the devices of this process"
+    )
     found = probe.cached_report()
     assert found is not None
     assert found.pairs[0, 1].verdict is Verdict.HEALTHY
@@ -159,12 +171,58 @@ def test_asking_for_a_probe_measures_whatever_is_remembered(
     assert probe.unproven_pairs() == frozenset(), "a probe does not remember by itself"
 
 
-def test_devices_that_cannot_be_told_from_others_are_measured_each_time(
+def test_devices_that_cannot_be_told_from_others_are_measured_in_each_process(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptfix.runtime.devices.probe.identity.this_machine", Machine)
     healthy = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY))
     measured = Measured(healthy, healthy)
     monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
-    assert probe.unproven_pairs() == probe.unproven_pairs() == frozenset()
+    for _ in range(2):
+        another_process(monkeypatch)
+        assert probe.unproven_pairs() == probe.unproven_pairs() == frozenset()
     assert len(measured.asked) == 2
+
+
+def test_a_pair_that_nothing_is_known_of_is_measured_and_unproven_until_then(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report of fewer pairs than there are, of two devices where three are now, said that the rest is healthy."""
+    probe.remember(report((0, 1, Verdict.HEALTHY), identity=two_devices))
+    measured = Measured(ProbeReport(pairs={}, seed=1, identity=two_devices))
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert probe.unproven_pairs() == {(1, 0)}
+    assert measured.asked == [((1, 0),)]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be kept there")
+def test_without_a_place_to_remember_a_process_measures_once(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = report((0, 1, Verdict.WRONG), (1, 0, Verdict.HEALTHY), identity=two_devices)
+    measured = Measured(found)
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert [probe.unproven_pairs() for _ in range(3)] == [{(0, 1)}] * 3
+    assert probe.cached_report() == found
+
+
+def test_what_another_process_decides_meanwhile_is_known_here(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undecided = report((0, 1, Verdict.INCONCLUSIVE), (1, 0, Verdict.INCONCLUSIVE), identity=two_devices)
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", Measured(undecided))
+    assert probe.unproven_pairs() == {(0, 1), (1, 0)}
+    doctors = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.WRONG), identity=two_devices)
+    probe.cache.store(doctors)
+    assert probe.unproven_pairs() == {(1, 0)}
+    assert probe.cached_report() == doctors
+
+
+def test_remembering_says_what_is_known_then(two_devices: dict[str, Any]) -> None:
+    probe.remember(report((0, 1, Verdict.WRONG), identity=two_devices))
+    weaker = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY), identity=two_devices)
+    assert probe.remember(weaker).unproven == {(0, 1)}
+    nowhere = replace(weaker, identity={})
+    assert probe.remember(nowhere) == nowhere

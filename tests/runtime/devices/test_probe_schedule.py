@@ -8,9 +8,9 @@ import pytest
 
 from ckptfix.errors import OperationError
 from ckptfix.runtime.devices.pairs import Pair
-from ckptfix.runtime.devices.probe.cases import FULL, QUICK, plan_for
+from ckptfix.runtime.devices.probe.cases import FULL, PLANS, QUICK, plan_for
 from ckptfix.runtime.devices.probe.identity import Machine
-from ckptfix.runtime.devices.probe.report import ProbeReport, Verdict
+from ckptfix.runtime.devices.probe.report import STRICTEST, ProbeReport, Verdict
 from ckptfix.runtime.devices.probe.schedule import Found, Schedule, _in_covering_order
 from ckptfix.runtime.devices.probe.summary import Run, summarise
 from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
@@ -243,3 +243,38 @@ def test_two_devices_have_chains_there_and_back() -> None:
 def test_plan_follows_the_budget() -> None:
     assert plan_for(3.0) is QUICK
     assert plan_for(30.0) is FULL
+
+
+def test_only_the_full_plan_may_take_damage_back() -> None:
+    assert FULL.name == STRICTEST
+    assert set(PLANS) == {FULL.name, QUICK.name}
+    assert FULL.copies > QUICK.copies
+
+
+@pytest.mark.parametrize(
+    ("ending", "trials", "message"),
+    [
+        (Ending.RAISED, 0, "CUDA error: all CUDA-capable devices are busy or unavailable"),
+        (Ending.HUNG, 0, "no end after 5.0 s"),
+        (Ending.DIED, 0, "killed by SIGSEGV"),
+        (Ending.DIED, 20, "killed by SIGKILL"),
+    ],
+)
+def test_a_device_that_never_answered_or_was_taken_away_is_not_decided(
+    clock: Clock, ending: Ending, trials: int, message: str
+) -> None:
+    """Another process may have it for itself: that is of this moment, and must be asked again."""
+    outcome = Outcome(ending=ending, trials=trials, stage="host round trip of 1 B", message=message)
+    report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
+    assert report.with_verdict(Verdict.INCONCLUSIVE) == {pair for pair in report.pairs if 2 in pair}
+    assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
+    assert message in report.pairs[0, 2].detail
+    assert "probe_peer_copies(in_process=True)" in report.pairs[0, 2].detail
+
+
+@pytest.mark.parametrize("ending", [Ending.RAISED, Ending.HUNG, Ending.DIED])
+def test_a_device_that_fails_after_it_answered_is_unusable(clock: Clock, ending: Ending) -> None:
+    outcome = Outcome(ending=ending, trials=1, stage="host round trip of 4.0 KiB", message="no end")
+    report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
+    assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
+    assert report.pairs[0, 2].detail == "device 2: host round trip of 4.0 KiB: no end"

@@ -102,6 +102,18 @@ def test_a_fault_of_large_copies_by_one_engine_is_found(
     assert (found.verdict, found.kind, found.failures) == (Verdict.WRONG, WORDS[kind], 1), found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("engine", [Engine.MEMCPY, Engine.KERNEL])
+@pytest.mark.parametrize("kind", [Kind.ZEROS, Kind.PARTIAL, Kind.LATE], ids=name)
+def test_a_fault_of_large_tensors_of_a_models_dtype_is_found(
+    simulator: Simulator, kind: Kind, engine: Engine, dtype: torch.dtype
+) -> None:
+    simulator.fault(0, 1, kind, min_bytes=8 << 20, engine=engine, dtype=dtype)
+    found = measured(QUICK, (0, 1)).pairs[0, 1]
+    assert (found.verdict, found.kind, found.failures) == (Verdict.WRONG, WORDS[kind], 1), found
+    assert str(dtype).removeprefix("torch.") in found.detail
+
+
 @pytest.mark.parametrize("kind", [Kind.ZEROS, Kind.STALE, Kind.LATE], ids=name)
 def test_a_fault_from_64_mib_on_is_found_by_the_full_plan(simulator: Simulator, kind: Kind) -> None:
     simulator.fault(0, 1, kind, min_bytes=64 << 20)
@@ -162,10 +174,12 @@ def test_the_same_seed_repeats_the_same_bits(simulator: Simulator) -> None:
 
 def test_it_measures_past_installed_staging(simulator: Simulator) -> None:
     simulator.fault(1, 2, Kind.ZEROS)
-    with safe_transfers("always"):
+    with safe_transfers("always") as held:
         there = torch.ones(9, device="cuda:1").to("cuda:2")
         assert bool(there.all()), "staged"
+        before = held.counters()
         report = probe_peer_copies(budget=PLENTY, seed=1, in_process=True)
+        assert held.counters() == before, "the probe's copies are its own"
     assert report.with_verdict(Verdict.WRONG) == {(1, 2)}
     assert any("in_process" in line for line in report.not_exercised)
 
@@ -216,7 +230,9 @@ def test_bytes_written_beside_the_destination_are_seen(simulator: Simulator) -> 
     with Overruns():
         failure = trials.run(case, 2)
     assert failure is not None
-    assert failure.kind == "outside"
+    assert (failure.kind, failure.first_offset, failure.wrong_bytes) == ("outside", None, 3), (
+        "no byte of the payload"
+    )
 
 
 class HostLoses(TorchDispatchMode):  # type: ignore[misc]
@@ -260,6 +276,24 @@ def test_a_host_path_that_fails_only_now_is_not_the_pairs_fault(
     with HostLoses(index, up=up), pytest.raises(UnusableDevice) as caught:
         PairTrials((0, 1), Memory(), deque(), lambda stage: None).run(Case(route=Route.COPY, count=5000), 1)
     assert caught.value.index == index
+
+
+def test_round_trips_before_an_error_are_counted(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = iter((True, True, True, True))  # two for each round trip
+    upload = Memory.upload
+
+    def busy(self: Memory, *arguments: Any) -> Any:
+        if not next(uploads, False):
+            raise RuntimeError("CUDA error: busy or unavailable")
+        return upload(self, *arguments)
+
+    monkeypatch.setattr(Memory, "upload", busy)
+    for done in (2, 0):
+        outcome = Runner().run(Task(work=Work.HOST, pairs=((0, 0),), plan="quick", seed=1), 100.0)
+        assert (outcome.ending, outcome.trials) == (Ending.RAISED, done)
+        assert outcome.stage.startswith("host round trip")
 
 
 def test_a_lost_device_is_not_one_that_takes_no_dtype(simulator: Simulator) -> None:

@@ -199,3 +199,16 @@ def test_a_worker_ends_when_its_parent_is_killed() -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"the worker {child} outlived its parent")
+
+
+@pytest.mark.parametrize(("end", "ending"), [("sys.exit()", Ending.DIED), ("time.sleep(600)", Ending.HUNG)])
+def test_what_was_done_before_a_bad_end_is_counted(started: list[Watched], end: str, ending: Ending) -> None:
+    body = f"""
+    for _ in range(3):
+        tell({{"stage": "copy"}}); tell({{"stage": None}})
+    tell({{"stage": "copy"}}); {end}
+    """
+    bench = watched(started, body)
+    bench.machine()
+    outcome = bench.run(TASK, 1.0)
+    assert (outcome.ending, outcome.trials, outcome.stage) == (ending, 3, "copy")

@@ -24,7 +24,7 @@ def only(path: Path) -> Weights:
 
 
 def all_bytes(weights: Weights, name: str, chunk: int = 7) -> bytes:
-    return b"".join(part.tobytes() for part in file_bytes(weights.root, weights.tensors[name], chunk))
+    return b"".join(part.tobytes() for part in file_bytes(weights.tensors[name], chunk))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,7 @@ def test_every_tensor_is_its_files_bytes(name: str) -> None:
         for fqn in weights.tensors:
             value = weights.read(fqn)
             assert all_bytes(weights, fqn) == value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            assert (
-                first_mismatch(value, file_bytes(weights.root, weights.tensors[fqn], comparing.CHUNK)) is None
-            )
+            assert first_mismatch(value, file_bytes(weights.tensors[fqn], comparing.CHUNK)) is None
 
 
 EVERY_DTYPE = [
@@ -71,7 +69,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
         pytest.skip("torch wrote a storage without a dtype of its own")
     assert set(weights.tensors) == set(state)
     for fqn, tensor in state.items():
-        assert first_mismatch(weights.read(fqn), file_bytes(tmp_path, weights.tensors[fqn], 5)) is None
+        assert first_mismatch(weights.read(fqn), file_bytes(weights.tensors[fqn], 5)) is None
         assert weights.tensors[fqn].nbytes == tensor.nbytes
 
 

@@ -276,7 +276,50 @@ def test_a_reference_given_back_inside_of_taking_one(monkeypatch: pytest.MonkeyP
     release(second)
 
 
+def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the collector does it: the slots of that copy waited for ever for themselves, and must not be kept."""
+    reference = acquire("always", holder="a model that is collected")
+    ring = staging._Ring
+
+    def collect() -> staging._Ring:
+        release(reference)
+        return ring()
+
+    monkeypatch.setattr(staging, "_Ring", collect)
+    payload = torch.randint(0, 256, (staging.PIPELINED_FROM + 5,), dtype=torch.uint8)
+    arrived: list[torch.Tensor] = []
+    source = payload.to("cuda:0")
+    thread = threading.Thread(target=lambda: arrived.append(source.to("cuda:1")), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for itself"
+    assert torch.equal(arrived[0].cpu(), payload)
+    assert not staging._rings
+    with safe_transfers("always"):  # which takes out what could not be, while that thread ran
+        pass
+
+
 # ---- counting and refusing
+
+
+def test_a_reference_to_nothing_counts_from_its_own_beginning(simulator: Simulator) -> None:
+    with safe_transfers("always"):
+        move(0, 1, 5)
+        with pytest.warns(UserWarning, match="stay on"):
+            none = acquire("never", holder="a test")
+        assert none.counters()[0, 1] == Count()
+        move(0, 1, 7)
+        assert none.counters()[0, 1] == Count(staged=1, staged_bytes=56)
+
+
+def test_copies_that_are_nobody_elses_are_not_counted(simulator: Simulator) -> None:
+    with safe_transfers("always") as held:
+        with bypassed(counted=False):
+            move()
+        assert held.counters()[0, 1] == Count()
+        move()
+        assert held.counters()[0, 1] == Count(staged=1, staged_bytes=40)
+    assert simulator.count() == 1
 
 
 def test_counters(simulator: Simulator) -> None:
@@ -317,7 +360,7 @@ def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_staging_inside_of_a_graph_capture(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with safe_transfers("always"):
+    with safe_transfers("always") as held:
         source = torch.ones(4, device="cuda:0")
         for capturing in (0, 1):
             monkeypatch.setattr(
@@ -327,6 +370,7 @@ def test_no_staging_inside_of_a_graph_capture(simulator: Simulator, monkeypatch:
             )
             with pytest.raises(TransferError, match="graph capture"):
                 source.to("cuda:1")
+        assert held.counters()[0, 1] == Count(), "no copy was made"
         monkeypatch.delattr(torch.cuda, "is_current_stream_capturing")
         assert source.to("cuda:1").sum() == 4, "an accelerator that cannot be asked"
         assert torch.cuda.current_device() == 0

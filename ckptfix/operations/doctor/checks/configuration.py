@@ -135,7 +135,7 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
 def idle_devices(facts: Facts) -> Iterator[Advice]:
     """Fewer processes than devices, without a list that says which."""
     used, count = _processes(facts), facts.torch.count
-    listed = str(facts.config.values.get("gpu_ids", "all"))
+    listed = _listed(facts)
     if used is None or used >= count or (listed != "all" and len(listed.split(",")) == used):
         return
     yield IDLE_DEVICES.advice(
@@ -151,7 +151,7 @@ def too_few_devices(facts: Facts) -> Iterator[Advice]:
     wants_devices = facts.config.distributed_type.startswith(("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON"))
     if used is None or used <= count or facts.torch.problem or (count == 0 and not wants_devices):
         return
-    if facts.config.distributed_type == "MULTI_CPU" or facts.config.values.get("use_cpu"):
+    if facts.config.distributed_type == "MULTI_CPU" or _on_cpu(facts):
         return
     what = "no device" if count == 0 else count_of(count, "device")
     yield TOO_FEW_DEVICES.advice(
@@ -163,10 +163,8 @@ def too_few_devices(facts: Facts) -> Iterator[Advice]:
 
 def overridden_devices(facts: Facts) -> Iterator[Advice]:
     """``accelerate launch`` sets the variable itself when the config lists devices."""
-    listed, visible = facts.config.values.get("gpu_ids", "all"), facts.variables.get("CUDA_VISIBLE_DEVICES")
-    if facts.launch is not None and (given := facts.launch.given("gpu_ids")) is not None:
-        listed = given
-    if visible is None or str(listed) == "all" or listed is None or str(listed) == visible:
+    listed, visible = _listed(facts), facts.variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or listed in ("all", visible):
         return
     yield OVERRIDDEN_DEVICES.advice(
         f"CUDA_VISIBLE_DEVICES={visible} here, but accelerate launch sets it to gpu_ids: {listed}",
@@ -176,20 +174,45 @@ def overridden_devices(facts: Facts) -> Iterator[Advice]:
 
 
 def _processes(facts: Facts) -> int | None:
-    """Return how many processes ``accelerate launch`` starts on this machine, None when nothing says."""
-    if facts.launch is not None and not facts.launch.is_accelerate:
-        return None
-    given = facts.launch.given("num_processes") if facts.launch is not None else None
-    if given and given.isdecimal():
-        return int(given)
-    config = facts.config
+    """Return how many processes ``accelerate launch`` starts on this machine, None when nothing says.
+
+    ``--num_processes`` and ``num_processes`` count those of all machines (``_validate_launch_command``).
+    """
+    launch, config = facts.launch, facts.config
+    if launch is not None and (not launch.is_accelerate or launch.given("cpu") is not None):
+        return None  # --cpu is no oversight: who writes it wants no device
+    total, machines = _number(facts, "num_processes"), _number(facts, "num_machines")
+    if total is not None:
+        asked = machines if machines is not None else config.values.get("num_machines", 1)
+        return max(total // asked, 1) if isinstance(asked, int) and asked > 0 else total
     if not config.exists or config.problem:
         return None
     if config.values.get("use_cpu"):
         return 0
     if config.distributed_type in _SINGLE:
         return 1
+    everywhere = config.values.get("num_processes")
+    if machines and isinstance(everywhere, int):
+        return max(everywhere // machines, 1)
     return config.processes_here
+
+
+def _number(facts: Facts, option: str) -> int | None:
+    """Return the positive number that an option of the launcher was given, None without one."""
+    given = facts.launch.given(option) if facts.launch is not None else None
+    return int(given) if given and given.isdecimal() and int(given) else None
+
+
+def _on_cpu(facts: Facts) -> bool:
+    is_asked = facts.launch is not None and facts.launch.given("cpu") is not None
+    return is_asked or bool(facts.config.values.get("use_cpu"))
+
+
+def _listed(facts: Facts) -> str:
+    """Return the devices that the launcher lists: of the command line, else of the config; "all" without a list."""
+    given = facts.launch.given("gpu_ids") if facts.launch is not None else None
+    listed = given if given is not None else facts.config.values.get("gpu_ids")
+    return "all" if listed is None else str(listed)
 
 
 def _config_evidence(facts: Facts) -> tuple[str, ...]:

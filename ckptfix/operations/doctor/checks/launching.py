@@ -104,7 +104,13 @@ def _reordered(launch: Launch, moved: tuple[Option, ...]) -> str:
         if word.startswith("-"):
             following = goes if word.partition("=")[0] in texts else stays
         following.append(word)
-    return shlex.join([*stays, *back[:1], *goes, *back[1:]])
+    return " ".join(map(_quoted, [*launch.prefix, *stays, *back[:1], *goes, *back[1:]]))
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for the shell; of a variable that is set, the value alone: the name must stand bare."""
+    name, equals, value = word.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
 
 
 CHECKS = (refused_before, taken_before, shared_options, behind)

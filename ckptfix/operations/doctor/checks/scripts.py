@@ -74,20 +74,22 @@ def not_python(facts: Facts) -> Iterator[Advice]:
 
 def unknown_name(facts: Facts) -> Iterator[Advice]:
     """Compared with the names of the installed accelerate."""
-    known = facts.software.accelerate.names
+    source = facts.software.accelerate
     places: dict[str, list[Place]] = defaultdict(list)
-    for name, place in _uses(facts).taken if known else ():
-        if name not in known and not name.startswith("__"):
-            places[name].append(place)
+    for name, place in _uses(facts).taken:
+        if (missing := source.missing(name)) and place not in places[missing]:
+            places[missing].append(place)
     for name, where in places.items():
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+        parent, _, last = name.rpartition(".")
+        near = difflib.get_close_matches(last, sorted(source.known_beside(name)), n=1, cutoff=0.7)
         instead = f"; did you mean {near[0]}?" if near else ""
+        owner = f"accelerate.{parent}" if parent else "accelerate"
         yield UNKNOWN_NAME.advice(
-            f"accelerate has no {name}{instead}",
+            f"{owner} has no {last}{instead}",
             evidence=_shown(where),
             fix=f"write {near[0]}"
             if near
-            else "look for its new place: python -c 'import accelerate; help(accelerate)'",
+            else f"look for its new place: python -c 'import {owner}; help({owner})'",
         )
 
 

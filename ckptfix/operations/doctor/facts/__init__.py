@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ckptfix.operations.doctor.facts.devices import Torch
 from ckptfix.operations.doctor.facts.folder import Folder, read_folder
-from ckptfix.operations.doctor.facts.launch import Launch, read_launch
+from ckptfix.operations.doctor.facts.launch import Launch, read_launch, variables_of
 from ckptfix.operations.doctor.facts.machine import Machine, read_machine
 from ckptfix.operations.doctor.facts.pci import Bus
 from ckptfix.operations.doctor.facts.placement import DeviceMap, parse_map, read_map
@@ -21,7 +21,7 @@ from ckptfix.operations.doctor.facts.settings import (
     read_nccl,
     read_variables,
 )
-from ckptfix.operations.doctor.facts.software import Software, read_software
+from ckptfix.operations.doctor.facts.software import Software, read_software, with_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,14 @@ def gather(
 
     Raises UsageError for what makes no sense, OSError for what cannot be read.
     """
+    if launch is not None:
+        environment = {**environment, **variables_of(launch)}
     software = read_software(environment)
     command = read_launch(launch, software.accelerate.options) if launch is not None else None
     looked = read_folder(folder) if folder is not None else None
+    read = read_script(script) if script is not None else None
+    if read is not None:
+        software = with_modules(software, {name for name, _ in read.uses.taken})
     return Facts(
         software=software,
         torch=torch,
@@ -69,7 +74,7 @@ def gather(
         nccl=read_nccl(environment),
         config=read_config(environment, command.given("config_file") if command is not None else None),
         config_variable_is_file=os.path.isfile(environment.get("ACCELERATE_CONFIG_FILE", "")),
-        script=read_script(script) if script is not None else None,
+        script=read,
         launch=command,
         folder=looked,
         device_map=read_map(device_map) if device_map is not None else _own_map(looked),

@@ -5,7 +5,7 @@ So the names that it exports, its launcher's options and its config's fields are
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -15,14 +15,33 @@ from pathlib import Path
 class AccelerateSource:
     """What the installed accelerate says of itself; empty where its source was not found.
 
-    ``names``: what can be imported from it. ``options``: launch's options without dashes, with underscores -> whether a
-    value follows. ``config_fields``: what a config may hold. ``reads_variable``: it reads ACCELERATE_CONFIG_FILE.
+    ``names``: what can be imported from it. ``modules``: the same of those of its modules that were asked for, by their
+    names below accelerate ("utils.modeling"); "*" among the names: not all of them are known. ``options``: launch's
+    options without dashes, with underscores -> whether a value follows. ``config_fields``: what a config may hold.
+    ``reads_variable``: it reads ACCELERATE_CONFIG_FILE.
     """
 
     names: frozenset[str] = frozenset()
+    modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
     options: Mapping[str, bool] = field(default_factory=dict)
     config_fields: frozenset[str] = frozenset()
     reads_variable: bool = False
+
+    def missing(self, name: str) -> str:
+        """Return the first part of a dotted name below accelerate that is not there, "" when all of it may be."""
+        parts = name.split(".")
+        for depth, part in enumerate(parts):
+            names = self.names if depth == 0 else self.modules.get(".".join(parts[:depth]))
+            if not names or "*" in names or part.startswith("__"):
+                return ""  # what is in a class, or in a module whose source could not be read, is not known
+            if part not in names:
+                return ".".join(parts[: depth + 1])
+        return ""
+
+    def known_beside(self, name: str) -> frozenset[str]:
+        """Return the names that stand beside the last part of a dotted name."""
+        parent = name.rpartition(".")[0]
+        return self.modules.get(parent, frozenset()) if parent else self.names
 
 
 def read_accelerate(package: Path | None) -> AccelerateSource:
@@ -36,6 +55,26 @@ def read_accelerate(package: Path | None) -> AccelerateSource:
         config_fields=_fields(config, ("BaseConfig", "ClusterConfig")),
         reads_variable=any('"ACCELERATE_CONFIG_FILE"' in _text(path) for path in (launch, config)),
     )
+
+
+def read_modules(package: Path | None, names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return what can be imported from each module of accelerate's that dotted names lead through."""
+    if package is None:
+        return {}
+    parents = {
+        ".".join(parts[:depth])
+        for name in names
+        for parts in (name.split("."),)
+        for depth in range(1, len(parts))
+    }
+    found = {}
+    for parent in sorted(parents):
+        folder = package.joinpath(*parent.split("."))
+        paths = (folder / "__init__.py", folder.with_suffix(".py"))
+        path = next((path for path in paths if path.is_file()), None)
+        if path is not None:
+            found[parent] = _exported(path) if _tree(path).body else frozenset("*")
+    return found
 
 
 def find_source(name: str) -> Path | None:
@@ -67,14 +106,18 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _exported(path: Path) -> frozenset[str]:
-    names: set[str] = set()
-    for node in ast.walk(_tree(path)):
+    tree = _tree(path)
+    makes_names = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
+    names: set[str] = {"*"} if makes_names else set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    if path.name != "__init__.py":
+        return frozenset(names)
     return frozenset(names | {file.stem for file in path.parent.glob("*.py")} | {
         folder.name for folder in path.parent.glob("*/") if (folder / "__init__.py").is_file()
     })  # fmt: skip

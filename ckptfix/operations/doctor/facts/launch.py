@@ -1,11 +1,24 @@
 """The command that training is started with, given as text and never run."""
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ckptfix.errors import UsageError
+
+_WRAPPERS = frozenset((
+    "caffeinate", "chrt", "command", "conda", "env", "exec", "hatch", "ionice", "mamba", "micromamba", "nice", "nohup",
+    "numactl", "pdm", "pipenv", "poetry", "prlimit", "setsid", "srun", "stdbuf", "strace", "sudo", "taskset", "time",
+    "timeout", "unbuffer", "uv", "uvx", "xvfb-run",
+))  # fmt: skip
+"""Programs that start the command which follows their own options."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_PYTHON = re.compile(r"python[0-9.]*t?")
+_WITH_VALUE = ("-X", "-W")
+"""Options of Python that take the next word; all others are one word, and -c and -m end them."""
 
 _MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
@@ -24,7 +37,8 @@ class Option:
 class Launch:
     """A command line, split where the training script stands.
 
-    ``launcher``: "accelerate launch", or the program that it starts instead. ``before``: the launcher's options.
+    ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words before it, which set
+    variables or start it (``nohup``, ``uv run``); ``variables``: what they set. ``before``: the launcher's options.
     ``unknown``: options before the script that this launcher has not. ``script``: the script or module, "" when there
     is none. ``after``: the options behind it.
     """
@@ -35,6 +49,8 @@ class Launch:
     unknown: tuple[Option, ...] = ()
     script: str = ""
     after: tuple[Option, ...] = ()
+    prefix: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_accelerate(self) -> bool:
@@ -51,11 +67,21 @@ def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
 
     Raises UsageError when the text is no command line.
     """
-    words = _words(command)
+    prefix, words = _words(command)
     launcher, rest = _launcher(words)
     if launcher != "accelerate launch" or not options:
-        return Launch(words=tuple(words), launcher=launcher, script=next(iter(_scripts(rest)), ""))
-    return _split(tuple(words), rest, options)
+        found = Launch(words=tuple(words), launcher=launcher, script=next(iter(_scripts(rest)), ""))
+    else:
+        found = _split(tuple(words), rest, options)
+    return replace(found, prefix=tuple(prefix), variables=_variables(prefix))
+
+
+def variables_of(command: str) -> dict[str, str]:
+    """Return the variables that a command line sets for the command in it.
+
+    Raises UsageError when the text is no command line.
+    """
+    return _variables(_words(command)[0])
 
 
 def script_of(command: str) -> str | None:
@@ -63,19 +89,44 @@ def script_of(command: str) -> str | None:
 
     Raises UsageError when the text is no command line.
     """
-    return next((word for word in _scripts(_words(command)) if os.path.isfile(word)), None)
+    return next((word for word in _scripts(_words(command)[1]) if os.path.isfile(word)), None)
 
 
-def _words(command: str) -> list[str]:
+def _words(command: str) -> tuple[list[str], list[str]]:
+    """Return the words before the launcher, and those from it on."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"--launch {command!r}: {error}") from None
-    while words and "=" in words[0] and not words[0].startswith("-"):
-        words = words[1:]  # variables that are set for this command
-    if not words:
+    start = next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+    if start == len(words):
         raise UsageError("--launch: give the command that you start training with")
-    return words
+    if os.path.basename(words[start]) in _WRAPPERS:
+        behind = (
+            place for place in range(start + 1, len(words)) if words[place - 1] not in ("-p", "--python")
+        )
+        start = next((place for place in behind if _is_launcher(words[place:])), start)
+    return words[:start], words[start:]
+
+
+def _is_launcher(words: list[str]) -> bool:
+    program = os.path.basename(words[0])
+    if program == "accelerate":
+        return words[1:2] == ["launch"]
+    return program in ("accelerate-launch", "torchrun", "deepspeed") or bool(_PYTHON.fullmatch(program))
+
+
+def _variables(prefix: list[str]) -> dict[str, str]:
+    """Return the assignments that lead a command line, and those behind ``env``."""
+    found: dict[str, str] = {}
+    counts = True
+    for word in prefix:
+        is_set = bool(_VARIABLE.match(word))
+        counts = (counts and is_set) or os.path.basename(word) == "env" or (counts and word.startswith("-"))
+        if is_set and counts:
+            name, _, value = word.partition("=")
+            found[name] = value
+    return found
 
 
 def _launcher(words: list[str]) -> tuple[str, list[str]]:
@@ -84,9 +135,18 @@ def _launcher(words: list[str]) -> tuple[str, list[str]]:
         return "accelerate launch", words[2:]
     if program == "accelerate-launch":
         return "accelerate launch", words[1:]
-    if program.startswith("python") and words[1:2] == ["-m"] and words[2:3] and words[2] in _MODULES:
-        return "accelerate launch", words[3:] if words[2] == _MODULES[0] else words[4:]
+    rest = _behind_python(words[1:]) if _PYTHON.fullmatch(program) else words[1:]
+    if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+        return "accelerate launch", rest[2:] if rest[1] == _MODULES[0] else rest[3:]
     return program, words[1:]
+
+
+def _behind_python(words: list[str]) -> list[str]:
+    """Return the words from ``-m`` or the script on, without Python's own options."""
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c", "-"):
+        place += 2 if words[place] in _WITH_VALUE else 1
+    return words[place:]
 
 
 def _scripts(words: list[str]) -> list[str]:

@@ -8,12 +8,17 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
-from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource, find_source, read_accelerate
+from ckptfix.operations.doctor.facts.accelerate_source import (
+    AccelerateSource,
+    find_source,
+    read_accelerate,
+    read_modules,
+)
 
 PACKAGES = (
     "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy", "peft",
@@ -95,6 +100,12 @@ def read_software(environment: Mapping[str, str]) -> Software:
         compilers=found,
         has_python_headers=os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")),
     )
+
+
+def with_modules(software: Software, names: Iterable[str]) -> Software:
+    """Return the software with the modules of accelerate read that dotted names lead through."""
+    found = read_modules(find_source("accelerate"), names)
+    return replace(software, accelerate=replace(software.accelerate, modules=found))
 
 
 def find_command(name: str, search: str) -> Command | None:

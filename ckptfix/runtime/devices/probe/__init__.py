@@ -11,6 +11,7 @@ decides, ``summary`` says what was and was not exercised.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from ckptfix.runtime.devices.probe.report import PairReport, ProbeReport, Verdic
 
 if TYPE_CHECKING:
     from ckptfix.runtime.devices.pairs import Pair
+    from ckptfix.runtime.devices.probe.identity import Machine
 
 __all__ = [
     "BUDGET",
@@ -57,46 +59,79 @@ def probe_peer_copies(
 
 
 def cached_report() -> ProbeReport | None:
-    """Return the remembered report for these very devices, driver, boot, torch and allocator; None when there is none.
+    """Return what is known of these very devices, driver, boot, torch and allocator; None when nothing is.
 
-    Makes torch initialise the devices, whose identity it needs.
+    That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch initialise the devices,
+    whose identity it needs.
     """
     from ckptfix.runtime.devices.probe.identity import this_machine
 
-    return cache.load(this_machine().identity)
+    return _known(this_machine())
 
 
-def remember(report: ProbeReport) -> None:
-    """Keep a report for ``cached_report``, in the user's cache folder.
+def remember(report: ProbeReport) -> ProbeReport:
+    """Add a report to what ``cached_report`` knows, in the user's cache folder, and return what that is now.
 
-    Not one of devices that cannot be told from others. A folder that cannot be written to gives a UserWarning.
+    Damage that was found before stays, until the full plan finds the pair healthy; a probe that was blind for some
+    damage proves nothing. Not remembered are devices that cannot be told from others. A folder that cannot be written
+    to, or that others can write to, gives a UserWarning.
     """
     cache.store(report)
+    return cache.load(report.identity) or report
 
 
 def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
-    """Return the ordered pairs that are not proven, by what is remembered of these very devices.
+    """Return the ordered pairs that are not proven, by what is known of these very devices.
 
     Pairs that nothing is known of, and those that an earlier probe could not decide, are measured first, for ``budget``
-    seconds, and what comes out is remembered.
+    seconds, and what comes out is remembered. A process measures once: what it could not decide then, or not keep, is
+    for the next process.
     """
     from ckptfix.runtime.devices.pairs import ordered_pairs
+    from ckptfix.runtime.devices.probe.identity import this_machine
 
-    pairs = ordered_pairs()
+    pairs = frozenset(ordered_pairs())
     if not pairs:
-        return frozenset()
-    known = cached_report()
-    asked = pairs if known is None else sorted(known.with_verdict(Verdict.INCONCLUSIVE))
-    if asked:
-        newer = _measured(asked, budget=budget)
+        return pairs
+    machine = this_machine()
+    known = _known(machine)
+    asked = pairs - _decided(known)
+    if asked and _key(machine) not in _measured_here:
+        newer = _measured(sorted(asked), budget=budget, here=machine)
         known = newer if known is None else known.renewed_by(newer)
-        remember(known)
-    assert known is not None
-    return known.unproven
+        _measured_here[_key(machine)] = known
+        remember(newer)
+    return pairs if known is None else pairs - known.with_verdict(Verdict.HEALTHY)
+
+
+_measured_here: dict[str, ProbeReport] = {}
+"""What was known after ``unproven_pairs`` measured in this process, by machine."""
+
+
+def _known(machine: Machine) -> ProbeReport | None:
+    kept, here = cache.load(machine.identity), _measured_here.get(_key(machine))
+    if kept is None or here is None:
+        return kept or here
+    return here.renewed_by(kept.only(_decided(kept)))  # another process may have decided more since
+
+
+def _decided(report: ProbeReport | None) -> frozenset[Pair]:
+    if report is None:
+        return frozenset()
+    return frozenset(report.pairs) - report.with_verdict(Verdict.INCONCLUSIVE)
+
+
+def _key(machine: Machine) -> str:
+    return json.dumps(machine.to_json(), sort_keys=True)
 
 
 def _measured(
-    pairs: Sequence[Pair], *, budget: float, seed: int | None = None, in_process: bool = False
+    pairs: Sequence[Pair],
+    *,
+    budget: float,
+    seed: int | None = None,
+    in_process: bool = False,
+    here: Machine | None = None,
 ) -> ProbeReport:
     if not 0 < budget < float("inf"):
         raise ValueError(f"budget={budget}: a positive number of seconds is needed")
@@ -105,8 +140,9 @@ def _measured(
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: from 0 to {2**63 - 1}")
     from ckptfix.runtime.devices.pairs import device_count
+    from ckptfix.runtime.devices.probe.identity import machine_in_use
     from ckptfix.runtime.devices.probe.measuring import measure, nothing_to_measure
 
     if not pairs:
         return nothing_to_measure(device_count(), seed)
-    return measure(pairs, budget=budget, seed=seed, in_process=in_process)
+    return measure(pairs, budget=budget, seed=seed, in_process=in_process, here=here or machine_in_use())

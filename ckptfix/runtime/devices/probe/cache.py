@@ -1,11 +1,16 @@
-"""The last report for each set of devices, in the user's cache folder. Free of torch.
+"""What is known of each set of devices, in the user's cache folder. Free of torch.
 
 It is believed only when it is the user's own and nobody else could have written it, and when hardware, driver, boot,
 torch and allocator are those of now. Anything else is as good as no file: the worst is a probe more.
+
+Every report gets a file with a name of its own, which holds what older ones told too, and takes their place. Where two
+processes do that at once, both files stay and are read as one, so that neither loses what the other found.
 """
 
 import json
 import os
+import secrets
+import shlex
 import stat
 import tempfile
 import warnings
@@ -18,17 +23,20 @@ from typing import Any
 from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.storage.atomic import read_file, write_all
 
-_VERSION = 1
+_VERSION = 2
 """Of the file's content and of what the plans exercise: raise it when a plan becomes stricter."""
 
 _LARGEST = 1 << 20
 """Bytes. Ours have a few thousand."""
 
+_TRIES = 5
+"""Times to look for files anew, when one was replaced between finding and reading it."""
+
 
 def location(identity: Mapping[str, Any]) -> Path | None:
-    """Return where the report for these devices is kept; None without a home folder.
+    """Return the beginning of the paths of what is kept for these devices; None without a home folder.
 
-    A new boot, driver or torch takes the same file, so that old ones do not pile up.
+    A new boot, driver or torch takes the same one, so that old files do not pile up.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # which the standard says to ignore
@@ -39,40 +47,91 @@ def location(identity: Mapping[str, Any]) -> Path | None:
     devices = json.dumps(
         [identity.get("type"), identity.get("devices"), identity.get("host")], sort_keys=True
     )
-    return Path(folder) / "ckptfix" / f"peer-copies-{sha256(devices.encode()).hexdigest()[:16]}.json"
+    return Path(folder) / "ckptfix" / f"peer-copies-{sha256(devices.encode()).hexdigest()[:16]}"
 
 
 def load(identity: Mapping[str, Any]) -> ProbeReport | None:
     """Return the report that holds for exactly this identity, or None."""
     path = location(identity) if identity else None
-    if path is None or not _is_ours(path):
-        return None
+    return None if path is None else _kept(path, identity)[1]
+
+
+def store(report: ProbeReport) -> None:
+    """Add a report to what is kept: whole or not at all, and readable for the user alone.
+
+    Not one without an identity, and of the pairs only what ``PairReport.renews`` what is known of them. A folder that
+    cannot be written to, or that others can write to, gives a UserWarning; nothing else depends on it.
+    """
+    path = location(report.identity) if report.identity else None
+    if path is None:
+        return
+    former, known = _kept(path, report.identity)
+    merged = (known or report.only(())).renewed_by(report)
+    if not merged.pairs:
+        return
+    document = json.dumps({"version": _VERSION, "report": merged.to_json()})
     try:
+        os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        believed = _is_ours(_write(path, document.encode()))
+    except OSError as error:
+        warnings.warn(f"{path.parent}: the verdicts cannot be kept there: {error.strerror}", stacklevel=3)
+        return
+    for other in former:
+        with suppress(OSError):
+            os.unlink(other)
+    if not believed:
+        warnings.warn(
+            f"{path.parent}: the verdicts that are kept there are not believed, because others can write to that "
+            f"folder. To change that: chmod go-w {shlex.quote(str(path.parent))}",
+            stacklevel=3,
+        )
+
+
+def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], ProbeReport | None]:
+    """Return the files under this beginning of a path, and what they tell together of this very identity."""
+    for _ in range(_TRIES):
+        files = _files(path)
+        known: ProbeReport | None = None
+        try:
+            for file in files:
+                told = _report(file, identity)
+                if told is not None:
+                    known = told if known is None else known.renewed_by(told)
+        except FileNotFoundError:
+            continue  # another process has put a file in its place
+        return files, known
+    return (), None
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    """Return the files under this beginning of a path, the oldest first."""
+    found = []
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(path.name) and entry.name.endswith(".json"):
+                with suppress(OSError):
+                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
+    return tuple(Path(name) for _, name in sorted(found))
+
+
+def _report(path: Path, identity: Mapping[str, Any]) -> ProbeReport | None:
+    """Return what one file tells of this identity, or None. Raises FileNotFoundError when it is gone."""
+    try:
+        if not _is_ours(path):
+            return None
         document = json.loads(read_file(path))
         report = ProbeReport.from_json(document["report"]) if document["version"] == _VERSION else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
     same = report is not None and _plain(report.identity) == _plain(identity)
     return report if same else None
 
 
-def store(report: ProbeReport) -> None:
-    """Keep a report: whole or not at all, and readable for the user alone. One without an identity is not kept.
-
-    A folder that cannot be written to gives a UserWarning; nothing else depends on it.
-    """
-    path = location(report.identity) if report.identity and report.pairs else None
-    if path is None:
-        return
-    document = json.dumps({"version": _VERSION, "report": report.to_json()})
-    try:
-        os.makedirs(path.parent, mode=0o700, exist_ok=True)
-        _replace(path, document.encode())
-    except OSError as error:
-        warnings.warn(f"{path}: the verdicts cannot be kept there: {error.strerror}", stacklevel=3)
-
-
-def _replace(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes) -> Path:
+    """Write a new file under this beginning of a path, whole or not at all, and return its path."""
+    written = path.with_name(f"{path.name}-{secrets.token_hex(8)}.json")
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=".peer-copies-")  # mode 0600
     try:
         try:
@@ -80,19 +139,17 @@ def _replace(path: Path, data: bytes) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(name, path)
+        os.replace(name, written)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
+    return written
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether nobody but this user can have written the file, nor put it there."""
-    try:
-        file, folder = os.lstat(path), os.stat(path.parent)
-    except OSError:
-        return False
+    """Return whether nobody but this user can have written the file, nor put it there. Raises OSError."""
+    file, folder = os.lstat(path), os.stat(path.parent)
     theirs = stat.S_IWGRP | stat.S_IWOTH
     return (
         stat.S_ISREG(file.st_mode)

@@ -84,7 +84,10 @@ class Plan:
 
 
 LARGE = 32 << 20
-"""Bytes. Faults are known that start at 32 MB; copies from here on are made as ``large`` says."""
+"""Bytes. Faults are known that start at 32 MB."""
+
+WINDOWED = (8 << 20) + 64
+"""Bytes. Copies from here on, a little more than those of ``_MEDIUM_SIZES``, are made as ``large`` says."""
 
 REPEATS = 200
 """Small copies by each engine. They find a fault of every 150th copy, and one of 1.5 % by chance with 95 %."""
@@ -150,6 +153,14 @@ def _sizes() -> Iterator[Case]:
             yield Case(route=route, count=size)
 
 
+def _large_floats(*dtypes: str) -> Iterator[Case]:
+    # What a split model sends. Other cases of these dtypes are small, and other large ones are bytes.
+    for name in dtypes:
+        count = WINDOWED // int(dtype_of(name).itemsize) + 3
+        for route in (Route.COPY, Route.STRIDED_SOURCE):
+            yield Case(route=route, count=count, dtype=name)
+
+
 def _large(size: int) -> Iterator[Case]:
     yield Case(route=Route.COPY, count=size)
     # The bits stay, the dtype does not: a kernel makes this copy.
@@ -162,7 +173,10 @@ QUICK = Plan(
         Section(name="first look", cases=tuple(_first_look())),
         Section(name="repeats", cases=tuple(_repeats())),
         Section(name="dtypes", cases=(*_dtypes(4099), *_dtypes(16390))),
-        Section(name="large copies", cases=tuple(_large(LARGE + (1 << 20) + 13))),
+        Section(
+            name="large copies",
+            cases=(*_large(LARGE + (1 << 20) + 13), *_large_floats("float32", "bfloat16")),
+        ),
     ),
     rounds=1,
     chained=(3 * 4096 + 8,),
@@ -178,7 +192,11 @@ FULL = Plan(
         Section(name="sizes", cases=tuple(_sizes())),
         Section(
             name="large copies",
-            cases=(*_large(2 * LARGE), Case(route=Route.TO, count=2 * LARGE + 13)),
+            cases=(
+                *_large(2 * LARGE),
+                Case(route=Route.TO, count=2 * LARGE + 13),
+                *_large_floats("float32", "bfloat16", "float16"),
+            ),
         ),
     ),
     rounds=3,

@@ -35,7 +35,7 @@ class Kind(Enum):
 class Damage:
     """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the payload.
 
-    None where no byte is wrong in the end.
+    None where no byte of the payload is wrong in the end: it came late, or the memory beside it was written.
     """
 
     kind: Kind

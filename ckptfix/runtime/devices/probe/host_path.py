@@ -3,7 +3,7 @@
 With larger payloads it is proven where they are put on the device: see ``large.Row``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class UnusableDevice(CkptfixError):
         self.index = index
 
 
-def prove(index: int, seed: int, memory: Memory, tell: Callable[[str | None], None]) -> int:
-    """Send bytes to a device and back, and return how many times. Raises UnusableDevice when others come back."""
+def prove(index: int, seed: int, memory: Memory, tell: Callable[[str | None], None]) -> Iterator[None]:
+    """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others come back."""
     for number, size in enumerate(_SIZES):
         tell(f"host round trip of {exact_size(size)}")
         _round_trip(index, size, payload.seed_of(seed, "host", index, number), memory)
         tell(None)
-    return len(_SIZES)
+        yield
 
 
 def prove_again(index: int, size: int) -> None:

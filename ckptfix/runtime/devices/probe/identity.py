@@ -82,6 +82,15 @@ def this_machine() -> Machine:
     )
 
 
+def machine_in_use() -> Machine | None:
+    """Return ``this_machine()`` where this process uses its devices already, which then stay the same; else None."""
+    name = device_type()
+    if name is None:
+        return None
+    initialised = getattr(torch.get_device_module(name), "is_initialized", None)
+    return this_machine() if initialised is not None and initialised() else None
+
+
 def _identity(name: str, module: Any, devices: list[dict[str, Any]]) -> dict[str, Any]:
     boot = _text(_BOOT)
     if not boot or not all(found["uuid"] or found["pci"] for found in devices):

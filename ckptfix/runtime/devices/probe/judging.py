@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckptfix.runtime.devices.pairs import Pair
 from ckptfix.runtime.devices.probe import host_path
 from ckptfix.runtime.devices.probe.damage import Damage, Kind, classify
@@ -51,8 +49,7 @@ def judge(
         return damage
     if not same(evidence.arrived, evidence.expected):
         beside = evidence.arrived != evidence.expected
-        first = int(beside.to(torch.uint8).argmax())
-        return Damage(kind=Kind.OUTSIDE, first_offset=first, wrong_bytes=int(beside.sum()))
+        return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(beside.sum()))
     if not bool(compared(evidence.block, evidence.reference)):
         raise host_path.UnusableDevice(destination, "its kernel finds equal bytes unequal")
     return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)

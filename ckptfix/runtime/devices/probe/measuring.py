@@ -18,18 +18,32 @@ _LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
 """Seconds of silence after which a copy counts as hanging; within them, a sixth of the budget."""
 
 
-def measure(pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool) -> ProbeReport:
-    """Measure these pairs; whatever goes wrong makes them inconclusive."""
+def measure(
+    pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool, here: Machine | None = None
+) -> ProbeReport:
+    """Measure these pairs; whatever goes wrong makes them inconclusive.
+
+    ``here``: the machine as this process sees it, whose devices must be those that are measured; None for any.
+    """
     patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
     bench: Bench = InProcess() if in_process else Watched(patience)
     try:
-        return _on(bench, pairs, budget=budget, seed=seed, in_process=in_process)
+        machine, wrong = _machine(bench, pairs, here)
+        return _on(bench, pairs, machine, wrong, budget=budget, seed=seed, in_process=in_process)
     finally:
         bench.close()
 
 
-def _on(bench: Bench, pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool) -> ProbeReport:
-    machine, wrong = _machine(bench, pairs)
+def _on(
+    bench: Bench,
+    pairs: Sequence[Pair],
+    machine: Machine,
+    wrong: str,
+    *,
+    budget: float,
+    seed: int,
+    in_process: bool,
+) -> ProbeReport:
     plan = plan_for(budget)
     schedule = Schedule(bench, pairs, plan, budget=budget, seed=seed)
     found = schedule.stopped(wrong) if wrong else schedule.run()
@@ -46,7 +60,7 @@ def _on(bench: Bench, pairs: Sequence[Pair], *, budget: float, seed: int, in_pro
     return replace(report, hints=hints(machine.pci, report.unproven, machine.peer_access))
 
 
-def _machine(bench: Bench, pairs: Sequence[Pair]) -> tuple[Machine, str]:
+def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple[Machine, str]:
     """Return the devices that the bench sees, and why it cannot measure these pairs; "" when it can."""
     try:
         machine = bench.machine()
@@ -58,7 +72,19 @@ def _machine(bench: Bench, pairs: Sequence[Pair]) -> tuple[Machine, str]:
             Machine(),
             f"the probe's worker sees {len(machine.names)} devices, this process at least {last + 1}",
         )
+    if here is not None and _what_is_compared(machine) != _what_is_compared(here):
+        # Device 1 there is another one than device 1 here, if it is only the number of them that tells.
+        return (
+            Machine(),
+            f"the probe's worker sees other devices ({', '.join(machine.names)}) or another driver or allocator than "
+            f"this process ({', '.join(here.names)}): did the environment change since this process began to use them? "
+            "To measure in this process: probe_peer_copies(in_process=True)",
+        )
     return machine, ""
+
+
+def _what_is_compared(machine: Machine) -> tuple[object, ...]:
+    return machine.names, machine.pci, dict(machine.identity)
 
 
 def nothing_to_measure(devices: int, seed: int) -> ProbeReport:

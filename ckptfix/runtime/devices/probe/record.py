@@ -11,7 +11,7 @@ from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome
 _TELLING = 4 * 4096
 """Bytes from which the kind of damage can be told for certain: in fewer, two lost pages are one."""
 
-_KILLED = "SIGKILL"
+KILLED = "SIGKILL"
 """What the kernel ends a process with when the host has no memory left: no evidence against a pair."""
 
 
@@ -48,7 +48,7 @@ class PairRecord:
                 self._ended_badly(outcome)
 
     def _ended_badly(self, outcome: Outcome) -> None:
-        if not outcome.stage or _KILLED in outcome.message:
+        if not outcome.stage or KILLED in outcome.message:
             self.doubt = f"{outcome.stage or 'between two copies'}: {outcome.message}"
             return
         self.why = f"{outcome.stage}: {outcome.message}"
@@ -58,7 +58,9 @@ class PairRecord:
             kind = Kind.ERROR if outcome.ending is Ending.RAISED else Kind.CRASH
             self.ended, self.kind = Verdict.WRONG, kind.value
 
-    def report(self, *, sections: int, seed: int, peer_access: bool | None, unusable: str) -> PairReport:
+    def report(
+        self, *, sections: int, seed: int, peer_access: bool | None, unusable: str, plan: str, blind: bool
+    ) -> PairReport:
         """Return the verdict. ``sections``: how many the plan has; ``unusable``: what is wrong with a device of it."""
         verdict, kind, offset, detail = self._verdict(sections, unusable)
         return PairReport(
@@ -71,6 +73,8 @@ class PairRecord:
             seed=seed,
             detail=detail,
             peer_access=peer_access,
+            plan=plan,
+            blind=blind,
         )
 
     def _verdict(self, sections: int, unusable: str) -> tuple[Verdict, str, int | None, str]:

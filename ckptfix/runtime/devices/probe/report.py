@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from ckptfix.runtime.devices.pairs import Pair
 
 
+STRICTEST = "full"
+"""Name of the plan that exercises most."""
+
+
 class Verdict(Enum):
     """What the copies of one ordered pair of devices are.
 
@@ -33,7 +37,8 @@ class PairReport:
     ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none. ``first_offset``: its first wrong
     byte, from the start of the payload. ``trials``: copies made and compared, ``failures``: those that were wrong.
     ``seed``: of the whole probe; the same seed sends the same bits in the same order. ``detail``: what the verdict
-    rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell.
+    rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell. ``plan``: the name of what
+    was to be exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the probe.
     """
 
     pair: Pair
@@ -45,6 +50,22 @@ class PairReport:
     seed: int
     detail: str = ""
     peer_access: bool | None = None
+    plan: str = ""
+    blind: bool = False
+
+    def renews(self, older: PairReport | None) -> bool:
+        """Return whether this is what to know of a pair from now on, where ``older`` was known (None: nothing).
+
+        A blind probe proves nothing. Damage that was seen once, by chance perhaps, stays until the full plan finds the
+        pair healthy: of two probes that run at once and differ, the one that saw it is right.
+        """
+        if self.verdict is Verdict.HEALTHY and self.blind:
+            return False
+        if older is None or older.verdict not in (Verdict.WRONG, Verdict.HANG):
+            return True
+        if self.verdict is Verdict.HEALTHY:
+            return self.plan == STRICTEST
+        return self.verdict in (Verdict.WRONG, Verdict.HANG)
 
     def __str__(self) -> str:
         source, destination = self.pair
@@ -65,6 +86,8 @@ class PairReport:
             "seed": self.seed,
             "detail": self.detail,
             "peer_access": self.peer_access,
+            "plan": self.plan,
+            "blind": self.blind,
         }
 
     @classmethod
@@ -82,6 +105,8 @@ class PairReport:
             seed=int(values["seed"]),
             detail=str(values["detail"]),
             peer_access=None if access is None else bool(access),
+            plan=str(values["plan"]),
+            blind=bool(values["blind"]),
         )
 
 
@@ -114,12 +139,20 @@ class ProbeReport:
         return frozenset(self.pairs) - self.with_verdict(Verdict.HEALTHY)
 
     def renewed_by(self, newer: ProbeReport) -> ProbeReport:
-        """Return this report with the pairs that ``newer`` holds in place of its own."""
+        """Return this report with the pairs of ``newer`` in place of its own, where ``PairReport.renews`` says so."""
+        renewing = {
+            pair: report for pair, report in newer.pairs.items() if report.renews(self.pairs.get(pair))
+        }
         return replace(
             newer,
-            pairs={**self.pairs, **newer.pairs},
+            pairs={**self.pairs, **renewing},
             exercised=tuple(dict.fromkeys((*self.exercised, *newer.exercised))),
         )
+
+    def only(self, pairs: Iterable[Pair]) -> ProbeReport:
+        """Return this report without all pairs but these."""
+        wanted = frozenset(pairs)
+        return replace(self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted})
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 from ckptfix.runtime.devices import transfers
 from ckptfix.runtime.devices.pairs import Pair, device, device_type
 from ckptfix.runtime.devices.probe import host_path, payload, together
-from ckptfix.runtime.devices.probe.cases import LARGE, PLANS, Case, Route
+from ckptfix.runtime.devices.probe.cases import PLANS, WINDOWED, Case, Route
 from ckptfix.runtime.devices.probe.identity import Machine, this_machine
 from ckptfix.runtime.devices.probe.large import Row, run_large
 from ckptfix.runtime.devices.probe.memory import Memory
@@ -54,7 +54,7 @@ class Runner:
         self._stage = ""
         progress = _Progress()
         try:
-            with transfers.bypassed():
+            with transfers.bypassed(counted=False):
                 ending = self._done(task, time.monotonic() + seconds, progress)
             return progress.outcome(ending)
         except host_path.UnusableDevice as error:
@@ -86,7 +86,8 @@ class Runner:
         match task.work:
             case Work.HOST:
                 index = task.pairs[0][0]
-                progress.trials += host_path.prove(index, task.seed, self._memory, self._tell)
+                for _ in host_path.prove(index, task.seed, self._memory, self._tell):
+                    progress.add()
                 row = self._row(task)
                 self._tell("host round trip of a large payload")
                 row.on(index)
@@ -116,7 +117,7 @@ class Runner:
             if time.monotonic() > deadline:
                 return Ending.OUT_OF_TIME
             seed = payload.seed_of(task.seed, *pair, section.name, number)
-            if case.size >= LARGE:
+            if case.size >= WINDOWED:
                 row, earlier = self._row(task), self._earlier[pair]
                 failure = run_large(case, pair, row, seed, self._memory, self._tell, earlier)
             else:

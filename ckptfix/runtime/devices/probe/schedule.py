@@ -16,10 +16,15 @@ from ckptfix.errors import OperationError
 from ckptfix.runtime.devices.pairs import Pair
 from ckptfix.runtime.devices.probe.cases import Plan
 from ckptfix.runtime.devices.probe.identity import Machine
-from ckptfix.runtime.devices.probe.record import PairRecord
+from ckptfix.runtime.devices.probe.record import KILLED, PairRecord
 from ckptfix.runtime.devices.probe.task import Ending, Outcome, Task, Work
 
 _FOR_SINGLE_PAIRS = 0.8
+
+_WHERE_IT_WORKS = (
+    ". If only one process may use the device, measure in that one: probe_peer_copies(in_process=True), or before it "
+    "starts: ckptfix doctor --peer-copies"
+)
 
 
 class Bench(Protocol):
@@ -114,12 +119,17 @@ class Schedule:
             return
         outcome = self._ask(Work.HOST, ((index, index),))
         self.found.round_trips[index] = outcome.trials
-        if outcome.ending is Ending.NO_MEMORY:
-            for pair, record in self.found.records.items():
-                if index in pair:
-                    record.doubt = f"device {index}: {outcome.message}"
-        elif outcome.ending is not Ending.DONE:
-            self.found.unusable[index] = f"device {index}: {outcome.stage or 'starting'}: {outcome.message}"
+        if outcome.ending is Ending.DONE:
+            return
+        where = f"device {index}: {outcome.stage or 'starting'}: {outcome.message}"
+        if outcome.ending is not Ending.NO_MEMORY and outcome.trials and KILLED not in outcome.message:
+            self.found.unusable[index] = where
+            return
+        # It never worked, which may be this moment's fault: another process has it for itself, or it starts slowly.
+        advice = "" if outcome.ending is Ending.NO_MEMORY else _WHERE_IT_WORKS
+        for pair, record in self.found.records.items():
+            if index in pair:
+                record.doubt = where + advice
 
     def _sections(self, which: slice, share: float) -> None:
         numbers = range(len(self._plan.sections))[which]

@@ -35,6 +35,8 @@ def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
             seed=run.seed,
             peer_access=machine.peer_access.get(pair),
             unusable=found.of_device(pair),
+            plan=run.plan.name,
+            blind=bool(run.blind),
         )
         for pair, record in found.records.items()
     }
@@ -98,7 +100,7 @@ def _not_exercised(run: Run, found: Found, verdicts: dict[Pair, Verdict]) -> Ite
     if run.in_process:
         yield "copies that hang: in_process=True cannot end them"
     if run.blind:
-        yield run.blind
+        yield f"{run.blind}; so no pair is remembered as healthy"
     yield from found.left_out
     # A fault of one copy in n shows in 3 n copies with 95 %.
     yield f"faults rarer than one copy in {run.plan.copies // 3}, or that need other loads, sizes or temperatures"

@@ -101,17 +101,21 @@ class Watched:
 
     def _outcome(self) -> Outcome:
         stage = ""
+        trials = 0
         while True:
             try:
                 patience = self._patience * (1 if stage else 4)
                 answer = self._answers.get(timeout=patience)
             except queue.Empty:
-                return Outcome(ending=Ending.HUNG, stage=stage, message=f"no end after {patience:.1f} s")
+                return Outcome(
+                    ending=Ending.HUNG, trials=trials, stage=stage, message=f"no end after {patience:.1f} s"
+                )
             if answer is None:
-                return Outcome(ending=Ending.DIED, stage=stage, message=self._how_it_ended())
+                return Outcome(ending=Ending.DIED, trials=trials, stage=stage, message=self._how_it_ended())
             if "outcome" in answer:
                 return Outcome.from_json(answer["outcome"])
             stage = answer["stage"] or ""
+            trials += not stage
 
     def _how_it_ended(self) -> str:
         assert self._process is not None

@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,17 @@ from accelerate.utils import find_tied_parameters
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.runtime.devices.reload.filling import (
     Filled,
-    file_dtype,
     fill,
+    holds,
     name_problems,
     names_by_prefix,
+    narrowing,
+    narrowings,
     tensors_of,
     untied,
 )
 from ckptfix.runtime.devices.reload.inputs import Inputs, given_inputs, transformers_inputs
+from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.stored import Weights
 from ckptfix.wording import count_of, list_names
 
@@ -62,15 +65,15 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
     try:
         with _current_folder_on_path():
             made = called()
+        model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"the factory {shown} returned {type(model).__name__}, no torch.nn.Module")
+        model = model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
+        model.eval()
     except CkptfixError:
         raise
-    except Exception as error:  # the user's own code raises anything
-        raise UsageError(f"the factory {shown} raised {type(error).__name__}: {error}") from error
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"the factory {shown} returned {type(model).__name__}, no torch.nn.Module")
-    model = model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
-    model.eval()
+    except ANYTHING as error:
+        raise UsageError(f"the factory {shown} raised {in_words(error)}") from error
     weights = _fitting(model, found)
     filled = fill(model, weights)
     weights.close()  # a file that cannot be mapped lies in memory while it is open
@@ -79,7 +82,7 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
         what=f"{type(model).__name__} from {shown}",
         weights=weights,
         filled=filled,
-        inputs=transformers_inputs(model) if inputs is None else given_inputs(inputs),
+        inputs=_made_inputs(model) if inputs is None else given_inputs(inputs),
         no_split=whole_blocks(model),
         skip_keys=_skip_keys(model),
     )
@@ -107,24 +110,21 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
                 str(root), trust_remote_code=False, local_files_only=True
             )
             # Not from the folder: it could lead to other files, adapters and kernels. The class renames and merges
-            # weights by itself; the tensors are read by us.
+            # weights by itself; the tensors are read by us. No dtype: the one that every user's call gets.
             model, info = cls.from_pretrained(
                 None, config=config, state_dict={name: weights.read(name) for name in weights.tensors},
                 output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True,
-                trust_remote_code=False, torch_dtype=file_dtype(weights) or "auto", attn_implementation="eager",
+                trust_remote_code=False, attn_implementation="eager",
             )  # fmt: skip
+            model.eval()
     except CkptfixError:
         raise
-    except (
-        Exception
-    ) as error:  # a config's values are looked at by the model's own code, which raises anything
-        raise NoModel(
-            f"{architecture} cannot be built from config.json: {type(error).__name__}: {error}"
-        ) from error
-    model.eval()
+    except ANYTHING as error:  # a config's values are looked at by the model's own code
+        raise NoModel(f"{architecture} cannot be built from config.json: {in_words(error)}") from error
     names, renamed = names_by_prefix(model, weights)
-    state = tensors_of(model)
-    converted = [ours for ours, theirs in names.items() if state[ours].dtype != weights.read(theirs).dtype]
+    converted, narrowed = _other_dtypes(model, names, weights)
+    for name in narrowed:
+        del names[name]
     tied_apart = untied(find_tied_parameters(model), weights)
     weights.close()  # a file that cannot be mapped lies in memory while it is open
     return Built(
@@ -133,15 +133,37 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
         weights=weights,
         filled=Filled(
             names=names,
-            differences=_of_loading(info),
+            differences=(*_of_loading(info), *narrowings(list(narrowed.values()))),
             converted=tuple(converted),
             untied=tied_apart,
             renamed=renamed,
         ),
-        inputs=transformers_inputs(model),
+        inputs=_made_inputs(model),
         no_split=whole_blocks(model),
         skip_keys=_skip_keys(model),
     )
+
+
+def _other_dtypes(model: Any, names: Mapping[str, str], weights: Weights) -> tuple[list[str], dict[str, str]]:
+    """Return the names that a model holds in a wider dtype than the file, and those in a narrower one, with words."""
+    state = tensors_of(model)
+    converted, narrowed = [], {}
+    for ours, theirs in names.items():
+        held, stored = state[ours].dtype, weights.read(theirs).dtype
+        if held == stored:
+            continue
+        if holds(held, stored):
+            converted.append(ours)
+        else:
+            narrowed[ours] = narrowing(ours, stored, held)
+    return converted, narrowed
+
+
+def _made_inputs(model: Any) -> Inputs | str:
+    try:
+        return transformers_inputs(model)
+    except ANYTHING as error:
+        return f"no inputs could be made from its config: {in_words(error)}"
 
 
 def whole_blocks(model: Any) -> tuple[str, ...]:
@@ -214,8 +236,8 @@ def _imported(spec: str) -> Factory:
             value: Any = importlib.import_module(module)
             for step in name.split("."):
                 value = getattr(value, step)
-    except Exception as error:  # importing runs the user's own code
-        raise UsageError(f"--model {spec}: {type(error).__name__}: {error}") from error
+    except ANYTHING as error:  # importing runs the user's own code
+        raise UsageError(f"--model {spec}: {in_words(error)}") from error
     if not callable(value):
         raise UsageError(f"--model {spec}: {name} is a {type(value).__name__}, no function")
     factory: Factory = value

@@ -4,6 +4,7 @@ It is the same model each time, so its weights are in host memory once, whatever
 """
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from accelerate.utils import find_tied_parameters, get_balanced_memory, retie_pa
 
 from ckptfix.runtime.devices.pairs import device_count, device_type
 from ckptfix.runtime.devices.reload.building import Built
-from ckptfix.runtime.devices.reload.inputs import SEED, Inputs
-from ckptfix.runtime.devices.reload.mapping import CPU, DISK, Device, DeviceMap, Spread
+from ckptfix.runtime.devices.reload.filling import tensors_of
+from ckptfix.runtime.devices.reload.inputs import SEED, Inputs, fresh
+from ckptfix.runtime.devices.reload.mapping import CPU, DISK, Device, DeviceMap, Spread, device_of
 from ckptfix.runtime.devices.reload.outputs import taken
+from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -43,15 +46,38 @@ def map_model(built: Built, spread: Spread, limits: Mapping[Device, int]) -> dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A map to try. ``is_asked``: by the user; otherwise it is there to exercise the host's memory and disk."""
+    """A map to try. ``places``: the devices that something of the model is really on, as ``places_of`` gives them.
+
+    ``is_asked``: by the user; otherwise it is there to exercise the host's memory and disk.
+    """
 
     device_map: DeviceMap
+    places: frozenset[Device]
     is_asked: bool
 
+    @property
+    def accelerators(self) -> frozenset[int]:
+        """The accelerators among the places."""
+        return frozenset(place for place in self.places if isinstance(place, int))
 
-def main_device(device_map: DeviceMap) -> Device:
-    """Return where inputs go and outputs come from: the first accelerator of a map, else the CPU."""
-    return min((device for device in device_map.values() if isinstance(device, int)), default=CPU)
+    @property
+    def main(self) -> Device:
+        """Where inputs go and outputs come from: the first accelerator, else the CPU."""
+        return min(self.accelerators, default=CPU)
+
+    def __str__(self) -> str:
+        order = sorted(self.places, key=lambda place: (isinstance(place, str), place))
+        return ", ".join(map(str, order))
+
+
+def places_of(model: Any, device_map: DeviceMap) -> frozenset[Device]:
+    """Return the devices that a map gives to tensors of a model, or to its modules without any: those run there."""
+    names = list(tensors_of(model))
+    owners = {name.rpartition(".")[0] for name in names}
+    owners |= {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+    bare = [name for name, _ in model.named_modules() if name in device_map and name not in owners]
+    found = [device_of(name, device_map) for name in names] + [device_map[name] for name in bare]
+    return frozenset(place for place in found if place is not None)
 
 
 @contextmanager
@@ -59,14 +85,14 @@ def dispatched(built: Built, trial: Trial, folder: Path) -> Iterator[None]:
     """Have the model on a device map inside the block, on the CPU after it. ``folder``: for what goes to the disk."""
     with _restored(built), quiet_accelerate():
         preload = None if trial.is_asked else _taken_whole(built)
-        if set(trial.device_map.values()) == {DISK}:
+        if trial.places == {DISK}:
             where = torch.device(CPU)
             disk_offload(built.model, str(folder), execution_device=where, preload_module_classes=preload)
         else:
             dispatch_model(
                 built.model,
                 dict(trial.device_map),
-                main_device=main_device(trial.device_map),
+                main_device=trial.main,
                 offload_dir=str(folder) if DISK in trial.device_map.values() else None,
                 skip_keys=list(built.skip_keys) or None,
                 preload_module_classes=preload,
@@ -103,8 +129,8 @@ def _restored(built: Built) -> Iterator[None]:
         try:
             remove_hook_from_module(built.model, recurse=True)
             built.model.to(CPU)
-        except Exception as error:  # accelerate's hooks raise whatever a wrong weight makes torch raise
-            raise ModelLost(f"{type(error).__name__}: {error}") from error
+        except ANYTHING as error:  # accelerate's hooks raise whatever a wrong weight makes torch raise
+            raise ModelLost(in_words(error)) from error
         retie_parameters(built.model, ties)
 
 
@@ -113,7 +139,7 @@ def run(model: Any, inputs: Inputs, where: torch.device) -> Outputs:
 
     Random numbers begin at the same seed each time; the process's own generators stay as they were.
     """
-    args, kwargs = send_to_device((inputs.args, dict(inputs.kwargs)), where)
+    args, kwargs = send_to_device(fresh(inputs), where)
     with _seeded(), torch.no_grad():
         return taken(model(*args, **kwargs))
 
@@ -131,11 +157,13 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def quiet_accelerate() -> Iterator[None]:
-    """Keep accelerate's advice about offloaded parameters to itself: the report says where they are."""
+    """Keep accelerate's advice about offloaded parameters and strange names to itself: the report says both."""
     logger = logging.getLogger("accelerate")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+            yield
     finally:
         logger.setLevel(level)

@@ -7,16 +7,23 @@ from typing import Any
 import numpy
 import torch
 from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
+from torch.nn.parameter import is_lazy
 
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.runtime.devices.reload.comparing import host_bytes
+from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.stored import Weights
 from ckptfix.wording import count_of, list_names
 
 Ties = Sequence[Sequence[str]]
 """Groups of names that are one parameter."""
+
+_EXTRA = "_extra_state"
+"""The name under which a module's ``get_extra_state`` stands in a state dict: of any type, and on no device map."""
+
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+"""Bits of the largest whole number up to which a dtype has every one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,16 @@ class Filled:
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a model's state dict, the parameters and buffers themselves."""
     state = model.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA
+    }
+
+
+def size_of(model: Any) -> int:
+    """Return the bytes of all tensors of a model, tied ones once."""
+    return sum({id(value): value.nbytes for value in tensors_of(model).values()}.values())
 
 
 def name_problems(model: Any, weights: Weights) -> list[str]:
@@ -47,12 +63,15 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
     state = tensors_of(model)
     names = _sources(state, find_tied_parameters(model), weights)
     missing = [name for name in state if name not in names]
-    unexpected = [name for name in weights.tensors if name not in state]
+    extra = _extra_states(model)
+    unexpected = [name for name in weights.tensors if name not in state and name not in extra]
     problems = _names_in_words(missing, unexpected, weights)
     shapes = [
         f"{ours!r} has shape {list(weights.tensors[theirs].shape)} in the file, {list(state[ours].shape)} in the model"
         for ours, theirs in names.items()
-        if _has_whole_bytes(weights, theirs) and tuple(state[ours].shape) != weights.tensors[theirs].shape
+        if not is_lazy(state[ours])
+        and _has_whole_bytes(weights, theirs)
+        and tuple(state[ours].shape) != weights.tensors[theirs].shape
     ]
     return problems + _few(shapes, "shape")
 
@@ -60,29 +79,36 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
 def fill(model: Any, weights: Weights) -> Filled:
     """Copy every tensor of a file into the model's tensor of that name, one at a time.
 
-    Tensors on the meta device get memory. Raises OperationError when the file cannot be read.
+    Tensors on the meta device get memory, lazy ones the file's shape. Raises OperationError when the file cannot be
+    read.
     """
     state, ties = tensors_of(model), find_tied_parameters(model)
     names = _sources(state, ties, weights)
     differences = name_problems(model, weights)
-    narrowed, converted, filled = [], [], {}
+    narrowed, refused, converted, filled = [], [], [], {}
     for ours, theirs in names.items():
         value, own = weights.read(theirs), state[ours]
+        if is_lazy(own):
+            own.materialize(value.shape)
         if value.shape != own.shape:
             continue
-        if value.dtype != own.dtype:
-            if not _holds(own.dtype, value.dtype):
-                narrowed.append(
-                    f"{ours!r} is {_short(value.dtype)} in the file, {_short(own.dtype)} in the model"
-                )
-                continue
-            converted.append(ours)
+        if value.dtype != own.dtype and not holds(own.dtype, value.dtype):
+            narrowed.append(narrowing(ours, value.dtype, own.dtype))
+            continue
+        try:
+            _put(model, ours, own, value)
+        except (
+            ANYTHING
+        ) as error:  # memory that several elements share, as an expanded buffer has; classes of tensors
+            refused.append(f"{ours!r} cannot be filled: {in_words(error)}")
+            continue
         filled[ours] = theirs
-        if own.is_meta:
-            set_module_tensor_to_device(model, ours, "cpu", value=value.to(own.dtype))
-        else:
-            with torch.no_grad():
-                own.copy_(value)
+        if value.dtype != own.dtype:
+            converted.append(ours)
+    for own in tensors_of(model).values():
+        if is_lazy(own):
+            own.materialize((0,))  # it is missing, and nothing here can ask for its shape
+    refused += _fill_extra(model, weights)
     retie_parameters(model, ties)
     if left := [name for name, value in _all_tensors(model).items() if value.is_meta]:
         differences.append(
@@ -91,10 +117,51 @@ def fill(model: Any, weights: Weights) -> Filled:
         )
     return Filled(
         names=filled,
-        differences=(*differences, *_few(narrowed, "dtype")),
+        differences=(*differences, *narrowings(narrowed), *_few(refused, "tensor")),
         converted=tuple(converted),
         untied=untied(ties, weights),
     )
+
+
+def _put(model: Any, name: str, own: torch.Tensor, value: torch.Tensor) -> None:
+    if own.is_meta:
+        set_module_tensor_to_device(model, name, "cpu", value=value.to(own.dtype))
+    else:
+        with torch.no_grad():
+            own.copy_(value)
+
+
+def _fill_extra(model: Any, weights: Weights) -> list[str]:
+    """Hand each module the extra state that the file has of it; return in words what they raise."""
+    refused = []
+    for name, module in _extra_states(model).items():
+        if name in weights.tensors:
+            value = weights.read(name).clone()
+            try:
+                module.set_extra_state(value)
+            except ANYTHING as error:
+                refused.append(f"{name!r} cannot be filled: {in_words(error)}")
+    return refused
+
+
+def _extra_states(model: Any) -> dict[str, Any]:
+    """Return name in a state dict -> module, of the modules that keep an extra state."""
+    own = torch.nn.Module.get_extra_state
+    return {
+        f"{name}.{_EXTRA}".removeprefix("."): module
+        for name, module in model.named_modules()
+        if getattr(type(module), "get_extra_state", own) is not own
+    }
+
+
+def narrowing(name: str, stored: torch.dtype, held: torch.dtype) -> str:
+    """Return in words that a model holds a tensor in a dtype which loses some of the file's values."""
+    return f"{name!r} is {_short(stored)} in the file, {_short(held)} in the model"
+
+
+def narrowings(sentences: Sequence[str]) -> list[str]:
+    """Return the first few of such sentences, and how many more there are."""
+    return _few(sentences, "dtype")
 
 
 def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
@@ -177,12 +244,20 @@ def _same(weights: Weights, one: str, other: str) -> bool:
     return all(numpy.array_equal(a, b) for a, b in pairs)
 
 
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Whether every value of the other dtype is one of this dtype."""
-    try:
-        return bool(torch.promote_types(dtype, other) == dtype)
-    except RuntimeError:  # torch promotes no 8-bit floats
-        return False
+    if dtype.is_floating_point and other.is_floating_point:
+        wide, narrow = torch.finfo(dtype), torch.finfo(other)
+        return bool(
+            wide.eps <= narrow.eps
+            and wide.max >= narrow.max
+            and wide.smallest_normal * wide.eps <= narrow.smallest_normal * narrow.eps
+        )
+    if dtype.is_complex:
+        return holds(dtype.to_real(), other.to_real() if other.is_complex else other)
+    if dtype.is_floating_point and other is not torch.bool:
+        return not other.is_complex and torch.iinfo(other).bits - other.is_signed <= _DIGITS.get(dtype, 0)
+    return bool(torch.promote_types(dtype, other) == dtype)
 
 
 def _few(sentences: Sequence[str], what: str) -> list[str]:
@@ -193,14 +268,3 @@ def _few(sentences: Sequence[str], what: str) -> list[str]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def file_dtype(weights: Weights) -> torch.dtype | None:
-    """Return the dtype of most of a file's floating-point numbers, None when it holds none."""
-    nouns = {noun: name for name, noun in TORCH_DTYPES.items()}
-    sizes: dict[torch.dtype, int] = {}
-    for stored in weights.tensors.values():
-        dtype = getattr(torch, nouns.get(stored.dtype, ""), None)
-        if dtype is not None and dtype.is_floating_point:
-            sizes[dtype] = sizes.get(dtype, 0) + stored.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None

@@ -1,13 +1,20 @@
 """Inputs for one forward pass of a model: the factory's own, or made from a transformers config, from a fixed seed."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
+
+from ckptfix.runtime.devices.reload.outputs import tensors_in
+from ckptfix.runtime.devices.reload.raising import ANYTHING
 
 SEED = 20_260_731
 _BATCH, _LENGTH = 2, 12
+_LARGEST_SIDE = 4096
+"""Pixels of an image that is made; a config may say any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,25 @@ def given_inputs(given: Any) -> Inputs:
     if isinstance(given, Mapping):
         return Inputs(kwargs=dict(given), is_given=True)
     return Inputs(args=tuple(given) if isinstance(given, tuple | list) else (given,), is_given=True)
+
+
+def fresh(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments that a forward pass may change: on the device where they are already, none would be copied.
+
+    Raises whatever the user's own objects raise when they are copied.
+    """
+    given = (inputs.args, dict(inputs.kwargs))
+    copied: dict[int, Any] = {
+        id(value): value.detach().clone().requires_grad_(value.requires_grad)
+        for _, value in tensors_in(given)
+    }
+    try:
+        return deepcopy(given, copied)
+    except ANYTHING:  # a lock, a file, a generator: it can only be handed on as it is
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = recursively_apply(
+            lambda value: copied.get(id(value), value), given
+        )
+        return changed
 
 
 def transformers_inputs(model: Any) -> Inputs | str:
@@ -47,10 +73,14 @@ def transformers_inputs(model: Any) -> Inputs | str:
     if name == "pixel_values":
         vision = getattr(config, "vision_config", None) or config
         side, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-        if isinstance(side, int) and isinstance(channels, int):
+        if _is_size(side, _LARGEST_SIDE) and _is_size(channels, 64):
             pixels = torch.randn(1, channels, side, side, generator=generator)
             return Inputs(kwargs={"pixel_values": pixels.to(model.dtype)})
     return f"it takes {name!r}, for which no inputs are made; give --model a factory that returns (model, inputs)"
+
+
+def _is_size(value: Any, most: int) -> bool:
+    return isinstance(value, int) and 0 < value <= most
 
 
 def _positions(config: Any) -> int:

@@ -48,12 +48,13 @@ def judge_pairs(machine: Machine, probe: ProbeReport | None) -> list[Proof]:
         return [_proof(Outcome.NOT_EXERCISED, text)]
     proofs = []
     broken = [report for report in probe.pairs.values() if report.verdict in _BROKEN]
-    unsure = [report for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE]
+    unsure = [report.pair for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE]
+    unsure += [pair for pair in ordered_pairs(machine.count) if pair not in probe.pairs]
     if broken:
         named = "; ".join(str(report) for report in broken)
         proofs.append(_proof(Outcome.FAILED, f"peer copies in the probe: {named}; {_NEXT}"))
     if unsure:
-        named = ", ".join(f"{report.pair[0]} -> {report.pair[1]}" for report in unsure)
+        named = ", ".join(f"{source} -> {destination}" for source, destination in unsure)
         text = f"peer copies {named}: the probe could not decide; {_NEXT} --budget 120"
         proofs.append(_proof(Outcome.NOT_EXERCISED, text))
     if not broken and not unsure:

@@ -15,6 +15,7 @@ from ckptfix.runtime.devices.pairs import Pair
 from ckptfix.runtime.devices.reload.comparing import first_mismatch, host_bytes
 from ckptfix.runtime.devices.reload.dispatching import Outputs
 from ckptfix.runtime.devices.reload.outputs import equal_bits
+from ckptfix.runtime.devices.reload.raising import ANYTHING
 from ckptfix.runtime.devices.reload.report import Divergence
 from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
 
@@ -35,7 +36,7 @@ def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: i
             try:
                 with _OneDirect(pair):
                     wrong += not equal_bits(run(), reference)
-            except RuntimeError:
+            except ANYTHING:  # of what the model makes of wrong bytes, no staged run raises it
                 wrong += 1
     return wrong
 
@@ -44,17 +45,21 @@ def localise(
     model: Any, run: Callable[[], Outputs], wrong_runs: int, repeats: int, suspects: Sequence[Pair]
 ) -> Divergence:
     """Trace direct runs until a copy is seen to deliver other bytes, at most ``repeats`` of them."""
+    ended_well = True
     for _ in range(repeats):
         trace = _Trace()
-        with bypassed(), _blocks(model, trace), trace:
-            run()
+        try:
+            with bypassed(), _blocks(model, trace), trace:
+                run()
+        except ANYTHING:  # the copy itself, or what the model makes of wrong bytes
+            ended_well = False
         if trace.first is not None:
             return Divergence(runs=repeats, wrong_runs=wrong_runs, suspects=tuple(suspects), **trace.first)
     return Divergence(
         runs=repeats,
         wrong_runs=wrong_runs,
         suspects=tuple(suspects),
-        vanishes_when_traced=True,
+        vanishes_when_traced=ended_well,
         pair=suspects[0] if len(suspects) == 1 else None,
     )
 

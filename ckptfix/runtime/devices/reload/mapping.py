@@ -19,6 +19,8 @@ DeviceMap = Mapping[str, Device]
 """Name of a module or tensor, "" for all -> device."""
 
 CPU, DISK = "cpu", "disk"
+MOST = 1 << 62
+"""Bytes: more than any device has. accelerate multiplies sizes with fractions, which larger integers do not bear."""
 _INDEXED = re.compile(r"(?:(?!cpu:|disk:|meta:)[a-z]+:)?([0-9]{1,4})")
 _BLOCK = re.compile(r"(.*?\.[0-9]+)\.|([0-9]+)\.")
 
@@ -157,8 +159,8 @@ def _size(given: Any, where: str) -> int:
 
     try:
         size = int(convert_file_size_to_int(given))
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, OverflowError):
         size = -1
     if size < 0:
         raise UsageError(f'max_memory of {where}: {given!r} is no size; "4GiB" or a number of bytes is')
-    return size
+    return min(size, MOST)

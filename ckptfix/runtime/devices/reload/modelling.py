@@ -16,15 +16,23 @@ from ckptfix.runtime.devices.reload.dispatching import (
     Outputs,
     Trial,
     dispatched,
-    main_device,
     map_model,
+    places_of,
 )
-from ckptfix.runtime.devices.reload.filling import tensors_of
-from ckptfix.runtime.devices.reload.holding import hop_held, prove_held
+from ckptfix.runtime.devices.reload.filling import size_of, tensors_of
+from ckptfix.runtime.devices.reload.holding import (
+    Loaded,
+    hop_held,
+    prove_held,
+    prove_loaded,
+    remember_loaded,
+)
 from ckptfix.runtime.devices.reload.inputs import Inputs
-from ckptfix.runtime.devices.reload.mapping import CPU, DISK, DeviceMap, Spread
+from ckptfix.runtime.devices.reload.mapping import CPU, DISK, Device, DeviceMap, Spread, device_of
+from ckptfix.runtime.devices.reload.outputs import is_empty
 from ckptfix.runtime.devices.reload.placing import Hops
 from ckptfix.runtime.devices.reload.planning import MapPlan
+from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.report import Machine, Outcome, Proof, Subject
 from ckptfix.runtime.devices.reload.running import Runs, baseline, compare_split
 from ckptfix.runtime.devices.reload.tally import Tally
@@ -56,6 +64,7 @@ def verify_model(
     in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
     prove_held(built, {"": CPU}, in_memory, main=CPU)
     proof.proofs += in_memory.proofs()
+    loaded = remember_loaded(built)
     trials = _trials(built, plan, machine)
     single = _one_device(proof, built, trials, machine)
     if not plan.is_sound:
@@ -63,7 +72,7 @@ def verify_model(
         proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     try:
         for trial in trials:
-            _on_a_map(proof, built, trial, single, repeats, hops, hangs)
+            _on_a_map(proof, built, trial, single, loaded, machine, repeats, hops, hangs)
     except ModelLost as error:
         if not any(one.outcome is Outcome.FAILED for one in proof.proofs):  # which would be why
             text = f"the model could not be read back from its devices: {error}"
@@ -73,16 +82,19 @@ def verify_model(
 
 def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Machine) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
-    where = _begin(trials[0].device_map) if trials else torch.device(CPU)
+    where = _begin(trials[0].main) if trials else torch.device(CPU)
     reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
     if not reason:
         single = baseline(built, where)
-        if not isinstance(single, str):
+        if isinstance(single, str):
+            is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
+            outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
+            whose = "the factory's inputs" if is_given else "the inputs made from its config"
+            reason = f"the model does not run on {where} with {whose}: {single}"
+        elif is_empty(single):
+            reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
+        else:
             return single
-        is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
-        outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
-        whose = "the factory's inputs" if is_given else "the inputs made from its config"
-        reason = f"the model does not run on {where} with {whose}: {single}"
     proof.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
     if machine.count > 1:
         text = "direct copies against staged ones: the model is not run"
@@ -91,39 +103,58 @@ def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machin
 
 
 def _on_a_map(
-    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, repeats: int, hops: Hops,
-    hangs: frozenset[Pair],
+    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded, machine: Machine,
+    repeats: int, hops: Hops, hangs: frozenset[Pair],
 ) -> None:  # fmt: skip
-    device_map = trial.device_map
-    used = {place for place in device_map.values() if isinstance(place, int)}
-    with _room(built, device_map) as folder:
+    used = trial.accelerators
+    with _room(built, trial) as (folder, needs):
         if folder is None:
             text = (
-                f"the model offloaded to disk: no room for {human_size(built.weights.nbytes)} in "
+                f"the model offloaded to disk: no room for {human_size(needs)} in "
                 f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
             )
-            proof.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text)
+            proof.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used))
             return
+        is_there = False
         try:
             with dispatched(built, trial, folder):
-                what = f"file -> {_shown(device_map)} -> host"
-                held = Tally(subject=Subject.PLACEMENT, what=what, is_transfer=bool(used))
-                prove_held(built, device_map, held, main=main_device(device_map))
-                proof.proofs += held.proofs()
+                is_there = True
+                _prove_placed(proof, built, trial, loaded, machine)
                 if single is not None:
-                    runs = compare_split(built, trial, single, _begin(device_map), repeats, hangs)
-                    proof.proofs += [_named(one, device_map) for one in runs.proofs]
+                    runs = compare_split(built, trial, single, _begin(trial.main), repeats, hangs)
+                    proof.proofs += [_named(one, trial) for one in runs.proofs]
                     proof.runs = runs if len(used) > 1 else proof.runs
                     proof.ran = max(proof.ran, repeats if used else 1)
-                hop_held(built, hops)
-        except RuntimeError as error:  # no room on a device, most of all
-            text = f"the model does not get onto {_shown(device_map)}: {type(error).__name__}: {error}"
+                hop_held(built, loaded, hops, trial.main)
+        except ModelLost:
+            raise
+        except ANYTHING as error:  # no room on a device, most of all
+            what = "cannot be read on" if is_there else "does not get onto"
+            text = f"the model {what} {trial}: {in_words(error)}"
             outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
             proof.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
 
 
-def _begin(device_map: DeviceMap) -> torch.device:
-    main = main_device(device_map)
+def _prove_placed(proof: ModelProof, built: Built, trial: Trial, loaded: Loaded, machine: Machine) -> None:
+    """Compare what is where, and say which transfers this map cannot exercise."""
+    used = trial.accelerators
+    held = Tally(subject=Subject.PLACEMENT, what=f"file -> {trial} -> host", is_transfer=bool(used))
+    prove_held(built, trial.device_map, held, main=trial.main)
+    proof.proofs += held.proofs()
+    renamed = Tally(
+        subject=Subject.PLACEMENT, what=f"loaded model -> {trial} -> host", is_transfer=bool(used)
+    )
+    prove_loaded(built, loaded, trial.device_map, renamed, main=trial.main)
+    proof.proofs += renamed.proofs()
+    if machine.count and not used:
+        text = f"the way to an accelerator: the map has none of the model on one, but on {trial}"
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    elif machine.count > 1 and len(used) < 2:
+        text = f"direct copies against staged ones: the map has the model on one accelerator, {trial.main}"
+        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+
+
+def _begin(main: Device) -> torch.device:
     return torch.device(CPU) if isinstance(main, str) else device(main)
 
 
@@ -131,17 +162,29 @@ def _trials(built: Built, plan: MapPlan, machine: Machine) -> list[Trial]:
     """Return the maps to try: the user's own, and on a machine with less than two accelerators one that offloads."""
     if any(value.is_meta for value in tensors_of(built.model).values()):
         return []  # what was not filled cannot be placed; the names that are missing are a failure already
-    own = {str(name): place for name, place in plan.device_map.items()}
-    trials = [Trial(device_map=own, is_asked=True)] if plan.is_sound and not plan.absent else []
+    own = _trial(built, plan.device_map, is_asked=True)
+    trials = [own] if plan.is_sound and not plan.absent else []
     if machine.count == 0:
-        offloads = bool(trials) and DISK in own.values()
-        return trials if offloads else [Trial(device_map={"": DISK}, is_asked=False)]
-    if machine.count == 1 and trials and not {CPU, DISK} & set(own.values()):
-        half = sum(value.nbytes for value in tensors_of(built.model).values()) // 2
-        split = map_model(built, Spread.SEQUENTIAL, {0: half, CPU: 1 << 62})
-        if len(set(split.values())) > 1:
-            trials.append(Trial(device_map=split, is_asked=False))
+        offloads = bool(trials) and DISK in own.places
+        return trials if offloads else [_trial(built, {"": DISK}, is_asked=False)]
+    if machine.count == 1 and trials and not {CPU, DISK} & own.places:
+        split = _trial(built, _half(built), is_asked=False)
+        if len(split.places) > 1:
+            trials.append(split)
     return trials
+
+
+def _half(built: Built) -> DeviceMap:
+    """Return a map with half of a model in the host's memory; the whole on device 0 where accelerate makes none."""
+    try:
+        return map_model(built, Spread.SEQUENTIAL, {0: size_of(built.model) // 2, CPU: 1 << 62})
+    except ANYTHING:
+        return {"": 0}
+
+
+def _trial(built: Built, device_map: DeviceMap, *, is_asked: bool) -> Trial:
+    own = {str(name): place for name, place in device_map.items()}
+    return Trial(device_map=own, places=places_of(built.model, own), is_asked=is_asked)
 
 
 def _prove_names(proof: ModelProof, built: Built) -> None:
@@ -159,11 +202,12 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
         proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
     if not filled.differences:
         wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""
+        names = len(tensors_of(built.model))
         text = (
-            f"names and shapes: {count_of(len(tensors_of(built.model)), 'name')} of {kind} filled by "
+            f"names and shapes: {count_of(names, 'name')} of {kind} filled by "
             f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left over{wider}"
         )
-        proof.add(Subject.NAMES, Outcome.PROVEN, text)
+        proof.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
 
 
 def _no_runs(built: Built) -> str:
@@ -173,21 +217,24 @@ def _no_runs(built: Built) -> str:
     return built.inputs if isinstance(built.inputs, str) else ""
 
 
-def _named(proof: Proof, device_map: DeviceMap) -> Proof:
-    return replace(proof, text=proof.text.replace("split", f"split over {_shown(device_map)}", 1))
-
-
-def _shown(device_map: DeviceMap) -> str:
-    places = sorted(set(device_map.values()), key=lambda place: (isinstance(place, str), place))
-    return ", ".join(map(str, places))
+def _named(proof: Proof, trial: Trial) -> Proof:
+    return replace(proof, text=proof.text.replace("split", f"split over {trial}", 1))
 
 
 @contextmanager
-def _room(built: Built, device_map: DeviceMap) -> Iterator[Path | None]:
-    """Yield a folder for what a map sends to the disk, None when there is no room for it there."""
+def _room(built: Built, trial: Trial) -> Iterator[tuple[Path | None, int]]:
+    """Yield a folder for what a map sends to the disk, None when there is no room for it, and the bytes it takes.
+
+    accelerate maps the files that it writes, and a write beyond the disk ends the process. It writes tied tensors once
+    for each name.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
     try:
-        needs = built.weights.nbytes if DISK in device_map.values() else 0
-        yield folder if shutil.disk_usage(folder).free > needs else None
+        needs = sum(
+            value.nbytes
+            for name, value in tensors_of(built.model).items()
+            if device_of(name, trial.device_map) == DISK
+        )
+        yield (folder if not needs or shutil.disk_usage(folder).free > needs else None), needs
     finally:
         shutil.rmtree(folder, ignore_errors=True)

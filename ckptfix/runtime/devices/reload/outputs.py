@@ -3,13 +3,18 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import inf, isfinite
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 _DEPTH = 8
 """How deep in containers tensors are looked for; a cache of keys and values is four deep."""
+
+_NO_RESULTS = (nn.Module, ModuleType, FunctionType)
+"""Their attributes are weights and globals, which no forward pass computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +56,32 @@ class Spread:
 
 
 def taken(output: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor in an output by its place, on the host."""
-    return {place: value.detach().to("cpu", copy=True) for place, value in tensors_in(output)}
+    """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are their parts."""
+    found: dict[str, torch.Tensor] = {}
+    for place, value in tensors_in(output):
+        for name, part in _plain(value.detach()):
+            found[f"{place}{name}"] = part.to("cpu", copy=True).resolve_conj().resolve_neg()
+    return found
 
 
-def tensors_in(value: Any, place: str = "output", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in mappings, sequences, dataclasses and transformers' caches."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif depth < _DEPTH:
-        for name, part in _parts(value):
-            yield from tensors_in(part, f"{place}{name}", depth + 1)
+def is_empty(output: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an output has no element that could differ: two of them are equal, and prove nothing."""
+    return not any(value.numel() for value in output.values())
+
+
+def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in mappings, sequences, dataclasses and the attributes of other objects, each by its place."""
+    seen: dict[int, Any] = {}  # with the values: an id is another's when its value is gone
+
+    def walk(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif depth < _DEPTH and id(value) not in seen:
+            seen[id(value)] = value
+            for name, part in _parts(value):
+                yield from walk(part, f"{place}{name}", depth + 1)
+
+    return walk(output, "output", 0)
 
 
 def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -85,6 +105,8 @@ def spread(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
 
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> Spread:
+    if left.is_complex() and left.dtype == right.dtype:
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
     if left.shape != right.shape or left.dtype != right.dtype or not left.dtype.is_floating_point:
         return Spread(difference=inf)
     wide, other = left.to(torch.float64), right.to(torch.float64)
@@ -113,5 +135,29 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif is_dataclass(value) and not isinstance(value, type):
         yield from ((f".{one.name}", getattr(value, one.name)) for one in fields(value))
-    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
-        yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif not isinstance(value, _NO_RESULTS) and not isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _plain(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors of which one of another layout is made."""
+    if value.is_nested:
+        yield from ((f"[{index}]", part) for index, part in enumerate(value.unbind()))
+    elif value.layout is torch.sparse_coo:
+        yield from ((".indices", value._indices()), (".values", value._values()))
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (
+            (".rows", value.crow_indices()),
+            (".columns", value.col_indices()),
+            (".values", value.values()),
+        )
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (
+            (".columns", value.ccol_indices()),
+            (".rows", value.row_indices()),
+            (".values", value.values()),
+        )
+    elif value.is_quantized:
+        yield ".integers", value.int_repr()
+    else:
+        yield "", value

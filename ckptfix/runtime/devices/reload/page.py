@@ -1,10 +1,10 @@
 """The report as one HTML page: no script, nothing loaded from anywhere, every name escaped."""
 
 from collections.abc import Iterable, Mapping
-from html import escape
 
 from ckptfix.runtime.devices.reload.report import Outcome, PairFacts, Proof, ReloadReport
-from ckptfix.wording import collapse_layers, count_of, human_size
+from ckptfix.wording import collapse_layers, count_of, html_document, human_size
+from ckptfix.wording import html_text as _text
 
 _COLOURS = {
     Outcome.PROVEN: "#1a7f37",
@@ -12,9 +12,6 @@ _COLOURS = {
     Outcome.FAILED: "#cf222e",
     Outcome.NOT_EXERCISED: "#6e7781",
 }
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
-_INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
-_ESCAPES = {**_CONTROL, **{code: f"\\u{code:04x}" for code in (*_INVISIBLE, *range(0xD800, 0xE000))}}
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1f2328; }
@@ -29,8 +26,9 @@ td, p { overflow-wrap: anywhere; vertical-align: top; }
 
 def html_page(report: ReloadReport) -> str:
     """Return a whole HTML document that says what the report says."""
-    verdict = "failed" if report.status else "no fault found in what was exercised"
-    colour = _COLOURS[Outcome.FAILED if report.status else Outcome.PROVEN]
+    verdict = _verdict(report)
+    good = Outcome.NOT_EXERCISED if report.is_empty else Outcome.PROVEN
+    colour = _COLOURS[Outcome.FAILED if report.status else good]
     title = f"ckptfix verify {report.path}"
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -45,13 +43,35 @@ def html_page(report: ReloadReport) -> str:
         _bytes_table(report.device_bytes),
         _map_table(report.device_map),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
+    return html_document(title, _STYLE, parts)
+
+
+def damage_page(path: str, reason: str, findings: Iterable[tuple[str, str, str]]) -> str:
+    """Return a page for a checkpoint of which no reload was proven. ``findings``: severity, code and sentence."""
+    title = f"ckptfix verify {path}"
+    rows = [f"<tr><td>{_text(level)}</td><td>{_text(code)}</td><td>{_text(says)}</td></tr>"
+            for level, code, says in findings]  # fmt: skip
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p><strong style="color:{_COLOURS[Outcome.FAILED]}">{_text(reason)}</strong></p>',
+        "<h2>What check found</h2>",
+        _table(("severity", "code", "what"), rows),
+    ]
+    return html_document(title, _STYLE, parts)
+
+
+def _verdict(report: ReloadReport) -> str:
+    if report.is_empty and not report.status:
+        return "nothing was exercised, and nothing is proven"
+    if not report.status:
+        return "no fault found in what was exercised"
+    reasons = []
+    if failed := sum(proof.outcome is Outcome.FAILED for proof in report.proofs):
+        reasons.append(count_of(failed, "failed line"))
+    if report.require_transfer_proof and report.unproven_transfers:
+        many = count_of(len(report.unproven_transfers), "line")
+        reasons.append(f"--require-transfer-proof, and {many} about transfers not exercised")
+    return f"failed: {'; '.join(reasons)}"
 
 
 def _about(report: ReloadReport) -> str:
@@ -133,8 +153,3 @@ def _map_table(device_map: Mapping[str, str]) -> str:
 def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
     head = "".join(f"<th>{_text(text)}</th>" for text in heads)
     return f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>"
-
-
-def _text(text: str) -> str:
-    """Return text as HTML shows it; control and invisible characters become backslash escapes."""
-    return escape(text.translate(_ESCAPES), quote=True)

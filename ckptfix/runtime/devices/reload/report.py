@@ -207,6 +207,11 @@ class ReloadReport:
         )
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was exercised at all."""
+        return all(proof.outcome is Outcome.NOT_EXERCISED for proof in self.proofs)
+
+    @property
     def status(self) -> int:
         """Exit status: 1 when anything failed, or transfers were to be proven and were not; else 0."""
         if any(proof.outcome is Outcome.FAILED for proof in self.proofs):

@@ -11,14 +11,15 @@ import torch
 from accelerate.utils import find_tied_parameters
 
 from ckptfix.runtime.devices.overriding import can_override
-from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.runtime.devices.pairs import Pair, device
 from ckptfix.runtime.devices.reload.building import Built
 from ckptfix.runtime.devices.reload.dispatching import Outputs, Trial, on_one_device, run
-from ckptfix.runtime.devices.reload.filling import tensors_of
+from ckptfix.runtime.devices.reload.filling import size_of
 from ckptfix.runtime.devices.reload.localising import alone, exercised, localise
-from ckptfix.runtime.devices.reload.machine import has_room
+from ckptfix.runtime.devices.reload.machine import answers, has_room
 from ckptfix.runtime.devices.reload.mapping import CPU, DISK
 from ckptfix.runtime.devices.reload.outputs import Spread, equal_bits, spread
+from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.report import Divergence, Outcome, Proof, Subject
 from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
 from ckptfix.wording import count_of
@@ -49,14 +50,14 @@ def baseline(built: Built, where: torch.device) -> Outputs | str:
     The whole model where it fits, else with its weights brought from host memory block by block.
     """
     assert not isinstance(built.inputs, str)
-    ways = (True, False) if where.type == CPU or has_room(where, _size(built)) else (False,)
+    ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
     problem = ""
     for whole in ways:
         try:
             with on_one_device(built, where, whole=whole):
                 return run(built.model, built.inputs, where)
-        except Exception as error:  # the model's own forward raises anything
-            problem = problem or f"{type(error).__name__}: {error}"
+        except ANYTHING as error:  # the model's own forward
+            problem = problem or in_words(error)
     return problem
 
 
@@ -68,21 +69,17 @@ def _hint(built: Built, trial: Trial) -> str:
     return "; accelerate can give a weight from the disk the values of tied ones: use a map without disk"
 
 
-def _size(built: Built) -> int:
-    return sum(value.nbytes for value in tensors_of(built.model).values())
-
-
 def compare_split(
     built: Built, trial: Trial, single: Outputs, where: torch.device, repeats: int, hangs: frozenset[Pair]
 ) -> Runs:
     """Run a dispatched model ``repeats`` times each way and say what the outputs prove.
 
     ``single``: the output on one device. ``hangs``: pairs whose direct copies do not end. A map with one accelerator
-    has one way only, and one without any runs once.
+    has one way only, and one without any runs once. What the model raises is in the lines; only ``ModelLost`` is not.
     """
     runs = Runs()
     inputs = built.inputs
-    accelerators = {place for place in trial.device_map.values() if isinstance(place, int)}
+    accelerators = trial.accelerators
     assert not isinstance(inputs, str)
 
     def once() -> Outputs:
@@ -93,10 +90,8 @@ def compare_split(
             _compare_repeated(runs, once, single, repeats if accelerators else 1, f"{where} alone")
             return runs
         staged = _staged(runs, once, repeats)
-    except Exception as error:  # the model's own forward raises anything
-        text = (
-            f"split: the model does not run on this map: {type(error).__name__}: {error}{_hint(built, trial)}"
-        )
+    except ANYTHING as error:  # the model's own forward
+        text = f"split: the model does not run on this map: {in_words(error)}{_hint(built, trial)}"
         runs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
         if len(accelerators) > 1:
             text = "direct copies against staged ones: the model does not run"
@@ -112,7 +107,7 @@ def compare_split(
         text = f"direct runs of the split: copies {named} do not end in the probe, and the split needs them"
         runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
-        _compare_direct(runs, built, once, first, noise, repeats)
+        _compare_direct(runs, built, trial, once, first, noise, repeats)
     _compare_kernels(runs, first, single, noise, f"{where} alone")
     return runs
 
@@ -135,50 +130,77 @@ def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outp
     return first, worst
 
 
+@dataclass(slots=True, kw_only=True)
+class _Direct:
+    """Direct runs against the first staged one: how many gave another output, how far it lay, what one raised."""
+
+    wrong: int = 0
+    worst: Spread = field(default_factory=Spread)
+    raised: str = ""
+
+
 def _compare_direct(
-    runs: Runs, built: Built, once: Callable[[], Outputs], first: Outputs, noise: Spread | None, repeats: int
-) -> None:
-    wrong = 0
-    worst = Spread()
+    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Spread | None,
+    repeats: int,
+) -> None:  # fmt: skip
+    direct = _Direct()
     for number in range(repeats):
         try:
             with bypassed():
                 output = once()
-        except RuntimeError as error:
-            text = f"direct run {number + 1} raised {type(error).__name__}, staged runs did not: {error}"
-            runs.add(Subject.SPLIT, Outcome.FAILED, f"transfer fault: {text}")
-            return
+        except (
+            ANYTHING
+        ) as error:  # wrong bytes make a model raise anything: an index that no table has, a check
+            direct.wrong += 1
+            direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
+            if not all(answers(device(index)) for index in trial.accelerators):
+                text = f"transfer fault: {direct.raised}; staged runs did not, and a device answers no more"
+                runs.add(Subject.SPLIT, Outcome.FAILED, text)
+                return
+            continue
         if not equal_bits(output, first):
-            wrong += 1
+            direct.wrong += 1
             found = spread(output, first)
-            worst = found if found.relative > worst.relative else worst
-    many = count_of(repeats, "run")
-    if noise is not None:
-        text = f"staged runs differ among themselves ({noise}), direct ones from them ({worst})"
-        if worst.relative > _NOISE * noise.relative:
-            runs.add(Subject.SPLIT, Outcome.FAILED, f"transfer fault beyond the noise: {text}")
-        else:
-            text = f"direct against staged: non-determinism, {text}"
-            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
-            return
-    elif not wrong:
-        count = sum(runs.moves.values())
-        copies = "1 copy" if count == 1 else f"{count} copies"
-        text = (
-            f"direct split == staged split: {many} each of {copies} between accelerators, equal in every bit"
-        )
-        runs.add(Subject.SPLIT, Outcome.PROVEN, text)
+            direct.worst = found if found.relative > direct.worst.relative else direct.worst
+    if not direct.raised and (direct.wrong == 0 or noise is not None) and not _is_beyond(direct, noise):
+        _add_no_fault(runs, direct, noise, repeats)
         return
     runs.alone_runs = repeats
     for pair in exercised(runs.moves) if noise is None else ():
         runs.alone_wrong[pair] = alone(once, first, pair, repeats)
     suspects = [pair for pair, count in runs.alone_wrong.items() if count]
-    runs.divergence = localise(built.model, once, wrong, repeats, suspects)
-    if noise is None:
-        text = f"transfer fault: {wrong} of {many} with direct copies differ from the staged ones ({worst}); "
-        runs.add(
-            Subject.SPLIT, Outcome.FAILED, f"{text}{runs.divergence}; next: ckptfix doctor --peer-copies"
-        )
+    runs.divergence = localise(built.model, once, direct.wrong, repeats, suspects)
+    many = count_of(repeats, "run")
+    if direct.raised:
+        text = f"transfer fault: {direct.raised}; staged runs did not; {direct.wrong} of {many} wrong"
+    elif noise is not None:
+        text = f"transfer fault beyond the noise: {_noisy(direct, noise)}"
+    else:
+        text = f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged ones"
+        text = f"{text} ({direct.worst})"
+    runs.add(Subject.SPLIT, Outcome.FAILED, f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies")
+
+
+def _is_beyond(direct: _Direct, noise: Spread | None) -> bool:
+    return noise is not None and direct.worst.relative > _NOISE * noise.relative
+
+
+def _noisy(direct: _Direct, noise: Spread) -> str:
+    return f"staged runs differ among themselves ({noise}), direct ones from them ({direct.worst})"
+
+
+def _add_no_fault(runs: Runs, direct: _Direct, noise: Spread | None, repeats: int) -> None:
+    if noise is not None:
+        text = f"direct against staged: non-determinism, {_noisy(direct, noise)}"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        return
+    count = sum(runs.moves.values())
+    copies = "1 copy" if count == 1 else f"{count} copies"
+    text = (
+        f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between accelerators, "
+        "equal in every bit"
+    )
+    runs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
 def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread | None, one: str) -> None:

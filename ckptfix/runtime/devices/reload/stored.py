@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -25,24 +25,17 @@ from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.pieces import OpenFiles
+from ckptfix.weights.layouts import Layout
+from ckptfix.weights.single import is_expanded, recorded_ties, run, torch_layout
 
 Bytes = Any
 """A one-dimensional numpy array of uint8."""
 
 
-class Strided(NamedTuple):
-    """A tensor whose bytes are not one run: where its storage is in the file, and its elements in the storage."""
-
-    offset: int
-    length: int
-    first: int
-    stride: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file. ``begin``: offset in the file of its first byte, when it is one run of ``nbytes``.
+    """A tensor in a file. ``layout``: where its bytes are; None for one in a compressed record.
 
     ``shares``: what tensors of one file have in common that are the same bytes: two names of one tensor.
     """
@@ -51,8 +44,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     member: Component
-    begin: int | None
-    strided: Strided | None = None
+    layout: Layout | None
     shares: object = None
 
     @property
@@ -62,8 +54,8 @@ class StoredTensor:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether its bytes can be read off the file: not those in a compressed record."""
-        return self.begin is not None or self.strided is not None
+        """Whether its bytes can be read off the file."""
+        return self.layout is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,35 +145,15 @@ class Weights:
         self.close()
 
 
-def file_bytes(root: Path, tensor: StoredTensor, chunk: int) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor as its file holds them, at most ``chunk`` at a time.
+def file_bytes(tensor: StoredTensor, chunk: int) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor as its file holds them, about ``chunk`` at a time; each holds until the next one.
 
-    Raises OSError, and OperationError when the file has become shorter.
+    Raises OSError, and ChangedError when the file has become shorter.
     """
-    try:
-        with open_reader(root / tensor.member.path) as reader:
-            if tensor.begin is None:
-                assert tensor.strided is not None, "asked of a tensor in a compressed record"
-                where = tensor.strided
-                storage = bytearray(reader.read(where.offset, where.length))
-                yield from _gathered(storage, tensor, where, chunk)
-                return
-            for position in range(0, tensor.nbytes, chunk):
-                length = min(chunk, tensor.nbytes - position)
-                yield numpy.frombuffer(reader.read(tensor.begin + position, length), dtype=numpy.uint8)
-    except FormatError as error:
-        raise OperationError(f"{root / tensor.member.path} changed while it was read: {error}") from error
-
-
-def _gathered(storage: bytearray, tensor: StoredTensor, where: Strided, chunk: int) -> Iterator[Bytes]:
-    """Yield the bytes of a tensor with strides in the order of its elements."""
-    width = DTYPE_BITS[tensor.dtype] // 8
-    elements = numpy.frombuffer(storage, dtype=f"V{width}")[where.first :]
-    strides = tuple(step * width for step in where.stride)
-    view = numpy.lib.stride_tricks.as_strided(elements, shape=tensor.shape, strides=strides, writeable=False)
-    flat = numpy.ascontiguousarray(view).reshape(-1).view(numpy.uint8)
-    for position in range(0, len(flat), chunk):
-        yield flat[position : position + chunk]
+    assert tensor.layout is not None, "asked of a tensor in a compressed record"
+    with OpenFiles() as files:
+        for block in tensor.layout.blocks(files, memoryview(bytearray(max(chunk, 16)))):
+            yield numpy.frombuffer(block, dtype=numpy.uint8)
 
 
 def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], CheckpointFolder]:
@@ -218,17 +190,14 @@ def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
     for member in entry.members:
         content = member.content
         if isinstance(content, TorchFile):
-            tensors.update(_of_torch(member, content, entry.path))
+            tensors.update(_of_torch(root, member, content, entry.path))
         elif isinstance(content, SafetensorsFile):
             for info in content.tensors:
-                begin = info.data_offsets[0] if info.data_offsets else None
+                layout = run(root / member.path, info.data_offsets)
                 tensors[info.fqn] = StoredTensor(
-                    fqn=info.fqn, dtype=info.dtype, shape=info.shape, member=member, begin=begin
+                    fqn=info.fqn, dtype=info.dtype, shape=info.shape, member=member, layout=layout
                 )
-            names = {info.fqn for info in content.tensors}
-            aliases.update(
-                {name: kept for name, kept in content.metadata.items() if kept in names and name not in names}
-            )
+            aliases.update(recorded_ties(content))
     opaque = tuple(name for name in entry.shapes if name not in tensors and name not in aliases)
     return Weights(
         root=root, label=entry.label, entry=entry, tensors=tensors, opaque=opaque, aliases=aliases,
@@ -237,22 +206,18 @@ def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
 
 
 def _of_torch(
-    member: Component, content: TorchFile, path: tuple[str, ...]
+    root: Path, member: Component, content: TorchFile, path: tuple[str, ...]
 ) -> Iterator[tuple[str, StoredTensor]]:
     for state_dict in content.state_dicts:
-        if state_dict.path != path:
-            continue
-        for one in state_dict.tensors:
-            storage = content.storage_ranges.get(one.storage_key)
-            begin = strided = None
-            if storage is not None and one.begin is not None:
-                begin = storage[0] + one.begin
-            elif storage is not None:
-                strided = Strided(storage[0], storage[1], one.storage_offset, one.stride)
-            if strided is not None and prod(one.shape) * DTYPE_BITS[one.dtype] // 8 > strided.length:
-                continue  # expanded: a few bytes that claim to be terabytes would be written out
-            shares = (one.storage_key, one.storage_offset, one.shape, one.stride)
-            yield one.fqn, StoredTensor(
-                fqn=one.fqn, dtype=one.dtype, shape=one.shape, member=member, begin=begin, strided=strided,
-                shares=(member.path, *shares),
-            )  # fmt: skip
+        for one in state_dict.tensors if state_dict.path == path else ():
+            is_compressed = one.storage_key not in content.storage_ranges
+            layout = None if is_compressed else torch_layout(root / member.path, content, one)
+            if layout is not None and is_expanded(layout):
+                continue  # a few bytes that claim to be terabytes would be written out
+            shares = (member.path, one.storage_key, one.storage_offset, one.shape, one.stride)
+            yield (
+                one.fqn,
+                StoredTensor(
+                    fqn=one.fqn, dtype=one.dtype, shape=one.shape, member=member, layout=layout, shares=shares
+                ),
+            )

@@ -12,20 +12,23 @@ _SHOWN = 3
 class Tally:
     """Tensors that went one way: how many arrived with equal bytes, which did not, and which were not sent, and why.
 
-    ``what``: the way, in words. ``wrong``: a sentence for each tensor that failed.
+    ``what``: the way, in words. ``converted``: how many of the right ones are held in a wider dtype than the file's.
+    ``wrong``: a sentence for each tensor that failed.
     """
 
     subject: Subject
     what: str
     is_transfer: bool = False
     right: int = 0
+    converted: int = 0
     nbytes: int = 0
     wrong: list[str] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
-    def arrived(self, nbytes: int) -> None:
-        """Count a tensor that is equal in every byte."""
+    def arrived(self, nbytes: int, *, converted: bool = False) -> None:
+        """Count a tensor that is equal in every byte, or was converted first and is then equal."""
         self.right += 1
+        self.converted += converted
         self.nbytes += nbytes
 
     def differs(self, name: str, what: object) -> None:
@@ -46,13 +49,21 @@ class Tally:
             text = f"{self.what}: {len(self.wrong)} of {count_of(total, 'tensor')} differ: {some}{more}"
             found.append(self._proof(Outcome.FAILED, text))
         elif total:
-            size = human_size(self.nbytes)
-            text = f"{self.what}: {count_of(total, 'tensor')} ({size}), equal in every byte"
-            found.append(self._proof(Outcome.PROVEN, text))
+            text = f"{self.what}: {count_of(total, 'tensor')} ({human_size(self.nbytes)}), {self._how()}"
+            found.append(self._proof(Outcome.PROVEN if self.nbytes else Outcome.NOT_EXERCISED, text))
         for reason, names in self.skipped.items():
             text = f"{self.what}: {count_of(len(names), 'tensor')} ({list_names(names)}): {reason}"
             found.append(self._proof(Outcome.NOT_EXERCISED, text))
         return found
+
+    def _how(self) -> str:
+        if not self.nbytes:
+            return "without an element: no byte could differ"
+        if not self.converted:
+            return "equal in every byte"
+        if self.converted == self.right:
+            return "converted to a wider dtype"
+        return f"{self.converted} converted to a wider dtype, the others equal in every byte"
 
     def _proof(self, outcome: Outcome, text: str) -> Proof:
         return Proof(subject=self.subject, outcome=outcome, text=text, is_transfer=self.is_transfer)

@@ -18,6 +18,7 @@ from ckptfix.runtime.devices.reload.building import (
     build_from_config,
     build_from_factory,
 )
+from ckptfix.runtime.devices.reload.filling import tensors_of
 from ckptfix.runtime.devices.reload.judging import beyond, judge_pairs, pair_facts, untried
 from ckptfix.runtime.devices.reload.machine import this_machine
 from ckptfix.runtime.devices.reload.mapping import Spread, read_device_map, read_max_memory
@@ -53,18 +54,13 @@ class _Found:
     def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
         self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
 
-    def take(self, plan: MapPlan, weights: Weights, names: Mapping[str, str]) -> None:
-        """Add a plan. ``names``: name that the plan places -> name in the file; each tensor counts once."""
+    def take(self, plan: MapPlan, weights: Weights, sizes: Mapping[str, int]) -> None:
+        """Add a plan. ``sizes``: name of a tensor that it places -> bytes; one with several names counts at one."""
         self.source = plan.source
         self.proofs += [replace(proof, text=weights.prefix + proof.text) for proof in plan.proofs]
         self.device_map.update({weights.prefix + name: str(place) for name, place in plan.device_map.items()})
-        once = {
-            stored: plan.devices[name]
-            for name, stored in reversed(list(names.items()))
-            if name in plan.devices
-        }
-        sizes = {stored: weights.tensors[stored].nbytes for stored in once}
-        for place, size in bytes_on(once, sizes).items():
+        placed = {name: plan.devices[name] for name in sizes if name in plan.devices}
+        for place, size in bytes_on(placed, sizes).items():
             self.device_bytes[place] = self.device_bytes.get(place, 0) + size
 
 
@@ -114,10 +110,13 @@ def verify_reload(
         read = progress or (lambda count: None)
         if built is None:
             _without_model(readable, wish, machine, hops, found, read)
+            if machine.count > 1:
+                text = "direct copies against staged ones: no model is run"
+                found.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
         else:
             proof, what = _with_model(built, wish, machine, hops, probe, found, repeats, read), built.what
         facts = pair_facts(machine, probe, hops, proof.runs)
-        found.proofs += [*hops.tally.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
+        found.proofs += [*hops.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
             raise ChangedError(f"{folder.root / changed[0]} changed while it was verified; verify it again")
     used = readable if not what or built is None else [built.weights]
@@ -184,7 +183,7 @@ def _without_model(
     files = FileProofs()
     for one in weights:
         plan = plan_for_weights(one, wish, machine)
-        found.take(plan, one, {name: name for name in one.tensors})
+        found.take(plan, one, {name: stored.nbytes for name, stored in one.tensors.items()})
         with one:
             prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
         if not plan.is_sound and machine.count:
@@ -202,11 +201,18 @@ def _with_model(
         prove_files(weights, None, files, hops, progress)
         found.proofs += files.proofs()
         plan = plan_for_model(built, wish, machine)
-        found.take(plan, weights, built.filled.names)
+        found.take(plan, weights, _sizes(built))
         hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
         proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs)
     found.proofs += proof.proofs
     return proof
+
+
+def _sizes(built: Built) -> dict[str, int]:
+    """Return name -> bytes of a model's tensors, tied ones at their first name."""
+    state = tensors_of(built.model)
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: state[name].nbytes for name in state if first[id(state[name])] == name}
 
 
 def _place_in_table(proof: Proof) -> tuple[bool, int]:

@@ -110,6 +110,40 @@ CONFIGURATION = (
         facts(4, config=config(distributed_type="MULTI_GPU", num_processes=8, num_machines=2)),
         None,
     ),
+    *(
+        Case("too-few-devices", command, facts(4, config=given, launch=launch(command)), None)
+        for given in (config(distributed_type="MULTI_GPU", num_processes=4), NO_CONFIG)
+        for command in (
+            "accelerate launch --num_machines 2 --num_processes 8 a.py",
+            "accelerate launch --cpu --num_processes 8 a.py",
+        )
+    ),
+    Case(
+        "too-few-devices",
+        "eight on the command line, two machines in the config",
+        facts(
+            4,
+            config=config(distributed_type="MULTI_GPU", num_processes=4, num_machines=2),
+            launch=launch("accelerate launch --num_processes 8 a.py"),
+        ),
+        None,
+    ),
+    Case(
+        "too-few-devices",
+        "eight in the config, one machine on the command line",
+        facts(
+            4,
+            config=config(distributed_type="MULTI_GPU", num_processes=8, num_machines=2),
+            launch=launch("accelerate launch --num_machines 1 a.py"),
+        ),
+        WARNING,
+    ),
+    Case(
+        "too-few-devices",
+        "sixteen on two machines",
+        facts(4, launch=launch("accelerate launch --num_machines 2 --num_processes 16 a.py")),
+        WARNING,
+    ),
     Case(
         "too-few-devices",
         "on CPUs",
@@ -163,6 +197,28 @@ CONFIGURATION = (
             facts(variables={"ACCELERATE_CONFIG_FILE": "/there"}, config_variable_is_file=True),
             accelerate=AccelerateSource(),
         ),
+        None,
+    ),
+    Case(
+        "idle-devices",
+        "meant: a list of ids on the command line",
+        facts(4, launch=launch("accelerate launch --gpu_ids 0,1 --num_processes 2 a.py")),
+        None,
+    ),
+    Case(
+        "idle-devices",
+        "a list of other length on the command line",
+        facts(
+            4,
+            config=config(distributed_type="MULTI_GPU", num_processes=2, gpu_ids="0,1"),
+            launch=launch("accelerate launch --gpu_ids 0,1,2 a.py"),
+        ),
+        WARNING,
+    ),
+    Case(
+        "idle-devices",
+        "meant: --cpu",
+        facts(4, config=config(distributed_type="NO"), launch=launch("accelerate launch --cpu a.py")),
         None,
     ),
     Case("idle-devices", "no config", facts(4, config=NO_CONFIG), None),

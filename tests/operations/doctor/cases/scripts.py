@@ -60,6 +60,28 @@ SCRIPTS = (
         facts(script=script("import accelerate\naccelerate.PartialStates()")),
         ERROR,
     ),
+    *(
+        Case("unknown-accelerate-name", text, facts(script=script(text)), ERROR)
+        for text in (
+            "from accelerate.state import PartialSate",
+            "from accelerate.utils import DeepSpeedPlugn",
+            "import accelerate.utils.nothing",
+            "import accelerate.nothing",
+            "from accelerate.nothing import at_all",
+            "import accelerate\naccelerate.utils.DeepSpeedPlugn()",
+        )
+    ),
+    *(
+        Case("unknown-accelerate-name", text, facts(script=script(text)), None)
+        for text in (
+            "from accelerate.state import PartialState, __doc__",
+            "from accelerate.utils import DeepSpeedPlugin, set_seed",
+            "import accelerate.utils.modeling",
+            "from accelerate.utils.modeling import of_which_not_all_is_known",
+            "from accelerate.Accelerator import inside_of_a_class",
+            "try:\n    from accelerate import Anything\nexcept ImportError:\n    Anything = None",
+        )
+    ),
     Case(
         "unknown-accelerate-name", "right", facts(script=script("from accelerate import PartialState")), None
     ),
@@ -182,6 +204,12 @@ SCRIPTS = (
     ),
     Case(
         "device-map-in-training", "auto", facts(script=script(TRAIN.format(', device_map="auto"'))), WARNING
+    ),
+    Case(
+        "device-map-in-training",
+        "one entry",
+        facts(script=script(TRAIN.format(', device_map={"": PartialState().process_index}'))),
+        None,
     ),
     Case("device-map-in-training", "none", facts(script=script(TRAIN.format(", device_map=None"))), None),
     Case(

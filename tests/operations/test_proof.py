@@ -11,7 +11,7 @@ from ckptfix.operations import repair as repairing
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
-from ckptfix.operations.verify import verify_repair
+from ckptfix.operations.proof import prove_repair
 from ckptfix.storage.edits import Patch
 from tests.operations.builders import snapshot, write_safetensors
 
@@ -24,7 +24,7 @@ def planned(folder: Path) -> tuple[Diagnosis, Plan, editing.Compiled]:
 
 def prove(diagnosis: Diagnosis, plan: Plan, compiled: editing.Compiled) -> None:
     steps, edits = tuple(compiled.steps), tuple(compiled.edits)
-    verify_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts)
+    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts)
 
 
 @pytest.fixture

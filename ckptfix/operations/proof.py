@@ -13,12 +13,33 @@ from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import OperationError
 from ckptfix.operations.diagnose import Diagnosis, Verdicts, diagnose
-from ckptfix.operations.findings import DoubledModel
+from ckptfix.operations.findings import (
+    DoubledModel,
+    IncompleteTensor,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
+from ckptfix.operations.sharded_proof import prove_sharded
 from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned
 from ckptfix.storage.edits import Append, Edit, Patch, Replace, Truncate
 from ckptfix.storage.recipes import Range
+
+_BROKEN = (
+    IncompleteTensor,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
+"""What no repair makes of a file."""
 
 
 class Span(NamedTuple):
@@ -29,7 +50,7 @@ class Span(NamedTuple):
     source: int
 
 
-def verify_repair(
+def prove_repair(
     plan: Plan,
     steps: tuple[Step, ...],
     edits: tuple[Edit, ...],
@@ -52,8 +73,15 @@ def verify_repair(
         if kept not in dropped and other not in dropped
     }
     diagnosis = diagnose(after, known=known)
-    _prove_nothing_left(diagnosis, {moved.get(path, path) for stay in stays for path in stay.paths}, policy)
+    prove_sharded(plan.sharded, diagnosis.sharded, steps, edits)
+    _prove_no_new_damage(plan, diagnosis, moved)
+    _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
     return diagnosis
+
+
+def _moved(path: PurePosixPath, moved: Mapping[PurePosixPath, PurePosixPath]) -> PurePosixPath:
+    """Return where a file is after the moves, of which one may be of its folder."""
+    return moved[path.parent] / path.name if path.parent in moved else moved.get(path, path)
 
 
 def _prove_tensors(
@@ -167,6 +195,16 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
         if isinstance(piece, Range) and piece.path == edit.path:
             yield Span(position, position + piece.length, piece.offset)
         position += piece.length
+
+
+def _prove_no_new_damage(
+    plan: Plan, diagnosis: Diagnosis, moved: Mapping[PurePosixPath, PurePosixPath]
+) -> None:
+    """No file may be broken or missing that was not so before."""
+    known = {(finding.code, _moved(finding.path, moved)) for finding in plan.findings}
+    for finding in diagnosis.findings:
+        if isinstance(finding, _BROKEN) and (finding.code, finding.path) not in known:
+            raise OperationError(f"after the repair: {finding}")
 
 
 def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:

@@ -1,0 +1,123 @@
+"""``verify --device-map``: what it does, and how it prints its proofs."""
+
+import gc
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from ckptfix.cli.pages import ensure_writable, write_page
+from ckptfix.cli.report import Report
+from ckptfix.operations.check import CheckReport, check
+from ckptfix.operations.findings import Severity
+from ckptfix.wording import collapse_layers, count_of, human_size
+
+if TYPE_CHECKING:
+    from ckptfix.runtime.devices.reload import ReloadReport
+
+_COLOURS = {"proven": "green", "TOLERANCE": "yellow", "failed": "red", "not exercised": None}
+_DAMAGED = "not exercised: the reload, because the checkpoint is damaged"
+
+
+def reload(
+    report: Report, path: str, device_map: str, max_memory: str | None, model: str | None, repeats: int,
+    require_transfer_proof: bool, html: str | None,
+) -> int:  # fmt: skip
+    """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried before all else."""
+    if html is not None:
+        ensure_writable(html, (path,))
+    checked = check(path)
+    document: dict[str, Any] = {"path": path, "findings": [one.as_json(path) for one in checked.findings]}
+    # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.
+    serious = [one for one in checked.findings if one.severity is not Severity.NOTE]
+    report.findings(serious, path)
+    if any(one.severity is Severity.ERROR for one in serious):
+        next_step = _say_what_to_do(report, path, checked)
+        found = [(one.severity.value, one.code, str(one)) for one in serious]
+        return _finish(report, {**document, "reload": None}, 1, html, _damage_page, path, next_step, found)
+    gc.enable()  # a model is many cycles, and must go before the next one is dispatched
+    from ckptfix.runtime.devices.reload import verify_reload
+    from ckptfix.runtime.devices.reload.page import html_page
+
+    # Stdout is for the result: a model of the user's that prints must not get into it.
+    with report.progress(f"verifying {path}") as progress, redirect_stdout(sys.stderr):
+        result = verify_reload(
+            path, device_map=device_map, max_memory=max_memory, model=model, repeats=repeats,
+            require_transfer_proof=require_transfer_proof, progress=progress,
+        )  # fmt: skip
+    print_reload(report, result)
+    return _finish(report, {**document, "reload": result.as_json()}, result.status, html, html_page, result)
+
+
+def _finish(
+    report: Report, document: dict[str, Any], status: int, html: str | None, make: Callable[..., str], *given: Any
+) -> int:  # fmt: skip
+    """Write the page, print the JSON object, and return the status: 3 when the page could not be written after all."""
+    if html is not None:
+        try:
+            write_page(html, make(*given))
+            report.line(f"report: {html}")
+        except OSError as error:
+            problem = f"--html {html}: {error.strerror}; no page was written"
+            report.message(f"ckptfix: {problem}")
+            return report.finish({**document, "error": problem}, 3)
+    return report.finish(document, status)
+
+
+def _damage_page(path: str, next_step: str, found: Sequence[tuple[str, str, str]]) -> str:
+    from ckptfix.runtime.devices.reload.page import damage_page
+
+    return damage_page(path, f"{_DAMAGED}; {next_step}", found)
+
+
+def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
+    """Print what to do with a damaged checkpoint, and return it."""
+    report.line(_DAMAGED, bold=True)
+    verb = "repair" if any(one.is_fixable for one in checked.findings) else "check"
+    next_step = f"next: ckptfix {verb} {shlex.quote(path)}"
+    report.line(next_step)
+    return next_step
+
+
+def print_reload(report: Report, result: "ReloadReport") -> None:
+    """Print the map, the table of proofs, the matrix of pairs, and the verdict."""
+    report.line(
+        f"{result.path}: {count_of(result.tensors, 'tensor')}, {human_size(result.nbytes)}; {result.machine}",
+        bold=True,
+    )
+    report.line(f"model: {result.model or 'no class'}; device map: {result.map_source}")
+    by_device: dict[str, list[str]] = {}
+    for name, device in result.device_map.items():
+        by_device.setdefault(device, []).append(
+            f"{name}."
+        )  # the number at the end of a block's name counts, too
+    for device, names in by_device.items():
+        blocks = [name.removesuffix(".") or "the whole model" for name in collapse_layers(names)]
+        size = human_size(result.device_bytes.get(device, 0))
+        more = f" and {len(blocks) - 8} more" if len(blocks) > 8 else ""
+        report.line(f"  {device}: {size}: {', '.join(blocks[:8])}{more}")
+    for proof in result.proofs:
+        label = proof.outcome.value.upper() if proof.outcome.value == "not exercised" else proof.outcome.value
+        report.line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome.value])
+    _print_pairs(report, result)
+    if result.status == 0 and result.is_empty:
+        report.line("nothing was exercised, and nothing is proven", bold=True)
+    elif result.status == 0:
+        report.line("no fault found in what was exercised", colour="green")
+    elif result.require_transfer_proof and result.unproven_transfers:
+        count = count_of(len(result.unproven_transfers), "line")
+        report.line(f"--require-transfer-proof: {count} about transfers above not exercised", colour="red")
+
+
+def _print_pairs(report: Report, result: "ReloadReport") -> None:
+    """Print one word for each ordered pair of accelerators: rows copy to columns."""
+    if not result.pairs:
+        return
+    words = {facts.pair: facts.word for facts in result.pairs}
+    indexes = sorted({index for pair in words for index in pair})
+    width = max(9, *(len(word) + 2 for word in words.values()))
+    report.line("from \\ to".ljust(11) + "".join(f"{index}".ljust(width) for index in indexes).rstrip())
+    for source in indexes:
+        cells = (words.get((source, index), "-").ljust(width) for index in indexes)
+        report.line(f"{source}".ljust(11) + "".join(cells).rstrip())

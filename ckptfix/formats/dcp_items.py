@@ -1,0 +1,174 @@
+"""The tensors inside of ``.distcp`` files: each item is a whole file of torch.save, one after the other.
+
+Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): a chunk is saved alone, with
+its own strides; with ``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one safetensors file,
+and all have its offset.
+"""
+
+from typing import NamedTuple
+
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.formats.dcp_metadata import StoredItem
+from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.pickle_tree import Node, Text
+from ckptfix.formats.safetensors_file import looks_like_safetensors, read_safetensors
+from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_tensors import read_tensor, storages
+from ckptfix.formats.torch_zip import TorchZip, read_record, read_zip, storage_records
+from ckptfix.formats.zip_directory import ZipRecord
+from ckptfix.storage.reading import FileReader
+
+_HEAD = 4096  # longest part of an item before its data, or behind them, that is compared as a whole
+_CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16
+_MAX_SHAPES = 4096
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that was saved alone. Offsets count from the start of its item.
+
+    ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``: begin and end of
+    its bytes when they are one run, else None.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    first: int
+    storage: tuple[int, int]
+    run: tuple[int, int] | None
+
+
+class KnownItem(NamedTuple):
+    """An item that was read in full: what another one must hold, at which offsets, to say the same."""
+
+    head: bytes
+    tail_start: int
+    tail: tuple[tuple[int, bytes], ...]
+    saved: SavedTensor
+
+
+class ItemReader:
+    """Reads the tensors of one ``.distcp`` file.
+
+    An item that holds the same bytes as an earlier one but for its data and their checksums is not parsed again:
+    ranks save chunks of the same shape by the thousand.
+    """
+
+    def __init__(self, reader: FileReader, known: dict[object, KnownItem]) -> None:
+        """Prepare to read an open file; ``known``: what was learned, from other files too, empty in the beginning."""
+        self._reader = reader
+        self._known = known
+        self._safetensors: dict[int, dict[str, TensorInfo]] = {}
+
+    def tensor(self, item: StoredItem, shape: tuple[int, ...]) -> SavedTensor:
+        """Return where the tensor of an item lies, a chunk that should have this shape.
+
+        Raises UnsupportedFormat for what is not read, TruncatedError or FormatError for what is no item of torch's.
+        """
+        if item.transforms:
+            raise UnsupportedFormat(
+                f"its bytes went through {', '.join(item.transforms)}, which is not read; load it with "
+                "torch.distributed.checkpoint and save it again without extensions"
+            )
+        in_front = min(8 + 1, self._reader.size - item.offset)
+        if in_front > 0 and looks_like_safetensors(self._reader.read(item.offset, in_front)):
+            return self._of_safetensors(item)
+        end = item.offset + item.length
+        if end > self._reader.size:
+            raise TruncatedError(
+                f"it ends at byte {end}, the file has {self._reader.size}", have=self._reader.size, need=end
+            )
+        window = self._reader.window(item.offset, item.length)
+        key = (item.length, shape)
+        known = self._known.get(key)
+        if known is not None and _same_but_data(known, window):
+            return known.saved
+        archive, record, saved = _saved_tensor(window)
+        learned = _learned(window, archive, record, saved)
+        if learned is not None and len(self._known) < _MAX_SHAPES:
+            self._known[key] = learned
+        return saved
+
+    def _of_safetensors(self, item: StoredItem) -> SavedTensor:
+        tensors = self._safetensors.get(item.offset)
+        if tensors is None:
+            file = read_safetensors(self._reader.window(item.offset, self._reader.size - item.offset))
+            tensors = self._safetensors[item.offset] = {one.fqn: one for one in file.tensors}
+        one = tensors.get(item.fqn)
+        if one is None or one.data_offsets is None:
+            raise FormatError(f"the safetensors file at byte {item.offset} does not hold it")
+        begin, end = one.data_offsets
+        if end - begin != item.length:
+            raise FormatError(f"it has {end - begin} bytes there, its metadata says {item.length}")
+        return SavedTensor(one.dtype, one.shape, (), 0, (begin, end - begin), (begin, end))
+
+
+def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]:
+    """Read an item in full: its archive, the record of its storage, its tensor."""
+    archive = read_zip(window)
+    tree = parse(read_record(window, archive.pickle))
+    known = storages(tree)
+    if archive.big_endian:
+        raise UnsupportedFormat("it was written on a big-endian machine")
+    tensor = read_tensor(Text("", 0, 0), tree.root, known) if type(tree.root) is Node else None
+    if tensor is None:
+        raise UnsupportedFormat(
+            "it is no plain tensor, of a dtype that is known and neither conjugated nor negated"
+        )
+    nbytes = known[tensor.storage_key].nbytes
+    record = storage_records(archive).get(tensor.storage_key)
+    if record is None or record.size < nbytes:
+        have = "no record" if record is None else f"a record of {record.size} bytes"
+        raise FormatError(f"its storage takes {nbytes} bytes and has {have}")
+    if not record.is_stored:
+        raise UnsupportedFormat("its record is compressed, which torch.save never does")
+    begin = record.data_offset
+    run = None
+    if tensor.begin is not None and tensor.end is not None:
+        run = (begin + tensor.begin, begin + tensor.end)
+    saved = SavedTensor(
+        tensor.dtype, tensor.shape, tensor.stride, tensor.storage_offset, (begin, nbytes), run
+    )
+    return archive, record, saved
+
+
+def _learned(
+    window: FileReader, archive: TorchZip, record: ZipRecord, saved: SavedTensor
+) -> KnownItem | None:
+    """Return what the items that differ from this one in their data alone have in common with it.
+
+    None when data other than the tensor's are large. What differs: the CRC-32 of the storage, in its descriptor and in
+    the directory, and the id that torch makes of all checksums, with its own CRC-32.
+    """
+    end = record.data_offset + record.packed
+    if record.data_offset > _HEAD or window.size - end > _HEAD:
+        return None
+    tail = window.read(end, window.size - end)
+    directory = tail.rfind(archive.directory)
+    if directory < 0:
+        return None
+    free = []
+    for one in archive.records:
+        if one is record or one.name.endswith("/.data/serialization_id"):
+            behind = one.data_offset + one.packed - end
+            if one is not record:
+                free.append((one.data_offset - end, behind))
+            if one.size:  # a record without bytes has no descriptor
+                free.append((behind + _CRC_IN_DESCRIPTOR, behind + _CRC_IN_DESCRIPTOR + 4))
+            free.append((directory + one.entry + _CRC_IN_ENTRY, directory + one.entry + _CRC_IN_ENTRY + 4))
+    kept = []
+    position = 0
+    for begin, stop in [*sorted(free), (len(tail), len(tail))]:
+        if begin < position:
+            return None
+        kept.append((position, tail[position:begin]))
+        position = stop
+    return KnownItem(window.read(0, record.data_offset), end, tuple(kept), saved)
+
+
+def _same_but_data(known: KnownItem, window: FileReader) -> bool:
+    """Whether an item of the same length is the same but for its data and their checksums."""
+    tail = window.read(known.tail_start, window.size - known.tail_start)
+    return window.read(0, len(known.head)) == known.head and all(
+        tail.startswith(part, begin) for begin, part in known.tail
+    )

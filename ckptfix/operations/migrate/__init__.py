@@ -1,0 +1,129 @@
+"""``migrate``: the same tensors in another format. Plan, show, write beside, prove, and one rename.
+
+``options`` are the user's words, ``planning`` what will happen (with ``naming`` and ``renaming``), ``producing`` writes
+it (with ``copying``, ``filling`` and ``hashing``), ``proving`` reads it back, ``recording`` keeps the manifest true,
+``staging`` puts it in its place.
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.operations.migrate.checking import Recorded
+from ckptfix.operations.migrate.options import make_options
+from ckptfix.operations.migrate.placing import check_paths, ensure_as_planned, removed_at
+from ckptfix.operations.migrate.planning import MigrationPlan, make_plan
+from ckptfix.operations.migrate.producing import produce
+from ckptfix.operations.migrate.proving import open_new, prove
+from ckptfix.operations.migrate.receipt import MigrateReceipt, receipt_of
+from ckptfix.operations.migrate.recording import record, source_manifest
+from ckptfix.operations.migrate.sources import Watch, ensure_complete, ensure_finished, files_read
+from ckptfix.operations.migrate.staging import put_in_place, staging_for
+from ckptfix.operations.policy import Keys
+from ckptfix.weights.opening import open_checkpoint
+from ckptfix.weights.stored import Format
+
+__all__ = ["MigrateReceipt", "MigrationPlan", "migrate"]
+
+OnPlan = Callable[[MigrateReceipt], None]
+"""Called with the receipt of a dry run, before anything is written."""
+
+
+def migrate(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str | Format,
+    max_shard_size: int | str | None = None,
+    keys: str | Keys | None = None,
+    dtype: str | None = None,
+    drop_opaque: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+) -> MigrateReceipt:
+    """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
+
+    ``src`` is not changed, and ``dst`` is there whole or not at all. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
+    new names, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
+    tensors; ``"original"``: of DeepSpeed, the weights as in training and not the fp32 ones of its optimizer.
+    ``verify``: read everything back and compare digests. ``progress`` gets byte counts.
+
+    Raises UsageError for words and paths that make no sense, OperationError when it could not finish, OSError; nothing
+    is left behind then.
+    """
+    options = make_options(
+        to=to,
+        max_shard_size=max_shard_size,
+        keys=keys,
+        dtype=dtype,
+        drop_opaque=drop_opaque,
+        verify=verify,
+        overwrite=overwrite,
+    )
+    path, output = Path(src), Path(dst)
+    with paused_gc():
+        check_paths(path, output, options)
+        watch = Watch(path)
+        source = open_checkpoint(path, original=options.original)
+        ensure_finished(source)
+        plan = make_plan(source, path, output, options)
+    plan = replace(plan, removed=removed_at(plan))
+    manifest, lost = source_manifest(plan)
+    if manifest is not None:
+        plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
+    watch.check(files_read(plan))
+    if lost is not None:
+        plan = replace(plan, left_out=(*plan.left_out, lost))
+    recorded = Recorded(plan)
+    is_guarded = manifest is not None and manifest.is_of_a_save
+    not_checked = (*_not_checked(plan, is_guarded=is_guarded), *recorded.not_checked())
+    planned = receipt_of(plan, not_checked=not_checked, dry_run=True)
+    if on_plan is not None:
+        on_plan(planned)
+    if dry_run:
+        return planned
+    with staging_for(output, is_file=plan.is_file) as staging:
+        with_sha256 = manifest is not None and bool(manifest.sha256)
+        produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
+        new = open_new(plan, staging.whole)
+        if options.verify:
+            prove(plan, new, staging.new, produced, progress)
+        if manifest is not None:
+            record(plan, manifest, new, staging.new, produced)
+        watch.check(files_read(plan))
+        if options.overwrite:
+            ensure_as_planned(plan)
+        put_in_place(staging, overwrite=options.overwrite)
+    return receipt_of(plan, not_checked=not_checked, verified=options.verify)
+
+
+def _not_checked(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
+    words = []
+    if not plan.options.verify:
+        words.append("that the new files hold what the old ones do (--no-verify)")
+    names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
+    roles = {parsed.role for parsed in names if parsed is not None}
+    if plan.options.keys is not None and Role.OPTIMIZER in roles:
+        words.append(
+            "names of parameters inside of optimizers, which are carried over as they are; next: ckptfix repair "
+            f"{shlex.quote(str(plan.output))} --keys {plan.options.keys.value}"
+        )
+    if (
+        plan.source.is_save_state
+        and plan.options.to is Format.TORCH
+        and not is_guarded
+        and any(one.format is Format.SAFETENSORS for one in plan.source.weights)
+    ):
+        words.append(
+            "whether tied weights had other names: save_state leaves those out of safetensors files, there is no "
+            "manifest of a guarded save that has them, and load_state of pytorch_model.bin looks for every name"
+        )
+    return tuple(words)

@@ -1,0 +1,63 @@
+"""The config.json of a ``from_pretrained`` folder: what it says of ties, dtypes and quantized weights."""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from ckptfix.operations.migrate.naming import is_lone
+from ckptfix.weights.stored import StoredCheckpoint
+
+NAME = PurePosixPath("config.json")
+
+_LONGEST = 16 << 20
+_DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")(?:float64|float32|float16|bfloat16|float8_\w+)(")')
+_WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``data``: the file, empty when there is none that can be understood; ``values``: what it says."""
+
+    data: bytes = field(default=b"", repr=False)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ties_nothing(self) -> bool:
+        """Whether the model looks for both names of shared weights: transformers ties them only when told to.
+
+        Without a word it ties (``PretrainedConfig.tie_word_embeddings``, True until transformers 5 writes it always).
+        """
+        return self.values.get("tie_word_embeddings") is False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are codes that need their scales."""
+        return bool(self.values.get("quantization_config"))
+
+    def with_dtype(self, dtype: str) -> bytes:
+        """Return the file with another dtype of its weights, in safetensors' nouns; every other byte stays."""
+        return _DTYPE.sub(lambda match: match[1] + _WORDS[dtype] + match[2], self.data)
+
+
+def read_config(source: StoredCheckpoint) -> Config:
+    """Return the config of a folder. Raises OSError when there is one that cannot be read."""
+    if source.only is not None or is_lone(source):
+        return Config()
+    try:
+        fd = os.open(source.root / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return Config()
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return Config()
+        data = file.read(_LONGEST + 1)
+    try:
+        values = json.loads(data) if len(data) <= _LONGEST else None
+    except (ValueError, RecursionError):
+        values = None
+    return Config(data, values) if isinstance(values, dict) else Config()

@@ -1,0 +1,234 @@
+"""What a migration will write, copy and leave out, before anything is written."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.operations.migrate.beside import LeftOut, look_beside
+from ckptfix.operations.migrate.config import NAME, Config, read_config
+from ckptfix.operations.migrate.filling import Source
+from ckptfix.operations.migrate.naming import becomes_file, stems
+from ckptfix.operations.migrate.options import CONVERTIBLE, DEFAULT_SHARD_SIZE, PACKED, Options
+from ckptfix.operations.migrate.renaming import renamed
+from ckptfix.storage.pieces import Piece
+from ckptfix.weights.files.dcp_files import dcp_files
+from ckptfix.weights.files.parts import Literal, NewTensor, OutputFile
+from ckptfix.weights.files.safetensors_files import safetensors_files
+from ckptfix.weights.files.torch_files import torch_files
+from ckptfix.weights.stored import Format, StoredCheckpoint, StoredTensor, Weights
+from ckptfix.wording import list_names
+
+_SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
+"""How the scales of quantized weights are called: ``weight_scale_inv``, ``input_scale``."""
+
+_MOST_BYTES = 1 << 60
+"""A tensor of a few bytes can be expanded to any size; the formats count in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedModel:
+    """One model: ``weights`` under their new names, and the files that they become.
+
+    ``sources``: new name -> where its bytes come from; ties are not in it.
+    """
+
+    label: str
+    weights: Weights
+    files: tuple[OutputFile, ...] = field(repr=False)
+    sources: Mapping[str, Source] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors as they are written, each tie once."""
+        return sum(source.new.nbytes for source in self.sources.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MigrationPlan:
+    """Everything that will happen. ``carried``: files that are copied as they are, relative to the source's folder.
+
+    ``rewritten``: files that are copied with changes, to say what is true of the new weights.
+    ``empty``: folders without anything in them, which are made again.
+    ``is_file``: the new checkpoint is one file. ``removed``: files at the output that go away, relative to it.
+    """
+
+    source: StoredCheckpoint
+    path: Path
+    output: Path
+    options: Options
+    is_file: bool
+    models: tuple[PlannedModel, ...]
+    carried: tuple[PurePosixPath, ...]
+    left_out: tuple[LeftOut, ...]
+    rewritten: tuple[OutputFile, ...] = ()
+    empty: tuple[PurePosixPath, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    @property
+    def bytes_to_write(self) -> int:
+        """The size of all new files and of all copies."""
+        new = sum(file.size for model in self.models for file in model.files)
+        new += sum(file.size for file in self.rewritten)
+        return new + sum(os.stat(self.source.root / path).st_size for path in self.carried)
+
+
+def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
+    """Return what a migration will do; reads nothing but the sizes of files.
+
+    Raises UsageError for options that make no sense here, OperationError for what the new format cannot hold.
+    """
+    is_file = becomes_file(source, output, options.to)
+    most = _most(source, options, is_file=is_file)
+    config = read_config(source)
+    models = tuple(
+        _model(weights, stem, options, config, most, output.suffix if is_file else "")
+        for weights, stem in zip(
+            source.weights, stems(source, options.to, output, is_file=is_file), strict=True
+        )
+    )
+    new = [file.path for model in models for file in model.files]
+    if doubled := [path for path, count in Counter(new).items() if count > 1]:
+        raise UsageError(f"two models would both become {doubled[0]}; give one of them instead of the folder")
+    beside = look_beside(source, frozenset(new))
+    data = config.with_dtype(options.dtype) if options.dtype is not None else config.data
+    is_rewritten = data != config.data and NAME in beside.carried
+    return MigrationPlan(
+        source=source,
+        path=path,
+        output=output,
+        options=options,
+        is_file=is_file,
+        models=models,
+        carried=tuple(path for path in beside.carried if not (is_rewritten and path == NAME)),
+        rewritten=(OutputFile(path=NAME, parts=(Literal(data),)),) if is_rewritten else (),
+        empty=beside.empty,
+        left_out=(*_not_weights(source.weights), *_words(source.weights, options.to), *beside.left_out),
+    )
+
+
+def _most(source: StoredCheckpoint, options: Options, *, is_file: bool) -> int | None:
+    """Return how many bytes a file may hold. Raises UsageError where models must be in one file."""
+    if options.most is None:
+        return None if source.is_save_state or is_file else DEFAULT_SHARD_SIZE
+    why = ""
+    if source.is_save_state and options.to is not Format.DCP:
+        why = f"{source.root} is a folder of save_state, and load_state reads one file a model"
+    elif is_file:
+        why = "one file was asked for; name a folder"
+    if why:
+        raise UsageError(f"--max-shard-size: {why}")
+    return options.most
+
+
+def _model(
+    weights: Weights, stem: str, options: Options, config: Config, most: int | None, suffix: str
+) -> PlannedModel:
+    if weights.nested:
+        raise OperationError(
+            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, beside tensors that "
+            "are taken for the model; next: load it with torch, and save the model's state dict alone"
+        )
+    if weights.opaque and not options.drop_opaque:
+        raise OperationError(
+            f"{weights.label}: {list_names(weights.opaque)}: no tensors but objects in a pickle, which cannot be "
+            "carried over without running it; to leave them out: --drop-opaque"
+        )
+    if options.dtype is not None:
+        _ensure_no_codes(weights, config)
+    new = renamed(weights, options.keys)
+    if config.ties_nothing and options.to is Format.SAFETENSORS:
+        new = _with_copies(new)
+    sources = {
+        tensor.fqn: _checked(_source(tensor, options.dtype, weights.label), new.checksums)
+        for tensor in new.tensors
+    }
+    if len(sources) != len(new.tensors):
+        raise OperationError(f"{weights.label}: a name is in it more than once")
+    if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
+        raise OperationError(f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold")
+    try:
+        files = _files(options.to, stem, [source.new for source in sources.values()], new, most, suffix)
+    except UnsupportedFormat as error:
+        raise OperationError(f"{weights.label}: {error}") from error
+    return PlannedModel(label=weights.label, weights=new, files=files, sources=sources)
+
+
+def _with_copies(weights: Weights) -> Weights:
+    """Return weights whose ties are tensors of their own, as a reader needs that looks for every name."""
+    held = {tensor.fqn: tensor for tensor in weights.tensors}
+    copies = tuple(held[kept]._replace(fqn=name) for name, kept in weights.ties.items())
+    return replace(weights, tensors=(*weights.tensors, *copies), ties={})
+
+
+def _ensure_no_codes(weights: Weights, config: Config) -> None:
+    """Raise OperationError for 8-bit weights that mean nothing without their scales, which no conversion applies."""
+    coded = next((tensor for tensor in weights.tensors if tensor.dtype.startswith("F8_")), None)
+    scale = next((tensor.fqn for tensor in weights.tensors if _SCALE.search(tensor.fqn)), None)
+    if coded is not None and (scale is not None or config.is_quantized):
+        why = f"{scale!r} scales such" if scale is not None else f"{NAME} has a quantization_config"
+        raise OperationError(
+            f"{weights.label}: {coded.fqn!r} is of {coded.dtype}, and {why}: its numbers are codes, which --dtype "
+            "would convert without their scales; leave --dtype out"
+        )
+
+
+def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
+    """Return what a tensor becomes."""
+    if dtype is not None and tensor.dtype in PACKED:
+        raise OperationError(
+            f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
+        )
+    if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
+        return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
+    assert dtype is not None
+    from ckptfix.weights.elements.overflowing import Counting  # numpy takes 0.1 s
+
+    nbytes = prod(tensor.shape) * DTYPE_BITS[dtype] // 8
+    return Source(NewTensor(tensor.fqn, dtype, tensor.shape, nbytes), tensor, Counting(tensor.dtype, dtype))
+
+
+def _checked(source: Source, checksums: Mapping[Piece, int]) -> Source:
+    """Return a source with the CRC-32 that its file has for it."""
+    piece = source.piece if checksums else None
+    return source if piece is None else source._replace(crc=checksums.get(piece))
+
+
+def _files(
+    to: Format, stem: str, tensors: Sequence[NewTensor], weights: Weights, most: int | None, suffix: str
+) -> tuple[OutputFile, ...]:
+    if to is Format.SAFETENSORS:
+        return safetensors_files(stem, tensors, weights.ties, most=most, metadata=weights.metadata)
+    if to is Format.TORCH:
+        return torch_files(
+            stem, tensors, weights.ties, most=most, versions=weights.versions, suffix=suffix or ".bin"
+        )
+    return dcp_files(PurePosixPath(stem), tensors, weights.ties, most=most)
+
+
+def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
+    """Return what the files of the models hold besides their weights."""
+    left = []
+    for files, names in {one.files: one.left for one in all_weights}.items():
+        if names:
+            left.append(LeftOut(f"{files[0]}: {list_names(names)}", "no weights of a model"))
+    left += (
+        LeftOut(f"{one.label}: {list_names(one.opaque)}", "objects in a pickle, left out as asked")
+        for one in all_weights
+        if one.opaque
+    )
+    return left
+
+
+def _words(all_weights: Sequence[Weights], to: Format) -> Iterator[LeftOut]:
+    """Yield the metadata of safetensors files that the new format has no place for; "format" speaks of the old one."""
+    for one in all_weights if to is not Format.SAFETENSORS else ():
+        if words := sorted(key for key in one.metadata if key != "format"):
+            yield LeftOut(
+                f"{one.label}: {list_names(words)}", "metadata, which only safetensors files have a place for"
+            )

@@ -1,0 +1,226 @@
+"""Carry a plan out in the staging folder: new files are written, the others copied, several at a time."""
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.operations.migrate.checking import Recorded, check_record, loose_records, sha256_of
+from ckptfix.operations.migrate.copying import write_file
+from ckptfix.operations.migrate.filling import Stopped
+from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
+from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.copying import copy_range, supports_reflink
+from ckptfix.weights.digests import digest_head
+from ckptfix.weights.files.parts import Literal, OutputFile
+from ckptfix.wording import human_size
+
+_MOST_AT_ONCE = 4
+"""Files that are written at a time; each takes 32 MiB of buffers."""
+
+_MODE = 0o777
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """``digests``: of each model, in the order of the plan, tensor name -> digest; ``sha256``: of the new files.
+
+    Both are empty where they were not asked for.
+    """
+
+    digests: tuple[dict[str, str], ...]
+    sha256: dict[str, str] = field(default_factory=dict)
+
+
+def produce(
+    plan: MigrationPlan, folder: Path, recorded: Recorded, *, with_sha256: bool, progress: Progress | None
+) -> Produced:
+    """Write everything that is planned below ``folder``, durably, and compare what is read with what is recorded of it.
+
+    Raises OperationError when there is too little space or the source is damaged, ChangedError when it changed
+    meanwhile, OSError.
+    """
+    shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
+    _check_space(plan, folder, shares)
+    produced = Produced(digests=tuple({} for _ in plan.models))
+    with _workers() as (pool, stop):
+        work = _Work(
+            plan=plan,
+            folder=folder,
+            recorded=recorded,
+            with_digests=plan.options.verify or recorded.has_digests,
+            with_sha256=with_sha256,
+            shares=shares,
+            stop=stop,
+            report=one_at_a_time(progress),
+        )
+        sized = [
+            (file.size, number, file) for number, model in enumerate(plan.models) for file in model.files
+        ]
+        jobs: list[Future[None]] = []
+        for _, number, file in sorted(
+            sized, key=lambda item: -item[0]
+        ):  # the largest first, and none at the end
+            jobs.append(pool.submit(work.produce, number, file, produced))
+        for path in plan.carried:
+            jobs.append(pool.submit(work.carry, path))
+        for model in plan.models if plan.options.verify else ():
+            jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
+        jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
+        _finish(jobs, stop)
+    for path in plan.empty:
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    if work.with_digests:
+        _add_empty(plan, produced)
+    recorded.compare(produced.digests)
+    if not plan.is_file and plan.source.only is None:
+        os.chmod(folder, stat.S_IMODE(os.stat(plan.source.root).st_mode) & _MODE | stat.S_IRWXU)
+    for where, _, _ in os.walk(folder):
+        sync_folder(Path(where))
+    return produced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What every thread needs to know. ``shares``: the disk can share blocks between files."""
+
+    plan: MigrationPlan
+    folder: Path
+    recorded: Recorded
+    with_digests: bool
+    with_sha256: bool
+    shares: bool
+    stop: threading.Event
+    report: Progress | None
+
+    def produce(self, number: int, file: OutputFile, produced: Produced) -> None:
+        """Write one file of a model, and note its digests."""
+        model = self.plan.models[number]
+        target = self.folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = write_file(
+            target,
+            file,
+            model.sources,
+            with_digests=self.with_digests,
+            with_sha256=self.with_sha256,
+            shares=self.shares,
+            stop=self.stop,
+            progress=self.report,
+        )
+        os.chmod(target, _mode_of(self.plan, model))
+        produced.digests[number].update(written.digests)
+        if self.with_sha256:
+            produced.sha256[str(file.path)] = written.sha256
+
+    def carry(self, path: PurePosixPath) -> None:
+        """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
+        source, target = self.plan.source.root / path, self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(read)
+            if not stat.S_ISREG(status.st_mode):
+                raise ChangedError(f"{source} is no regular file any more")
+            written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                copy_range(read, 0, written, 0, status.st_size, progress=_stopping(self.stop, self.report))
+                os.fchmod(written, stat.S_IMODE(status.st_mode) & _MODE)
+                os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
+                os.fsync(written)
+            finally:
+                os.close(written)
+        finally:
+            os.close(read)
+        if self.recorded.speaks_of(str(path)):
+            self.recorded.compare_file(str(path), sha256_of(target, self.stop))
+
+    def rewrite(self, file: OutputFile, produced: Produced) -> None:
+        """Write a small file that stands in for one of the source."""
+        source, target = self.plan.source.root / file.path, self.folder / file.path
+        self.recorded.compare_file(str(file.path), sha256_of(source, self.stop))
+        data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
+        create_file(target, data)
+        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
+        if self.with_sha256:
+            produced.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
+
+
+def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
+    """Return the permissions of the first file that a model comes from: others may read what they could before."""
+    return stat.S_IMODE(os.stat(plan.source.root / model.weights.files[0]).st_mode) & 0o666 | stat.S_IRUSR
+
+
+def _stopping(stop: threading.Event, progress: Progress | None) -> Progress:
+    def report(count: int) -> None:
+        if stop.is_set():
+            raise Stopped
+        if progress is not None:
+            progress(count)
+
+    return report
+
+
+def _add_empty(plan: MigrationPlan, produced: Produced) -> None:
+    """Add the digests of tensors without elements, whose bytes no file holds."""
+    for model, digests in zip(plan.models, produced.digests, strict=True):
+        for name, source in model.sources.items():
+            if source.new.nbytes == 0:
+                digests[name] = hashlib.sha256(digest_head(source.new.dtype, source.new.shape)).hexdigest()
+
+
+def _check_space(plan: MigrationPlan, folder: Path, shares: bool) -> None:
+    new = sum(file.size for model in plan.models for file in model.files)
+    need = new if shares else plan.bytes_to_write
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if need > free:
+        raise OperationError(
+            f"{plan.output}: {need} bytes ({human_size(need)}) are needed, {free} ({human_size(free)}) are free on "
+            "that disk; nothing was written"
+        )
+
+
+@contextmanager
+def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
+    """Yield threads, and what tells them to stop; they have ended when this returns."""
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+    try:
+        yield pool, stop
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(jobs: list[Future[None]], stop: threading.Event) -> None:
+    """Wait for all; raise the first error that is not merely the end of the others."""
+    wait(jobs, return_when=FIRST_EXCEPTION)
+    failed = [job for job in jobs if job.done() and not job.cancelled() and job.exception() is not None]
+    if failed:
+        stop.set()
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
+        errors = [job.exception() for job in jobs if not job.cancelled() and job.exception() is not None]
+        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0]) or Stopped()
+
+
+def one_at_a_time(progress: Progress | None) -> Callable[[int], None] | None:
+    """Return a function that may be called from any thread."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+
+    def report(count: int) -> None:
+        with lock:
+            progress(count)
+
+    return report

@@ -1,0 +1,115 @@
+"""What a migration did."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.operations.migrate.beside import LeftOut
+from ckptfix.operations.migrate.planning import MigrationPlan
+from ckptfix.wording import count_of, list_names
+
+
+class MigratedModel(NamedTuple):
+    """One model: what it was called, its tensors (each tie once), their bytes as written, and its new files."""
+
+    label: str
+    tensors: int
+    nbytes: int
+    ties: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrateReceipt:
+    """What a migration did, or, of a dry run, would do.
+
+    ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
+    ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what was lost in
+    converting, in words. ``removed``: files that were at the output and are not any more, relative to it, "." for the
+    output itself. ``bytes_to_write``: the size of all of it. ``verified``: every tensor was read back and its digest
+    compared.
+    """
+
+    path: Path
+    output: Path
+    to: str
+    models: tuple[MigratedModel, ...]
+    carried: tuple[str, ...] = field(default=(), repr=False)
+    left_out: tuple[LeftOut, ...] = ()
+    rewritten: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    removed: tuple[str, ...] = field(default=(), repr=False)
+    bytes_to_write: int = 0
+    not_checked: tuple[str, ...] = ()
+    verified: bool = False
+    dry_run: bool = False
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0, as a migration that could not be done raises."""
+        return 0
+
+    def as_json(self) -> dict[str, object]:
+        """Return the receipt as JSON values."""
+        return {
+            "path": str(self.path),
+            "status": self.status,
+            "output": str(self.output),
+            "to": self.to,
+            "dry_run": self.dry_run,
+            "verified": self.verified,
+            "bytes": self.bytes_to_write,
+            "models": [{**model._asdict(), "files": list(model.files)} for model in self.models],
+            "carried": list(self.carried),
+            "left_out": [{"what": one.what, "reason": one.reason} for one in self.left_out],
+            "rewritten": list(self.rewritten),
+            "warnings": list(self.warnings),
+            "removed": list(self.removed),
+            "not_checked": list(self.not_checked),
+        }
+
+
+def receipt_of(
+    plan: MigrationPlan, *, not_checked: tuple[str, ...], verified: bool = False, dry_run: bool = False
+) -> MigrateReceipt:
+    """Return the receipt of a plan that was carried out, or, in a dry run, was not."""
+    return MigrateReceipt(
+        path=plan.path,
+        output=plan.output,
+        to=plan.options.to.value,
+        models=tuple(
+            MigratedModel(
+                label=model.label,
+                tensors=len(model.sources),
+                nbytes=model.nbytes,
+                ties=len(model.weights.ties),
+                files=tuple(str(file.path) for file in model.files),
+            )
+            for model in plan.models
+        ),
+        carried=tuple(map(str, plan.carried)),
+        left_out=plan.left_out,
+        rewritten=tuple(str(file.path) for file in plan.rewritten),
+        warnings=() if dry_run else tuple(_overflows(plan)),
+        removed=plan.removed,
+        bytes_to_write=plan.bytes_to_write,
+        not_checked=not_checked,
+        verified=verified,
+        dry_run=dry_run,
+    )
+
+
+def _overflows(plan: MigrationPlan) -> Iterator[str]:
+    """Yield in words which tensors held numbers that the new dtype has no place for."""
+    for model in plan.models:
+        counts = {
+            name: source.convert.overflowed
+            for name, source in model.sources.items()
+            if source.convert is not None and source.convert.overflowed
+        }
+        if counts:
+            yield (
+                f"{model.label}: {count_of(sum(counts.values()), 'finite number')} became infinite, too large for "
+                f"{plan.options.dtype}: in {list_names(list(counts))}"
+            )

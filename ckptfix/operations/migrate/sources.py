@@ -1,0 +1,103 @@
+"""That a source is whole before it is read, and the same afterwards."""
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import Fingerprint
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest, missing_files
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.operations.migrate.beside import LeftOut
+from ckptfix.operations.migrate.planning import MigrationPlan
+from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.transaction import State, transactions
+from ckptfix.weights.stored import StoredCheckpoint
+
+
+class Watch:
+    """What every file at a path was before any of it was read, to be compared at the end.
+
+    Raises OSError when a folder cannot be listed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._root = path if path.is_dir() else path.parent
+        self._before = dict(_looks(self._root, below=path.is_dir()))
+
+    def check(self, files: Iterable[str]) -> None:
+        """Raise ChangedError when one of these is no longer what it was: the result would be of neither."""
+        for name in files:
+            now = _look(self._root / name)
+            if now is None or self._before.setdefault(name, now) != now:
+                raise ChangedError(
+                    f"{self._root / name} changed while it was read; nothing was written; run again when nothing "
+                    "writes to it"
+                )
+
+
+def _looks(root: Path, *, below: bool) -> Iterator[tuple[str, Fingerprint]]:
+    for where, folders, names in os.walk(root, followlinks=False):
+        if not below:
+            folders.clear()
+        for name in names:
+            path = os.path.join(where, name)
+            if (look := _look(path)) is not None:
+                yield os.path.relpath(path, root), look
+
+
+def _look(path: str | Path) -> Fingerprint | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def files_read(plan: MigrationPlan) -> Iterator[str]:
+    """Yield every file that a plan reads, relative to the root of its source."""
+    yield from {str(file): None for model in plan.source.weights for file in model.files}
+    yield from map(str, plan.carried)
+    yield from (str(file.path) for file in plan.rewritten)
+
+
+def ensure_finished(source: StoredCheckpoint) -> None:
+    """Raise OperationError, with what to type, when a repair or a save in the source's folder was interrupted."""
+    root = source.root
+    for one in transactions(root):
+        if one.state is State.PENDING or one.problem:
+            raise OperationError(
+                f"{root}: a repair was interrupted (transaction {one.number}), its files are partly changed; next: "
+                f"{command('undo', root)}"
+            )
+    if words := mixed(root):
+        raise OperationError(f"{words}; next: {command('check', root)}")
+
+
+def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
+    """Raise OperationError when files of the checkpoint that its manifest lists are gone, or have another size.
+
+    Returns the other files that were sealed and are gone: the user's own. A repair by a version that did not keep
+    sizes true leaves those of the save: then only names are compared.
+    """
+    journal = os.listdir(root / JOURNAL)
+    is_repaired = any(name.endswith(".done") for name in journal)
+    wrong = missing_files(root, replace(manifest, files={}) if is_repaired else manifest)
+    gone = [name for name in manifest.sha256 if name not in manifest.files and not (root / name).exists()]
+    wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
+    if wrong:
+        raise OperationError(
+            f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: {command('verify', root)}, or, if the "
+            f"folder is as it should be: rm {shlex.quote(str(root / MANIFEST))}"
+        )
+    return tuple(LeftOut(name, "its manifest lists it, and it is not there") for name in gone)
+
+
+def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
+    """Whether a file is one that a checkpoint consists of, by its name or by that of a folder that it lies in."""
+    if parse_file_name(path.name) is not None:
+        return True
+    return any(parse_folder_name(part) is not None for part in path.parts[:-1])

@@ -1,0 +1,171 @@
+"""Why names in DCP folders stay although they could change.
+
+What belongs together changes together: a model, its optimizer, and whatever else of them speaks of the same names. So a
+rename is refused when anything that stays would still hold an old name, or cannot be read.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.folder import NameScope
+from ckptfix.checkpoint.keys import WRAPPERS, KeyMap, collisions, common_wrappers
+from ckptfix.checkpoint.sharded import ShardedState
+from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY
+from ckptfix.formats.dcp_rewrite import paths_of
+from ckptfix.operations.diagnose.sharded_names import is_flat, unit_of
+from ckptfix.operations.plan.draft import Draft
+from ckptfix.operations.sharded_editing import new_paths
+from ckptfix.wording import list_names
+
+PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
+"""(path, kind) of a place of names -> how they change."""
+
+_KEYS = (STATE_KEY, GROUPS_KEY)
+
+
+def objections(
+    draft: Draft, kept: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]
+) -> Iterator[str]:
+    """Yield why the names of these folders must stay; ``maps``: how those of each folder would change."""
+    for state in kept:
+        if state.path in maps:
+            yield from _of_folder(draft, state)
+            yield from _of_names(state, maps[state.path])
+    changing = {unit_of(state) for state in kept if state.path in maps}
+    for unit in changing:
+        states = [state for state in kept if unit_of(state) == unit]
+        for state in states:
+            yield from _unread(state)
+            yield from _of_other_models(state, maps.get(state.path, {}))
+        yield from _left_over(states, maps)
+        yield from _parted(states, maps)
+
+
+def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
+    where = state.metadata_path
+    if state.path in draft.doubles:
+        yield f"{state.path} doubles {draft.doubles[state.path]}; repair that first"
+    if state.is_linked:
+        yield f"{state.path} is a symbolic link to a folder: repair that folder"
+    if state.siblings:
+        parent = draft.folder.root.resolve().parent
+        yield (
+            f"it is one folder of the checkpoint {parent}, beside {list_names(state.siblings)}, whose names would no "
+            f"longer fit: ckptfix repair {shlex.quote(str(parent))}"
+        )
+    if unsafe := sorted(draft.unsafe.intersection(state.files)):
+        yield f"a file with an unsafe pickle is never edited: {unsafe[0]}"
+    if is_flat(state):
+        yield f"{where} has names of FSDP's flattened parameters, of which only the run knows what they hold"
+
+
+def _of_names(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+    for scope in state.scopes:
+        key_map = maps.get((scope.path, scope.kind))
+        if key_map is None:
+            continue
+        for first, second, new in collisions(scope.names, key_map):
+            yield f"{first!r} and {second!r} would both become {new!r}"
+        if key_map.inner and common_wrappers(map(key_map, scope.names)) != key_map.insert:
+            yield "without its inner wrappers every name would begin with a wrapper again: what is real is not clear"
+        if scope.is_model and (keys := _keys_beside(state, scope, key_map)):
+            yield f"keys of something else stand between the names of the model: {list_names(keys)}"
+
+
+def _keys_beside(state: ShardedState, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
+    """Return the keys in the dict of a model that are none of its names, and that the map would change."""
+    if state.metadata is None:
+        return ()
+    depth, names = len(scope.path), frozenset(scope.names)
+    steps = {
+        str(path[depth]): None
+        for path in paths_of(state.metadata).values()
+        if len(path) > depth and tuple(map(str, path[:depth])) == scope.path
+    }
+    return tuple(step for step in steps if step not in names and key_map(step) != step)
+
+
+def _unread(state: ShardedState) -> Iterator[str]:
+    where = state.metadata_path
+    if state.problem is not None:
+        yield f"{where} cannot be read, so its names would stay: {state.problem.message}"
+    elif state.metadata is None:
+        yield f"{where} is missing, so the names in {state.path} would stay"
+    for fqn, why in state.unread.items():
+        yield f"the names in {fqn!r} of {where} cannot be read: {why}"
+
+
+def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+    """Yield which state dicts beside the model would change: what they are is known to the script alone."""
+    for scope in state.scopes:
+        if scope.kind == "state dict" and not scope.is_model and (scope.path, scope.kind) in maps:
+            yield (
+                f"{state.metadata_path} holds several state dicts, {scope} among them: which of them are models, and "
+                "which names an optimizer shares with them, is not clear"
+            )
+
+
+def _left_over(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+    """Yield an old name that would stay somewhere: in a key, or in an object that is not looked into."""
+    old = frozenset(
+        name
+        for state in states
+        for scope in state.scopes
+        if (key_map := maps.get(state.path, {}).get((scope.path, scope.kind))) is not None
+        for name in scope.names
+        if key_map(name) != name
+    )
+    for state in states:
+        for word in _words_that_stay(state, maps.get(state.path, {})):
+            if (name := _name_in(word, old)) is not None:
+                where = "an item that is not renamed" if word == name else f"{word!r:.200}"
+                yield f"{state.metadata_path} would still hold the old name {name!r}, in {where}"
+                return
+
+
+def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+    if state.metadata is None:
+        return
+    words: dict[str, None] = {}
+    changed = new_paths(state, state.metadata, maps)
+    for fqn, path in paths_of(state.metadata).items():
+        new = changed.get(fqn, path)
+        words.update(
+            (step, None) for step, kept in zip(path, new, strict=True) if step == kept and type(step) is str
+        )
+    for place, item in state.listed.items():
+        key_map = maps.get(place, KeyMap(remove=()))
+        words.update((name, None) for _, name in item.names if key_map(name) == name)
+    yield from words
+    yield from sorted(state.said)
+
+
+def _name_in(word: str, names: frozenset[str]) -> str | None:
+    """Return the name that a word is, or that it holds behind a key of an optimizer or from a wrapper on."""
+    if word in names:
+        return word
+    segments = word.split(".")
+    for begin, segment in enumerate(segments):
+        if segment in WRAPPERS or (begin and segments[begin - 1] in _KEYS):
+            for end in range(len(segments), begin, -1):
+                if (name := ".".join(segments[begin:end])) in names:
+                    return name
+    return None
+
+
+def _parted(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+    """Yield which names of an optimizer are those of its model, and would no longer be."""
+    places = [(state, scope) for state in states for scope in state.scopes if scope.names]
+    for state, model in places:
+        if not model.is_model:
+            continue
+        known, renamed = frozenset(model.names), frozenset(_renamed(state, model, maps))
+        for other, scope in places:
+            if known.issuperset(scope.names) and not renamed.issuperset(_renamed(other, scope, maps)):
+                yield f"the names in {scope} of {other.metadata_path} would no longer be those of {state.metadata_path}"
+
+
+def _renamed(state: ShardedState, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+    key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
+    return iter(scope.names) if key_map is None else map(key_map, scope.names)

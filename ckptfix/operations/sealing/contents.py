@@ -1,0 +1,198 @@
+"""What there is to read in a checkpoint: its files, and the tensors of its models as far as they can be found."""
+
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
+from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import PLAIN_FOLDER
+from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.operations.sealing.listing import listed_files
+from ckptfix.operations.target import Target
+from ckptfix.weights.opening import open_checkpoint
+from ckptfix.weights.single import file_weights
+from ckptfix.weights.stored import Format, Weights
+
+
+class FileState(NamedTuple):
+    """A regular file as it was when it was listed: size in bytes, time in nanoseconds."""
+
+    size: int
+    mtime_ns: int
+
+
+class Place(NamedTuple):
+    """A tensor of a checkpoint: what its model is called, and its name there."""
+
+    label: str
+    fqn: str
+
+    def __str__(self) -> str:
+        return f"{self.fqn!r} in {self.label}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A checkpoint. ``files``: every regular file by its relative path, but for what ckptfix keeps for itself.
+
+    ``only``: the name of the one file that was asked for. ``unreadable``: what a model is called -> why not all of its
+    tensors can be found; those that can are in ``weights``. ``special``: links that lead nowhere or in a circle, pipes
+    and the like, with the reason why they are in none of ``files``.
+    """
+
+    root: Path
+    files: Mapping[str, FileState] = field(repr=False)
+    only: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[Weights, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(state.size for state in self.files.values())
+
+    def beside(self) -> list[str]:
+        """Return the files with weights by their names that are in none of ``weights``, in order.
+
+        Such are the files of a model in a second format, and weights in folders below. States of optimizers are none.
+        """
+        used = {str(path) for one in self.weights for path in one.files}
+        return sorted(name for name in self.files if name not in used and _names_weights(PurePosixPath(name)))
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError when a file is no longer what was listed: digests would be of neither."""
+        for name, was in self.files.items():
+            try:
+                status = os.stat(self.root / name)
+            except OSError as error:
+                raise ChangedError(
+                    f"{self.root / name}: {error.strerror} since the folder was listed"
+                ) from None
+            if (status.st_size, status.st_mtime_ns) != was:
+                raise ChangedError(
+                    f"{self.root / name} changed while it was read: {was.size} bytes then, {status.st_size} now; run "
+                    "again when nothing writes to the folder"
+                )
+
+
+def read_contents(target: Target) -> Contents:
+    """Return what is at a path. No tensor is read; models that cannot be read are named. Raises OSError."""
+    listed = listed_files(target.root) if target.only is None else {target.only: None}
+    files: dict[str, FileState] = {}
+    special: dict[str, str] = {}
+    for path, why in listed.items():
+        if why is not None:
+            special[path] = why
+            continue
+        try:
+            status = os.stat(target.root / path)
+        except OSError:
+            special[path] = "is a link that leads nowhere"
+            continue
+        if stat.S_ISREG(status.st_mode):
+            files[path] = FileState(status.st_size, status.st_mtime_ns)
+        else:
+            special[path] = "is no regular file"
+    weights, unreadable = _weights(target)
+    weights = tuple(replace(one, label=lasting_label(one, target.root)) for one in weights)
+    return Contents(
+        root=target.root,
+        files=files,
+        only=target.only,
+        special=special,
+        weights=weights,
+        unreadable=unreadable,
+    )
+
+
+@paused_gc()
+def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str]]:
+    """Return the models, and what a model is called that cannot be read as a whole -> why."""
+    try:
+        return open_checkpoint(target.path).weights, {}
+    except UsageError:
+        return (), {}
+    except OperationError:  # one of them: the others can be compared, and what is left of that one
+        folder = scan_folder(target.root, target.only)
+    found: list[Weights] = []
+    unreadable: dict[str, str] = {}
+    for entry in model_entries(folder, _manifest(target.root)) or all_state_dicts(folder):
+        try:
+            if entry.problem:
+                raise OperationError(entry.problem)
+            found.append(file_weights(target.root, entry))
+        except OperationError as error:
+            label = entry.label if target.only is not None else _whole_label(entry)
+            found += _readable_part(target.root, entry, label)
+            if (
+                target.only is None or not found
+            ):  # a shard that was asked for by its name is all that was asked for
+                unreadable[label] = str(error)
+    for path, kind in folder.subfolders.items():
+        if kind != PLAIN_FOLDER:
+            try:
+                found += (
+                    replace(one, label=str(path), files=tuple(path / file for file in one.files))
+                    for one in open_checkpoint(target.root / path).weights
+                )
+            except (OperationError, UsageError) as error:
+                unreadable[str(path)] = str(error)
+    return tuple(found), unreadable
+
+
+def lasting_label(weights: Weights, root: Path) -> str:
+    """Return what a model is called: a folder that is the checkpoint itself is ".", as it may get another name."""
+    names = {"", root.name, Path(os.path.abspath(root)).name}
+    name, bracket, rest = weights.label.partition("[")
+    is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
+    if is_folder and name in names and not (name and (root / name).is_dir()):
+        return f".{bracket}{rest}"
+    return weights.label
+
+
+def _whole_label(entry: Entry) -> str:
+    """Return what a model is called when all of its files are there: a shard that is left alone gives its own name."""
+    name = entry.members[0].name if entry.members else None
+    if name is None or name.shard is None:
+        return entry.label
+    return f"{name.stem}{name.suffix}.index.json"
+
+
+def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
+    """Return the tensors in those files of a model that can be read."""
+    parts = []
+    for member in entry.members:
+        if member.problem is None and member.whole is not None:
+            with suppress(OperationError):
+                parts.append(file_weights(root, single_entry(member)))
+    if not parts:
+        return []
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    return [replace(parts[0], label=label, index=entry.index, tensors=tensors)]
+
+
+def _manifest(root: Path) -> Manifest | None:
+    try:
+        return read_manifest(root)
+    except (FormatError, OSError):
+        return None  # only names of tied weights are taken from it
+
+
+def _names_weights(path: PurePosixPath) -> bool:
+    """Whether a file holds weights, by its name and by that of its folder."""
+    folder = parse_folder_name(path.parent.name)
+    if folder is not None and folder.role is not Role.MODEL:
+        return False
+    name = parse_file_name(path.name)
+    if name is None:
+        return path.suffix == ".distcp"
+    return name.role in (Role.MODEL, Role.UNKNOWN)

@@ -1,0 +1,148 @@
+"""``verify``: the structure of a checkpoint, then every digest that its manifest has. Changes nothing."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import UsageError
+from ckptfix.operations.check import check
+from ckptfix.operations.findings import Finding
+from ckptfix.operations.sealing.against import compare_with
+from ckptfix.operations.sealing.comparing import compare
+from ckptfix.operations.sealing.contents import Contents, Place, read_contents
+from ckptfix.operations.sealing.hashing import FileJob, Hashed, Job, TensorJob, hash_all
+from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
+from ckptfix.operations.sealing.report import VerifyReport
+from ckptfix.operations.sealing.values import ValueFinding, judge_values
+from ckptfix.operations.target import Target, find_target
+from ckptfix.storage.paths import command
+from ckptfix.wording import count_of, list_names
+
+_COVERED = ("values of tensors", "of no checkpoint beside it")
+"""How what ``check`` leaves to ``verify`` begins and ends: values, and files that are no part of a checkpoint."""
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    data: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
+
+    ``data``: look at the values of all weights, in the same pass. ``against``: compare with another checkpoint, of any
+    format, instead of the manifest. ``progress`` is called with numbers of bytes.
+
+    Raises UsageError when there is no checkpoint, OperationError when a manifest cannot be understood or a file changed
+    meanwhile, OSError when a folder cannot be read. What cannot be read of a file is in the report.
+    """
+    target = find_target(path)
+    contents = read_contents(target)
+    findings, unseen = structure(contents, target, data=data, progress=progress)
+    manifest = None if against is not None else readable_manifest(target.root)
+    if against is not None:
+        comparison = compare_with(contents, Path(against), data=data, progress=progress)
+        items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
+        lost: tuple[str, ...] = ()
+    else:
+        recorded = Recorded(manifest, target)
+        done = hash_recorded(contents, recorded, data=data, progress=progress)
+        items, hashed = tuple(compare(contents, recorded, done)), done
+        lost = tuple(_lost(contents, recorded, data=data))
+        told = ()
+        if manifest is None:
+            seal = command("seal", target.root)
+            told = (f"digests: no manifest: nothing to compare with; next: {seal}",)
+    values = tuple(found_values(contents, hashed)) if data else ()
+    return VerifyReport(
+        path=target.path,
+        nbytes=contents.nbytes,
+        findings=findings,
+        items=items,
+        values=values,
+        sealed=manifest is not None,
+        against=None if against is None else Path(against),
+        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, data=data)),
+        unfinished=(*(f"{key}: {one.problem}" for key, one in hashed.items() if one.problem), *lost),
+    )
+
+
+def structure(
+    contents: Contents, target: Target, *, data: bool, progress: Progress | None = None
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Return what ``check`` finds, and what it did not look at. ``data``: it compares the CRC of every record.
+
+    Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
+    """
+    try:
+        report = check(target.path, data=data, progress=progress)
+    except UsageError:
+        if contents.weights or contents.unreadable:
+            return (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
+        raise
+    unseen = (words for words in report.not_checked if not words.startswith(_COVERED[0]))
+    return report.findings, tuple(
+        f"structure: {words}" for words in unseen if not words.endswith(_COVERED[1])
+    )
+
+
+def hash_recorded(
+    contents: Contents, recorded: Recorded, *, data: bool = False, everything: bool = False,
+    progress: Progress | None = None,
+) -> dict[str | Place, Hashed]:  # fmt: skip
+    """Hash what can be compared with something, or everything: file -> result, tensor -> result.
+
+    Raises ChangedError when a file changed meanwhile.
+    """
+    gone = recorded.sha256.keys() - contents.files.keys()
+    jobs: dict[str | Place, Job] = {
+        name: FileJob(contents.root / name, state.size)
+        for name, state in contents.files.items()
+        if everything or name in recorded.sha256 or gone  # a file that is gone may have another name now
+    }
+    has_digests = bool(recorded.digests(contents.weights, ()))
+    for weights in contents.weights:
+        if data or everything or has_digests:
+            jobs |= {Place(weights.label, tensor.fqn): TensorJob(tensor, data) for tensor in weights.tensors}
+    results = hash_all(list(jobs.values()), progress=progress)
+    contents.check_unchanged()
+    return dict(zip(jobs, results, strict=True))
+
+
+def found_values(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Iterator[ValueFinding]:
+    """Yield what is wrong with the values of the models. Every tensor must have been scanned."""
+    for weights in contents.weights:
+        tensors = [(tensor, hashed[Place(weights.label, tensor.fqn)]) for tensor in weights.tensors]
+        yield from judge_values(weights.label, tensors)
+
+
+def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str]:
+    """Yield in words which tensors were to be read, and cannot be found: those with a digest, with ``data`` any."""
+    counts = Counter((place.label, why) for place, why in recorded.lost(contents))
+    for (label, why), count in counts.items():
+        yield f"{count_of(count, 'tensor')} of {label}: {why}"
+    told = {why for _, why in counts}
+    for label, why in contents.unreadable.items():
+        if data and why not in told:
+            yield f"values of {label}: {why}"
+
+
+def _not_looked_at(contents: Contents, hashed: Mapping[str | Place, Hashed], *, data: bool) -> Iterator[str]:
+    if not data:
+        yield "values of tensors (NaN, Inf, zeros); --data reads them"
+    else:
+        yield "values of what is no model's weights, as the states of optimizers"
+        if beside := contents.beside():
+            files = count_of(len(beside), "file")
+            yield f"values of {files} of weights beside those that are loaded: {list_names(beside)}"
+        spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
+        if spread:
+            yield f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their file"
+    for weights in contents.weights:
+        if weights.opaque:
+            yield f"{len(weights.opaque)} values in {weights.label} that are no tensors"
+    for label, why in contents.unreadable.items():
+        yield f"tensors of {label}: {why}"

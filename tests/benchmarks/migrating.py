@@ -1,0 +1,173 @@
+"""Changing the format of a checkpoint, against copying the same bytes, and against the peers that convert it, too."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from tests.benchmarks.making import measure, names
+from tests.benchmarks.printing import show
+
+_COPY = "cp {source} {target} && sync {target}"
+_PYTHON_SUMS = """
+import hashlib, sys
+for path in sys.argv[1:]:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+"""
+
+_LIMIT = 300e6
+"""Bytes of memory above the largest tensor."""
+
+
+def migrate(folder: Path, size: int, rounds: int) -> None:
+    """Every conversion with and without its proof, each beside the plain copy of its moment; then the peers."""
+    files = _make(folder, size)
+    sums = {name: _seconds(_sums(name), files["bin"], folder / "copy") for name in ("sha256sum", "hashlib")}
+    best = min(sums, key=lambda name: sums[name])  # coreutils may not know the processor's own instructions
+    print(f"{size >> 20} MiB; sums by {best}: {size / sums[best] / 1e9:.2f} GB/s with cp and sync")
+    ours: dict[tuple[str, str], float] = {}
+    for source in files:
+        for to in files:
+            ours[source, to] = _pair(folder, files, source, to, _sums(best), size, rounds)
+    _converted(folder, files["safetensors"], rounds)
+    _peers(folder, files, ours, rounds)
+    for path in files.values():
+        _remove(path)
+
+
+def _make(folder: Path, size: int) -> dict[str, Path]:
+    """Write the same bf16 model as safetensors, a torch zip file and a DCP folder."""
+    files = {"safetensors": folder / "model.safetensors", "bin": folder / "model.bin", "dcp": folder / "dcp"}
+    each = size // len(names("")) // 2
+    measure(
+        "import torch; from safetensors.torch import save_file; import torch.distributed.checkpoint as dcp\n"
+        "import warnings; warnings.simplefilter('ignore')",
+        f"block = torch.randint(-2**15, 2**15, ({each},), dtype=torch.int16).view(torch.bfloat16)\n"
+        f"state = {{name: block.roll(number) for number, name in enumerate({names('')!r})}}\n"
+        f"save_file(state, {str(files['safetensors'])!r}, metadata={{'format': 'pt'}})\n"
+        f"torch.save(state, {str(files['bin'])!r})\n"
+        f"dcp.save({{'model': state}}, checkpoint_id={str(files['dcp'])!r}, no_dist=True)\n"
+        "import os; os.sync()",
+    )
+    return files
+
+
+def _pair(
+    folder: Path, files: dict[str, Path], source: str, to: str, sums: str, size: int, rounds: int
+) -> float:
+    """Print both ratios of one conversion, and return its seconds without a proof."""
+    target = folder / f"out{files[to].suffix}"
+    found: dict[str, list[float]] = {"cp": [], "plain": [], "sums": [], "proved": []}
+    peak = 0.0
+    for _ in range(rounds):
+        for name, command in (("cp", _COPY), ("sums", sums)):
+            found[name].append(_seconds(command, files["bin"], folder / "copy"))
+            used = _ours(files[source], target, to, f"verify={name == 'sums'}")
+            found["proved" if name == "sums" else "plain"].append(used["seconds"])
+            peak = max(peak, used["peak"] - used["start"])
+            _remove(target)
+    seconds = {name: median(times) for name, times in found.items()}
+    for name, peer, words in (("plain", "cp", "cp, sync"), ("proved", "sums", "cp, sync, sha256 of both")):
+        ratio = seconds[peer] / seconds[name]
+        show(
+            f"migrate {source} to {to}, against {words}",
+            f"{ratio:.2f}x ({size / seconds[name] / 1e9:.2f} GB/s)",
+            ">= 0.8x",
+            ratio >= 0.8,
+        )
+    show(
+        f"migrate {source} to {to}, memory", f"{peak / 1e6:.0f} MB above start-up", "< 300 MB", peak < _LIMIT
+    )
+    return seconds["plain"]
+
+
+def _converted(folder: Path, path: Path, rounds: int) -> None:
+    """To another dtype: twice the bytes are written."""
+    copies, times = [], []
+    for _ in range(rounds):
+        copies.append(_seconds(_COPY, path, folder / "copy"))
+        times.append(
+            _ours(path, folder / "out.safetensors", "safetensors", "verify=False, dtype='fp32'")["seconds"]
+        )
+        _remove(folder / "out.safetensors")
+    ratio = 2 * median(copies) / median(times)
+    show("migrate bf16 to fp32, against cp, sync of as many bytes", f"{ratio:.2f}x", ">= 0.8x", ratio >= 0.8)
+
+
+def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int) -> None:
+    """What others take for the same conversion, to a file that is as durable."""
+    out = folder / "peer"
+    sync = (
+        f"from ckptfix.storage.atomic import sync_tree; import pathlib; sync_tree(pathlib.Path({str(out)!r}))"
+    )
+    quiet = "import warnings, logging; warnings.simplefilter('ignore'); logging.disable()"
+    binary, dcp, safe = (str(files[kind]) for kind in ("bin", "dcp", "safetensors"))
+    cases: tuple[tuple[str, tuple[str, str], str, str], ...] = (
+        ("torch.load and save_file", ("bin", "safetensors"), "import torch; from safetensors.torch import save_file",
+         f"save_file(torch.load({binary!r}), '{out}/m.safetensors')"),
+        ("load_file and torch.save", ("safetensors", "bin"), "import torch; from safetensors.torch import load_file",
+         f"torch.save(load_file({safe!r}), '{out}/m.bin')"),
+        ("transformers save_pretrained", ("bin", "safetensors"),
+         "import torch; from transformers import GPT2Config, GPT2Model",
+         "GPT2Model(GPT2Config(n_layer=1, n_embd=12)).save_pretrained("
+         f"{str(out)!r}, state_dict=torch.load({binary!r}))"),
+        ("accelerate merge-weights", ("dcp", "safetensors"),
+         "from accelerate.utils import merge_fsdp_weights", f"merge_fsdp_weights({dcp!r}, {str(out)!r})"),
+        ("dcp_to_torch_save", ("dcp", "bin"),
+         "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save",
+         f"dcp_to_torch_save({dcp!r}, '{out}/m.bin')"),
+        ("torch_save_to_dcp", ("bin", "dcp"),
+         "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp",
+         f"torch_save_to_dcp({binary!r}, {str(out)!r})"),
+    )  # fmt: skip
+    for what, pair, imports, body in cases:
+        times, peak = [], 0.0
+        for _ in range(rounds):
+            out.mkdir()
+            used = measure(f"{quiet}\n{imports}", f"{body}\n{sync}")
+            times.append(used["seconds"])
+            peak = max(peak, used["peak"] - used["start"])
+            _remove(out)
+        ratio = median(times) / ours[pair]
+        show(
+            f"migrate {' to '.join(pair)}, against {what}",
+            f"{ratio:.2f}x (it takes {peak / 1e6:.0f} MB)",
+            "> 1x",
+            ratio > 1,
+        )
+
+
+def _ours(source: Path, target: Path, to: str, options: str) -> dict[str, float]:
+    return measure(
+        "from ckptfix.operations.migrate import migrate",
+        f"migrate({str(source)!r}, {str(target)!r}, to={to!r}, {options})",
+    )
+
+
+def _sums(tool: str) -> str:
+    """Return the command that copies and sums up both sides, with coreutils or with python's hashlib."""
+    summed = "sha256sum {source} {target}"
+    if tool == "hashlib":
+        summed = f"{sys.executable} -c '{_PYTHON_SUMS}' {{source}} {{target}}"
+    return f"{_COPY} && {summed}"
+
+
+def _seconds(command: str, source: Path, target: Path) -> float:
+    begin = perf_counter()
+    line = command.format(source=source, target=target)
+    subprocess.run(["sh", "-c", line], stdout=subprocess.DEVNULL, check=True)
+    seconds = perf_counter() - begin
+    _remove(target)
+    return seconds
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

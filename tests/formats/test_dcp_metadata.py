@@ -1,0 +1,322 @@
+"""The metadata of torch.distributed.checkpoint: what torch says, every name's sites, and hostile bytes."""
+
+import pickle
+from contextlib import suppress
+from itertools import product
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OlderProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.formats import dcp_metadata
+from ckptfix.formats.dcp_coverage import coverage_problem, dcp_problems
+from ckptfix.formats.dcp_metadata import (
+    Chunk,
+    DcpBytes,
+    DcpMetadata,
+    DcpTensor,
+    StoredItem,
+    parse_dcp_metadata,
+    read_dcp_metadata,
+)
+from ckptfix.formats.pickle_rewrite import rewrite
+from ckptfix.storage.reading import open_reader
+from tests.weights.dcp_making import every_dtype, save
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def made(
+    shape: tuple[int, ...] = (4, 3),
+    chunks: list[Box] | None = None,
+    *,
+    path: str = "__0_0.distcp",
+    **place: Any,
+) -> Metadata:
+    """Return the metadata of one tensor ``model.w``, as torch's classes make it."""
+    chunks = [((0,) * len(shape), shape)] if chunks is None else chunks
+    listed = [ChunkStorageMetadata(torch.Size(begin), torch.Size(size)) for begin, size in chunks]
+    numbers = {"offset": 0, "length": 100} | place
+    return Metadata(
+        {"model.w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), listed)},
+        {"model.w": ("model", "w")},
+        {MetadataIndex("model.w", begin, 0): _StorageInfo(path, **numbers) for begin, _ in chunks},
+        StorageMeta("folder", "save", "load"),
+        "1.0.0",
+    )
+
+
+def parsed(metadata: Any, protocol: int = 4) -> DcpMetadata:
+    return parse_dcp_metadata(pickle.dumps(metadata, protocol))
+
+
+def agree(ours: DcpMetadata, theirs: Metadata) -> None:
+    """Assert that a parsed file says what torch unpickles."""
+    seen: dict[str, Any] = {
+        one.fqn: (
+            getattr(torch, one.torch_dtype),
+            one.shape,
+            [(chunk.offsets, chunk.lengths) for chunk in one.chunks],
+        )
+        for one in ours.tensors
+    } | {item.fqn: None for item in ours.items}
+    assert seen == {
+        name: (
+            one.properties.dtype,
+            tuple(one.size),
+            [(tuple(c.offsets), tuple(c.sizes)) for c in one.chunks],
+        )
+        if isinstance(one, TensorStorageMetadata)
+        else None
+        for name, one in theirs.state_dict_metadata.items()
+    }
+    assert {one.fqn: one.path for one in ours.planned or ()} == theirs.planner_data
+    assert {
+        (item.fqn, item.offsets, item.hint): (str(item.path), item.offset, item.length)
+        for item in ours.stored.values()
+    } == {
+        (key.fqn, None if key.offset is None else tuple(key.offset), key.index): (
+            info.relative_path,
+            info.offset,
+            info.length,
+        )
+        for key, info in theirs.storage_data.items()
+    }
+
+
+def real(folder: Path) -> bytes:
+    state = {
+        "model": every_dtype() | {"_extra_state": {"x": 1}, "listed": [torch.ones(2), 5]},
+        "optimizer": {
+            "state": {"w": {"step": torch.tensor(3.0)}},
+            "param_groups": [{"params": ["w"], "lr": 0.1}],
+        },
+    }
+    save(folder, state)
+    return (folder / ".metadata").read_bytes()
+
+
+def test_a_real_one_says_what_torch_reads(tmp_path: Path) -> None:
+    data = real(tmp_path)
+    with open_reader(tmp_path / ".metadata") as reader:
+        ours = read_dcp_metadata(reader)
+    agree(ours, pickle.loads(data))
+    assert ours.version == "1.0.0"
+    assert ours.save_id is not None
+    assert len(ours.save_id) == 36
+    assert ours.files == (PurePosixPath("__0_0.distcp"),)
+    assert not list(dcp_problems(ours))
+    assert next(one.path for one in ours.planned or () if one.fqn == "model.listed.1") == (
+        "model",
+        "listed",
+        1,
+    )
+
+
+def test_every_name_can_be_rewritten_where_it_stands(tmp_path: Path) -> None:
+    data = real(tmp_path)
+    ours = parse_dcp_metadata(data)
+    named: list[DcpTensor | DcpBytes | StoredItem] = [*ours.tensors, *ours.items, *ours.stored.values()]
+    new = {one.site: one.fqn.replace("a.module.", "a.") for one in named}
+    for one in ours.planned or ():
+        new[one.site] = one.fqn.replace("a.module.", "a.")
+        for step, site in zip(one.path, one.sites, strict=True):
+            if site is not None:
+                new[site] = str(step).replace("a.module.", "a.")
+    renamed = pickle.loads(rewrite(ours.tree, new))
+    old = pickle.loads(data)
+    assert b"a.module." in data
+    assert b"a.module." not in rewrite(ours.tree, new)
+    assert "model.a.weight" in renamed.state_dict_metadata
+    assert renamed.planner_data["model.a.weight"] == ("model", "a.weight")
+    key = MetadataIndex("model.a.module.weight", (0, 0))
+    assert renamed.storage_data[MetadataIndex("model.a.weight", (0, 0))] == old.storage_data[key]
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_as_older_versions_of_torch_left_it(protocol: int) -> None:
+    metadata = made()
+    del metadata.__dict__["version"]
+    del metadata.__dict__["storage_meta"]
+    for place in metadata.storage_data.values():
+        del place.__dict__["transform_descriptors"]
+    (one,) = metadata.state_dict_metadata.values()
+    assert isinstance(one, TensorStorageMetadata)
+    one.properties = OlderProperties(torch.float32)
+    ours = parsed(metadata, protocol)
+    agree(ours, metadata)
+    assert (ours.version, ours.save_id) == (None, None)
+    assert next(iter(ours.stored.values())).transforms == ()
+
+
+def test_transforms_are_told() -> None:
+    ours = parsed(made(transform_descriptors=["zstd", "other"]))
+    assert next(iter(ours.stored.values())).transforms == ("zstd", "other")
+
+
+def test_a_planner_without_paths() -> None:
+    metadata = made()
+    metadata.planner_data = None
+    assert parsed(metadata).planned is None
+
+
+@pytest.mark.parametrize("path", ["../x.distcp", "/x.distcp", "a/../../x", "", ".", "a\0b", "\ud800"])
+def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
+    with pytest.raises(FormatError, match="which is no file of the folder"):
+        parsed(made(path=path))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (made((4, 3), [((2, 0), (3, 3))]), r"the chunk of 'model.w' at \(2, 0\) of \(3, 3\) is not inside of \(4, 3\)"),
+        (made((4, 3), [((0,), (4,))]), "a chunk of 'model.w' has 1 dimensions, the tensor has 2"),
+        (made(offset=-1), "'model.w' is said to be 100 bytes from -1 of its file"),
+        (made(length=1 << 70), "'model.w' is said to be 1180591620717411303424 bytes from 0"),
+        (made(length=True), "'model.w' is said to be True bytes"),
+        ({"model.w": 1}, "no Metadata at its root"),
+        (Metadata({"w": 3}, {}, {}), "'w' is neither a tensor nor bytes, but an int"),
+        (Metadata({}, {}, None), "storage_data is None, where torch's own planner and writer put a dict"),
+        (Metadata({}, {"w": {1: 2}}, {}), "planner_data has a dict as the path of 'w'"),
+        (Metadata({}, {"w": (1.5,)}, {}), "planner_data has a tuple as the path of 'w'"),
+        (Metadata({}, {}, {"w": _StorageInfo("x", 0, 1)}), "storage_data leads from a string to torch.distributed"),
+        (Metadata({3: BytesStorageMetadata()}, {}, {}), "state_dict_metadata has an int where a name belongs"),
+    ],
+)  # fmt: skip
+def test_what_torch_does_not_write_is_refused(metadata: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        parsed(metadata)
+
+
+def test_a_name_that_is_there_twice_is_refused() -> None:
+    data = pickle.dumps(Metadata({"w.1": BytesStorageMetadata(), "w.2": BytesStorageMetadata()}, {}, {}))
+    with pytest.raises(FormatError, match=r"the metadata has 'w\.1' twice"):
+        parse_dcp_metadata(data.replace(b"w.2", b"w.1"))
+
+
+def test_one_list_for_many_tensors_takes_no_time() -> None:
+    many = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 2000
+    one = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([1]), many)
+    metadata = made()
+    metadata.state_dict_metadata = {
+        str(number): TensorStorageMetadata(one.properties, one.size, many) for number in range(2000)
+    }
+    with pytest.raises(FormatError, match="refers to the same lists again and again"):
+        parsed(metadata)
+
+
+def test_a_long_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(made()))
+    monkeypatch.setattr(dcp_metadata, "MAX_METADATA", 100)
+    with (
+        open_reader(tmp_path / ".metadata") as reader,
+        pytest.raises(UnsupportedFormat, match="at most 100 are read"),
+    ):
+        read_dcp_metadata(reader)
+
+
+def test_a_file_that_is_cut_is_told_anywhere() -> None:
+    data = pickle.dumps(made(), 4)
+    for end in range(len(data)):
+        with pytest.raises(FormatError):
+            parse_dcp_metadata(data[:end])
+    with pytest.raises(TruncatedError):
+        parse_dcp_metadata(data[:-1])
+
+
+def test_changed_bytes_are_refused_or_read() -> None:
+    data = pickle.dumps(made((4, 3), [((0, 0), (4, 1)), ((0, 1), (4, 2))]), 4)
+    for position, value in product(range(len(data)), (0, 0x28, 0x2E, 0x52, 0xFF)):
+        changed = bytearray(data)
+        changed[position] = value
+        with suppress(FormatError):
+            list(dcp_problems(parse_dcp_metadata(bytes(changed))))
+
+
+def tensor(shape: tuple[int, ...], chunks: list[Box]) -> DcpTensor:
+    return DcpTensor("w", "F32", "float32", shape, tuple(Chunk(*box) for box in chunks), 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "problem"),
+    [
+        ((), [((), ())], None),
+        ((), [], "1 of its 1 elements are in no chunk"),
+        ((), [((), ()), ((), ())], r"its chunk at \[\] of \[\] and the one at \[\] of \[\] overlap"),
+        ((0, 3), [((0, 0), (0, 3))], None),
+        ((0, 3), [], None),
+        ((5,), [((0,), (3,)), ((3,), (2,)), ((5,), (0,)), ((5,), (0,))], None),
+        ((5,), [((3,), (2,))], "3 of its 5 elements are in no chunk: 0 to 3 of 5 along dimension 0"),
+        ((5, 2), [((0, 0), (1, 2)), ((3, 0), (2, 2))], "4 of its 10 elements are in no chunk: 1 to 3 of 5 along dim"),
+        ((5, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], "2 of its 10 elements are in no chunk: 4 to 5 of 5 along dim"),
+        ((5,), [((0,), (4,)), ((3,), (2,))], r"its chunk at \[0\] of \[4\] and the one at \[3\] of \[2\] overlap"),
+        ((2, 2), [((0, 0), (1, 1)), ((1, 1), (1, 1))], "2 of its 4 elements are in no chunk$"),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
+    ],
+)  # fmt: skip
+def test_gaps_and_overlaps(shape: tuple[int, ...], chunks: list[Box], problem: str | None) -> None:
+    found = coverage_problem(tensor(shape, chunks))
+    if problem is None:
+        assert found is None
+    else:
+        with pytest.raises(AssertionError, match=problem):
+            raise AssertionError(found)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Draw a tensor of up to three dimensions and a grid of chunks that cover it, in any order."""
+    axes = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))
+    spans = [[(sum(axis[:number]), length) for number, length in enumerate(axis)] for axis in axes]
+    boxes: list[Box] = [
+        (tuple(one[0] for one in box), tuple(one[1] for one in box)) for box in product(*spans)
+    ]
+    return tuple(map(sum, axes)), draw(st.permutations(boxes))
+
+
+@given(grids(), st.data())
+def test_a_grid_covers_and_less_or_more_does_not(grid: tuple[tuple[int, ...], list[Box]], data: Any) -> None:
+    shape, chunks = grid
+    assert coverage_problem(tensor(shape, chunks)) is None
+    one = data.draw(st.sampled_from(chunks))
+    missing = coverage_problem(tensor(shape, [box for box in chunks if box != one]))
+    assert missing is not None
+    assert "are in no chunk" in missing
+    twice = coverage_problem(tensor(shape, [*chunks, one]))
+    assert twice is not None
+    assert "overlap" in twice
+
+
+def test_what_is_stored_nowhere_is_told() -> None:
+    metadata = made((4, 3), [((0, 0), (2, 3)), ((2, 0), (2, 3))])
+    del metadata.storage_data[MetadataIndex("model.w", (2, 0))]
+    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+    found = [(problem.fqn, problem.message) for problem in dcp_problems(parsed(metadata))]
+    assert found == [
+        ("model.w", "1 of its 2 chunks are stored in no file, the first at [2, 0]"),
+        ("step", "it is stored in no file"),
+    ]
+
+
+def test_many_overlapping_chunks_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.formats.dcp_coverage.MAX_COMPARISONS", 1000)
+    spread = [((0, number), (100, 1)) for number in range(50)] + [
+        ((number, 50), (1, 50)) for number in range(100)
+    ]
+    found = coverage_problem(tensor((100, 100), [*spread]))
+    assert found == "its 150 chunks lie so that they are not compared, which no torch makes"
