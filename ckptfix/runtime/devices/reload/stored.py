@@ -151,8 +151,11 @@ def file_bytes(tensor: StoredTensor, chunk: int) -> Iterator[Bytes]:
     Raises OSError, and ChangedError when the file has become shorter.
     """
     assert tensor.layout is not None, "asked of a tensor in a compressed record"
+    room = (
+        min(chunk, tensor.nbytes) + 15 & ~15
+    )  # a buffer for a model's many small tensors must be small, too
     with OpenFiles() as files:
-        for block in tensor.layout.blocks(files, memoryview(bytearray(max(chunk, 16)))):
+        for block in tensor.layout.blocks(files, memoryview(bytearray(max(room, 16)))):
             yield numpy.frombuffer(block, dtype=numpy.uint8)
 
 
