@@ -1,6 +1,7 @@
 """Judgements in words: which file or tensor, what happened to it, with both digests."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from typing_extensions import assert_never
 
@@ -8,6 +9,8 @@ from ckptfix.operations.sealing.contents import Place
 from ckptfix.operations.sealing.hashing import Hashed
 from ckptfix.operations.sealing.judging import Change, Judgement, Outcome
 from ckptfix.operations.sealing.report import Item, Kind
+
+_Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
 
 _TAIL = 64
 """So many zero bytes at the end of something that changed are called a tail of zeros."""
@@ -74,18 +77,10 @@ def _tensor(change: Change, one: Judgement[Place], recorded: Mapping[Place, str]
         case Change.ZERO_TAIL:
             zeros = have.zeros if have is not None else 0
             return f"its bytes differ, and its last {zeros} are zero: {_digests(have, want)}"
-        case Change.SWAPPED:
-            return f"swapped with {one.other}: each holds what was recorded of the other"
-        case Change.REPLACED:
-            return f"holds what was recorded of {one.other}: {_digests(have, want)}"
         case Change.RENAMED:
             return f"renamed: what was recorded of it is now {one.other}"
-        case Change.MISSING:
-            return "is missing"
-        case Change.EXTRA:
-            return "is not in the manifest"
         case _:
-            assert_never(change)
+            return _elsewhere(change, one.other, _digests(have, want))
 
 
 def _file(
@@ -104,12 +99,19 @@ def _file(
         case Change.ZERO_TAIL:
             zeros = have.zeros if have is not None else 0
             return f"{sizes}differs, and its last {zeros} bytes are zero: {_digests(have, want)}"
-        case Change.SWAPPED:
-            return f"swapped with {one.other}: each holds what was recorded of the other"
-        case Change.REPLACED:
-            return f"holds what was recorded of {one.other}: {_digests(have, want)}"
         case Change.RENAMED:
             return f"renamed: it is now {one.other}"
+        case _:
+            return _elsewhere(change, one.other, _digests(have, want))
+
+
+def _elsewhere(change: _Elsewhere, other: object, digests: str) -> str:
+    """Say what is the same for files and tensors: what came to stand in another's place, or in none."""
+    match change:
+        case Change.SWAPPED:
+            return f"swapped with {other}: each holds what was recorded of the other"
+        case Change.REPLACED:
+            return f"holds what was recorded of {other}: {digests}"
         case Change.MISSING:
             return "is missing"
         case Change.EXTRA:
