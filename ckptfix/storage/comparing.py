@@ -1,7 +1,6 @@
 """Compare byte ranges of two open files with several threads and little memory."""
 
 import ctypes
-import mmap
 import os
 import threading
 from bisect import bisect_right
@@ -12,6 +11,7 @@ from itertools import accumulate
 
 from ckptfix.errors import ChangedError
 from ckptfix.storage.extents import same_extents
+from ckptfix.storage.pieces import page_buffer
 
 # With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from 2 MiB on the
 # blocks fall out of the cores' caches before memcmp sees them.
@@ -234,7 +234,7 @@ class _Blocks:
 
     def __init__(self, fd_a: int, fd_b: int) -> None:
         self.fds = (fd_a, fd_b)
-        self.views = (memoryview(mmap.mmap(-1, _BLOCK)), memoryview(mmap.mmap(-1, _BLOCK)))
+        self.views = (page_buffer(_BLOCK), page_buffer(_BLOCK))
         self.memory = [(ctypes.c_char * _BLOCK).from_buffer(view) for view in self.views]
         self.memcmp = ctypes.CDLL(None).memcmp
         self.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

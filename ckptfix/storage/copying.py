@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
+from ckptfix.storage.pieces import page_buffer
 
 _FICLONE = 0x40049409
 _FICLONERANGE = 0x4020940D
@@ -87,7 +88,7 @@ def _copy_paced(
     length: int,
     progress: Callable[[int], None] | None,
 ) -> None:
-    buffer = memoryview(bytearray(min(_BLOCK, length)))
+    buffer = page_buffer(min(_BLOCK, length))
     done = paced = 0
     while done < length:
         got = os.preadv(source, [buffer[: length - done]], source_offset + done)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.benchmarks.checking import check
 from tests.benchmarks.digesting import digest
-from tests.benchmarks.migrating import migrate
+from tests.benchmarks.migrating import migrate, migrate_mix
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
 from tests.benchmarks.transferring import transfer
@@ -18,16 +18,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 GiB instead of 8 and 4, fewer rounds")
     parser.add_argument(
-        "--folder", default=".", help="where the files go; 24 GB are needed, 6 GB with --quick"
+        "--folder", default=".", help="where the files go; 44 GB are needed, 6 GB with --quick"
     )
     parser.add_argument(
-        "--part", choices=("check", "digests", "migrate", "rename", "prove", "transfer"), help="one part only"
+        "--part",
+        choices=("check", "digests", "migrate", "mix", "rename", "prove", "transfer"),
+        help="one part only",
     )
     options = parser.parse_args()
     if options.part == "transfer":
         transfer()
         return
-    need = (6 if options.quick else 24) << 30
+    need = (6 if options.quick else 44) << 30
     if shutil.disk_usage(options.folder).free < need:
         parser.error(f"{options.folder} has less than {need >> 30} GiB free")
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=options.folder) as name:
@@ -41,6 +43,8 @@ def main() -> None:
             digest(folder, (1 if options.quick else 4) << 29, 7)
         if options.part in (None, "migrate"):
             migrate(folder, (1 if options.quick else 2) << 30, 2 if options.quick else 3)
+        if options.part in (None, "mix"):
+            migrate_mix(folder, (2 if options.quick else 20) << 30)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
     if options.part is None:

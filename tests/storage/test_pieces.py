@@ -1,12 +1,14 @@
 """Stretches of files: read in order, through few buffers, and out of the page cache again where nobody needs them."""
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
 import pytest
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 
 
 def test_pieces_are_read_one_after_another(tmp_path: Path) -> None:
@@ -33,7 +35,8 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
 def test_what_is_read_leaves_the_cache_where_asked(
     tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").write_bytes(bytes(200_000))
+    size, at_once = 20 << 20, 8 << 20
+    (tmp_path / "a").write_bytes(bytes(size))
     dropped: list[tuple[int, int]] = []
 
     def note(fd: int, offset: int, length: int, advice: int) -> None:
@@ -42,9 +45,16 @@ def test_what_is_read_leaves_the_cache_where_asked(
 
     monkeypatch.setattr(os, "posix_fadvise", note)
     with OpenFiles(keep_cached=keep) as files:
-        files.fill(memoryview(bytearray(100_000)), tmp_path / "a", 4096)
-        files.fill(memoryview(bytearray(100)), tmp_path / "a", 0)
-    assert dropped == ([] if keep else [(4096, 100_000)])
+        for _ in files.blocks((Piece(tmp_path / "a", 100, size - 100),), page_buffer(1 << 20)):
+            pass
+    assert dropped == ([] if keep else [(0, at_once), (at_once, at_once)])
+
+
+def test_a_buffer_begins_on_a_page() -> None:
+    for size in (0, 1, 5000, 1 << 20):
+        buffer = page_buffer(size)
+        assert len(buffer) == max(size, 1)
+        assert ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % mmap.PAGESIZE == 0
 
 
 def test_more_files_than_stay_open(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ckptfix.operations.migrate.hashing import damaged
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.sealing.contents import lasting_label
 from ckptfix.storage.paths import command
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 from ckptfix.weights.stored import Weights
 from ckptfix.wording import count_of
 
@@ -102,7 +102,7 @@ def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
     """Read a record. Raises OperationError when it has another CRC-32, OSError, ``Stopped``."""
     found = 0
     with OpenFiles() as files:
-        for block in files.blocks((piece,), memoryview(bytearray(min(_BLOCK, piece.length)))):
+        for block in files.blocks((piece,), page_buffer(min(_BLOCK, piece.length))):
             if stop.is_set():
                 raise Stopped
             found = zlib.crc32(block, found)
@@ -113,13 +113,13 @@ def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
 def sha256_of(path: Path, stop: threading.Event) -> str:
     """Return the sha256 of a file, in hex. Raises OSError, ``Stopped``."""
     digest = hashlib.sha256()
-    buffer = bytearray(_BLOCK)
+    buffer = page_buffer(_BLOCK)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         while count := os.readv(fd, [buffer]):
             if stop.is_set():
                 raise Stopped
-            digest.update(memoryview(buffer)[:count])
+            digest.update(buffer[:count])
     finally:
         os.close(fd)
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from ckptfix.operations.migrate.hashing import Hasher
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.copying import copy_range
 from ckptfix.storage.pacing import Pacer
-from ckptfix.storage.pieces import OpenFiles
+from ckptfix.storage.pieces import OpenFiles, page_buffer
 from ckptfix.weights.files.parts import OutputFile
 
 __all__ = ["Source", "Written", "write_file"]
@@ -52,7 +52,7 @@ def write_file(
     """
     free: Free = SimpleQueue()
     for _ in range(min(_SLABS, file.size // _SLAB + 1)):
-        free.put(Slab(memoryview(bytearray(min(_SLAB, max(file.size, 1))))))
+        free.put(Slab(page_buffer(min(_SLAB, file.size))))
     filled: Items = SimpleQueue()
     ready = filled
     hasher = None
@@ -119,6 +119,6 @@ def _hash(hasher: Hasher, filled: Items, ready: Items) -> None:
 
 def _hash_shared(hasher: Hasher, item: Shared, files: OpenFiles) -> None:
     done = item.done
-    for block in files.blocks((item.piece,), memoryview(bytearray(1 << 20))):
+    for block in files.blocks((item.piece,), page_buffer(1 << 20)):
         hasher.take(item.part, block, done)
         done += len(block)

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from ckptfix.errors import OperationError
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 from ckptfix.weights.files.parts import Computed, Data, Literal, NewTensor, OutputFile
 from ckptfix.weights.layouts import Contiguous
 from ckptfix.weights.stored import StoredTensor
@@ -120,7 +120,7 @@ class Reader:
             self._filled.put(None)
 
     def _read(self) -> None:
-        scratch = memoryview(bytearray(_SCRATCH))
+        scratch = page_buffer(_SCRATCH)
         with OpenFiles() as files:
             for number, part in enumerate(self._file.parts):
                 self._part, self._done = number, 0

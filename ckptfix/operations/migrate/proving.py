@@ -11,7 +11,7 @@ from ckptfix.errors import CkptfixError, OperationError
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.migrate.producing import Produced, one_at_a_time
 from ckptfix.storage.comparing import Run, first_difference
-from ckptfix.storage.pieces import OpenFiles
+from ckptfix.storage.pieces import OpenFiles, page_buffer
 from ckptfix.weights.digests import BLOCK, tensor_digest
 from ckptfix.weights.opening import open_checkpoint
 from ckptfix.weights.stored import Format, StoredTensor, Weights
@@ -79,7 +79,7 @@ def _same_digests(
     ties = model.weights.ties
 
     def work(tensors: Sequence[StoredTensor]) -> None:
-        buffer = memoryview(bytearray(BLOCK))
+        buffer = page_buffer(BLOCK)
         with OpenFiles(keep_cached=False) as files:
             for tensor in tensors:
                 if stop.is_set():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 from ckptfix.weights.digests import BLOCK, digest_head
 from ckptfix.weights.layouts import Contiguous, Layout, Strided, Tiled
 from ckptfix.weights.stored import StoredTensor
@@ -71,7 +71,7 @@ def hash_all(
     done, stop = [0] * threads, Event()
 
     def work(worker: int) -> None:
-        buffer = memoryview(bytearray(BLOCK))
+        buffer = page_buffer(BLOCK)
         with OpenFiles() as files:
             while queue and not stop.is_set():
                 try:
