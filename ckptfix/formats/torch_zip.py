@@ -4,9 +4,12 @@ Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13 ``caffe2
 record is stored, its data starts on a multiple of 64 bytes, the end records are always those of ZIP64.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event, Lock
 
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.zip_directory import (
@@ -22,6 +25,7 @@ from ckptfix.formats.zip_directory import (
     ZipRecord,
     read_records,
 )
+from ckptfix.storage.pieces import page_buffer
 from ckptfix.storage.reading import FileReader
 
 MAX_PICKLE = 1 << 28
@@ -35,6 +39,9 @@ ALIGNMENT = 64
 
 CHUNK = 1 << 20
 """Bytes per read of a checksum."""
+
+_WORTH_THREADS = 8 << 20
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +164,39 @@ def crc_mismatches(
     """Yield each record whose bytes do not have the CRC in the directory.
 
     Without ``every_record`` the storages are left out. A CRC of 0 was never written (torch can leave them out), and
-    says nothing. ``progress`` is called with the bytes read since the last call.
+    says nothing. ``progress`` is called with the bytes read since the last call, by one thread at a time.
     """
     prefix = f"{archive.root}/data/"
-    for record in archive.records:
-        if record.crc == 0 or not record.is_stored or (record.name.startswith(prefix) and not every_record):
-            continue
-        crc = 0
+    records = [
+        record
+        for record in archive.records
+        if record.crc and record.is_stored and (every_record or not record.name.startswith(prefix))
+    ]
+    lock, stop = Lock(), Event()
+
+    def crc_of(record: ZipRecord) -> int:
+        crc, buffer = 0, page_buffer(min(CHUNK, record.size))
         for position in range(0, record.size, CHUNK):
-            chunk = reader.read(record.data_offset + position, min(CHUNK, record.size - position))
+            chunk = buffer[: record.size - position]
+            reader.fill(chunk, record.data_offset + position)
             crc = zlib.crc32(chunk, crc)
+            if stop.is_set():
+                break
             if progress is not None:
-                progress(len(chunk))
-        if crc != record.crc:
-            yield record
+                with lock:
+                    progress(len(chunk))
+        return crc
+
+    if sum(record.size for record in records) < _WORTH_THREADS:
+        yield from (record for record in records if crc_of(record) != record.crc)
+        return
+    pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS))
+    try:
+        found = zip(records, pool.map(crc_of, records), strict=True)
+        yield from (record for record, crc in found if crc != record.crc)
+    finally:  # also when nobody wants the rest
+        stop.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:

@@ -32,6 +32,17 @@ class FileReader:
             data += more
         return data
 
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises FormatError as ``read`` does."""
+        if offset < 0 or offset + len(view) > self.size:
+            raise FormatError(f"bytes {offset} to {offset + len(view)} are needed, the file has {self.size}")
+        done = 0
+        while done < len(view):
+            got = os.preadv(self.fd, [view[done:]], self.start + offset + done)
+            if not got:
+                raise FormatError(f"the file ends at byte {offset + done}, it had {self.size} bytes")
+            done += got
+
     def window(self, offset: int, length: int) -> "FileReader":
         """Return a reader of ``length`` bytes from ``offset``, in which offsets count from there.
 

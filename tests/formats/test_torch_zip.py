@@ -3,6 +3,7 @@
 import io
 import os
 import struct
+import threading
 import time
 import zipfile
 from contextlib import suppress
@@ -388,3 +389,28 @@ def test_a_packed_pickle_is_unpacked_only_if_it_is_small(tmp_path: Path) -> None
     assert len(data) < 100_000
     with pytest.raises(UnsupportedFormat, match="packed bytes, at most 16777216 are read"):
         parsed(tmp_path, data)
+
+
+def test_checksums_of_many_large_records(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    torch.save({str(number): torch.full((1 << 19,), float(number + 1)) for number in range(8)}, path)
+    with open_reader(path) as reader, path.open("r+b") as stream:
+        file = read_torch_file(reader)
+        assert list(crc_mismatches(file, reader, every_record=True)) == []
+        assert isinstance(file.container, torch_zip.TorchZip)
+        places = torch_zip.storage_records(file.container)
+        for key in ("6", "2"):
+            stream.seek(places[key].data_offset + places[key].size - 1)
+            stream.write(b"\x77")
+        stream.flush()
+        seen: list[int] = []
+        found = list(crc_mismatches(file, reader, every_record=True, progress=seen.append))
+        assert found == [("x/data/2", "2"), ("x/data/6", "6")]
+        assert sum(seen) > 16 << 20
+        first = crc_mismatches(file, reader, every_record=True)
+        assert next(first) == ("x/data/2", "2")
+        del first  # nobody wants the rest
+        assert not [thread.name for thread in threading.enumerate() if "ThreadPool" in thread.name]
+        stream.truncate(places["5"].data_offset)
+        with pytest.raises(FormatError, match="the file ends at byte"):
+            list(crc_mismatches(file, reader, every_record=True))
