@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptfix.errors import ChangedError
 from ckptfix.operations.findings import Severity
 from ckptfix.operations.sealing.hashing import Hashed
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.operations.sealing.lost import Lost, lost
+from ckptfix.storage.pieces import OpenFiles
 from ckptfix.weights.layouts import Contiguous
 from ckptfix.weights.stored import StoredTensor
 from ckptfix.wording import count_of, human_size, list_names
@@ -32,9 +32,6 @@ _LORA = re.compile(
 )
 _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECASE)
 """The matrix of the two that begins with zeros: of an embedding it is A, as PEFT has it (``reset_lora_parameters``)."""
-
-_NEAR = 16
-"""Bytes beside a run of zeros that tell whether the zeros go on, as in a row that is zero, or a page ends there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,17 +89,16 @@ def _of_one(
         if tensor.fqn not in untrained and _must_not_be_zero(tensor):
             yield "all-zero", Severity.WARNING, "is zero in every element"
         return
-    pages = [run for run in scan.zero_runs or () if _is_torn(tensor, run, files)]
-    if pages and not _MASK.search(tensor.fqn.rpartition(".")[2]):
-        lost = sum(run.end - run.begin for run in pages)
-        yield (
-            "zero-pages",
-            Severity.WARNING,
-            (
-                f"has {human_size(lost)} of zeros that begin and end with a page of the disk, the first at "
-                f"{_place(tensor, pages[0])}, {count_of(len(pages), 'run')}"
-            ),
-        )
+    if _MASK.search(tensor.fqn.rpartition(".")[2]):
+        return
+    may_be_zero = not _must_not_be_zero(tensor)
+    found = {run: kind for run in scan.zero_runs or () if (kind := lost(tensor, run, files, may_be_zero))}
+    for kind in Lost:
+        runs = [run for run, of in found.items() if of is kind]
+        if runs:
+            size = human_size(sum(run.end - run.begin for run in runs))
+            where = f"the first at {_place(tensor, runs[0])}, {count_of(len(runs), 'run')}"
+            yield "zero-pages", Severity.WARNING, f"has {size} of zeros that {kind.value}, {where}"
 
 
 def _place(tensor: StoredTensor, run: "ZeroRun") -> str:
@@ -135,34 +131,3 @@ def _untrained(tensors: Iterable[tuple[StoredTensor, Hashed]]) -> list[str]:
         if hashed.scan is not None and 0 not in tensor.shape and _LORA_ZERO.search(tensor.fqn)
     ]
     return [fqn for fqn, _ in found] if all(is_zero for _, is_zero in found) else []
-
-
-def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles) -> bool:
-    """Whether zeros end where a page ends, as in a page that was never written. An honest row of zeros goes beyond.
-
-    Where the tensor, or its part in that file, begins or ends inside of a page, its zeros reach that far.
-    """
-    from ckptfix.weights.elements.pages import PAGE
-
-    piece, begin, end = run
-    rest = piece.length - end
-    try:
-        before = _read(files, piece, 0 if begin < PAGE else begin - _NEAR, begin)
-        after = _read(files, piece, end, end + (rest if rest < PAGE else _NEAR))
-    except (OSError, ChangedError):
-        return False
-    from_start = begin < PAGE and not any(before)
-    to_end = rest < PAGE and not any(after)
-    if from_start and to_end:
-        return _must_not_be_zero(tensor)  # all that one file holds of it
-    row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 else 0
-    if from_start and row >= PAGE and end % row == 0 and any(after[:1]):
-        return False  # the first rows, as that of a padding token, in a tensor that begins where a page does
-    return (from_start or any(before[-_NEAR:])) and (to_end or any(after[:_NEAR]))
-
-
-def _read(files: OpenFiles, piece: Piece, begin: int, end: int) -> bytes:
-    data = bytearray(end - begin)
-    if data:
-        files.fill(memoryview(data), piece.path, piece.offset + begin)
-    return bytes(data)

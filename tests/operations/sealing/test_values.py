@@ -236,3 +236,40 @@ def test_the_matrix_of_an_embedding_lora_that_begins_with_zeros_is_a(tmp_path: P
     assert {name: code for name, (code, _) in values(tmp_path, state).items()} == {
         "q.lora_B.weight": "all-zero"
     }
+
+
+def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Path) -> None:
+    """A file that was cut and made long again, and a hole in the middle; neither begins with a page."""
+    whole = torch.randn(300, 70, generator=torch.Generator().manual_seed(1))
+    cut, hole, rows, columns, flat = whole.clone(), whole.clone(), whole.clone(), whole.clone(), whole.clone()
+    cut.view(-1)[15_001:] = 0
+    hole.view(-1)[5_003:15_009] = 0
+    rows[100:] = 0  # as the rows of tokens that do not exist
+    rows[40:60] = 0
+    columns[:, 50:] = 0  # as padded to a multiple, both ways
+    columns[100:] = 0
+    flat = flat.view(-1)
+    flat[9_001:] = 0
+    state = {"cut": cut, "hole": hole, "rows": rows, "columns": columns, "flat": flat}
+    found = values(tmp_path / "c", {f"{name}.weight": one.clone() for name, one in state.items()})
+    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(
+        ("cut.weight", "hole.weight", "flat.weight"), "zero-pages"
+    )
+    assert "begin inside of one row and fill others" in found["cut.weight"][1]
+    assert "fill it from there to its end" in found["flat.weight"][1]
+
+
+def test_honest_patterns_of_zeros(tmp_path: Path) -> None:
+    blocks = torch.zeros(512, 512)
+    for at in range(0, 512, 128):
+        blocks[at : at + 128, at : at + 128] = 1
+    bias = torch.randn(9000)
+    bias[3001:] = 0
+    state = {
+        "eye.weight": torch.eye(3000),
+        "tril.weight": torch.tril(torch.ones(200, 200)),
+        "blocks.weight": blocks,
+        "fc.bias": bias,
+        "pruned.weight": torch.randn(64, 4096) * (torch.arange(4096) % 512 < 3),
+    }
+    assert values(tmp_path / "c", state) == {}
