@@ -13,6 +13,8 @@
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
         ├── RemoteOSError        another process of the run had an OSError (runtime.ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
+        ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
+        ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)
         ├── LoadError            a checkpoint could not be loaded as required (runtime.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
 """
@@ -31,12 +33,16 @@ class FormatError(CkptfixError, ValueError):
 
 
 class TruncatedError(FormatError):
-    """A file that ends too early: ``have`` bytes are there, ``need`` would be (None: not known)."""
+    """A file that ends too early: ``have`` bytes are there, ``need`` would be (None: not known).
 
-    def __init__(self, message: str, *, have: int, need: int | None = None) -> None:
+    ``in_header``: it ends before what says where tensors are, so that none of them can be told.
+    """
+
+    def __init__(self, message: str, *, have: int, need: int | None = None, in_header: bool = False) -> None:
         super().__init__(message)
         self.have = have
         self.need = need
+        self.in_header = in_header
 
 
 class UnsupportedFormat(FormatError):

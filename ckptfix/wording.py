@@ -73,6 +73,7 @@ def html_document(title: str, style: str, parts: Iterable[str]) -> str:
     """Return a whole HTML page: no script, nothing loaded from anywhere. ``title`` is text, ``parts`` are HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         f"<title>{html_text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         + "\n".join(parts)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
@@ -27,7 +28,7 @@ class Entry:
 
     ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the state dict in a
     pickle. ``shapes``: of a state dict's names, empty for other states. ``aliases``: names that the file lacks -> the
-    name that it shared a storage with, as the manifest says.
+    name that it shared a storage with, as the manifest says. ``index_words``: what an index says beside its map.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Entry:
     shapes: Shapes = field(default_factory=dict, repr=False)
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
     recorded: ManifestEntry | None = None
+    index_words: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -54,6 +56,10 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
     """Return the models that ``load_state`` would look for, one a position; safetensors before ``.bin``, as it does."""
     found: dict[int, tuple[int, Entry]] = {}
     recorded = {entry.index: entry for entry in manifest.models} if manifest else {}
+    if (
+        manifest is not None and not manifest.is_of_a_save
+    ):  # a seal lists ties that it saw in files: no proof of itself
+        recorded = {index: replace(entry, aliases={}) for index, entry in recorded.items()}
     for group in group_files(folder):
         place = _position(group)
         if place is None or group.stale_of is not None:
@@ -182,6 +188,12 @@ def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
     return changed
 
 
+def model_position(group: ModelFiles) -> int | None:
+    """Return the position at which ``load_state`` looks for a model's files, None for files that it never reads."""
+    place = _position(group)
+    return place[0] if place is not None and group.stale_of is None else None
+
+
 def _position(group: ModelFiles) -> tuple[int, int] | None:
     """Return position and rank of preference of a model's files, None for files that ``load_state`` never reads."""
     name = group.members[0].name if group.members else None
@@ -237,6 +249,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         shapes=shapes,
         aliases=aliases,
         recorded=recorded,
+        index_words=group.index_words,
     )
 
 

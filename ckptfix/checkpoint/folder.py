@@ -36,12 +36,16 @@ class ProblemKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A component that could not be read: a value, so that one bad file never stops a scan."""
+    """A component that could not be read: a value, so that one bad file never stops a scan.
+
+    ``in_header``: a truncated one that ends before what says where its tensors are.
+    """
 
     kind: ProblemKind
     message: str
     have: int = 0
     need: int | None = None
+    in_header: bool = False
 
 
 class NameScope(NamedTuple):

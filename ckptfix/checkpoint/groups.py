@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain as concatenated
 from pathlib import PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import shared_chain
@@ -39,6 +40,13 @@ class ModelFiles:
         """The weight map of the index, empty without a readable one."""
         content = self.index.content if self.index is not None else None
         return content.weight_map if isinstance(content, WeightsIndex) else {}
+
+    @property
+    def index_words(self) -> dict[str, Any]:
+        """What a readable index says beside its weight map."""
+        content = self.index.content if self.index is not None else None
+        document = content.document if isinstance(content, WeightsIndex) else {}
+        return {key: value for key, value in document.items() if key != "weight_map"}
 
     @property
     def is_whole(self) -> bool:

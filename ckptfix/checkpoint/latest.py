@@ -6,9 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.manifest import missing_files, read_manifest
+from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import Component, ProblemKind
+from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_manifest
+from ckptfix.checkpoint.salvaged import read_losses
+from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError
+from ckptfix.formats.dcp_metadata import METADATA_NAME
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.weights_index import WeightsIndex
 from ckptfix.storage.paths import JOURNAL
 
 _NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
@@ -74,26 +80,60 @@ def incomplete(checkpoint: Path) -> str | None:
 
     With the manifest of a save, every file of that save must be there in its size; a folder that was repaired since is
     believed. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and the main
-    process's state of the generators, which it writes after all but the custom objects, and no file may be empty.
+    process's state of the generators, which it writes after all but the custom objects; no file may be empty, and those
+    of the weights must be whole by their headers. What ``salvage`` wrote with losses is not whole.
     """
     try:
         manifest = read_manifest(checkpoint)
         names = sorted(os.listdir(checkpoint))
-        journal = os.listdir(checkpoint / JOURNAL) if JOURNAL in names else []
+        if (checkpoint / JOURNAL / UNFINISHED).exists():
+            return "its save was interrupted while files were put in place"
+        if manifest is not None and manifest.is_of_a_save:
+            missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
+            return "; ".join(missing[:3]) or None
+        losses = read_losses(checkpoint)
     except (FormatError, OSError) as error:
         return str(error)
-    if UNFINISHED in journal:
-        return "its save was interrupted while files were put in place"
-    if manifest is not None and manifest.is_of_a_save:
-        is_repaired = any(name.endswith(".done") for name in journal)
-        return None if is_repaired else "; ".join(missing_files(checkpoint, manifest)[:3]) or None
+    if losses is not None:
+        return f"it was salvaged: {losses}"
     known = [name for name in names if parse_file_name(name) is not None]
     if not any(_is_model(checkpoint, name) for name in names):
         return "no weights of a model"
     if "random_states_0.pkl" not in known:
         return "no random_states_0.pkl, which save_state writes near its end"
-    empty = [name for name in known if (checkpoint / name).stat().st_size == 0]
-    return f"{empty[0]} is empty" if empty else None
+    try:
+        return _damage(checkpoint, names)
+    except OSError as error:
+        return str(error)
+
+
+def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:
+    """Return what is wrong with the first file that is empty or of damaged weights. Raises OSError."""
+    for name in names:
+        if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
+            return f"{name} is empty"
+        if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
+            return f"{name} has no {METADATA_NAME}, which is written last"
+    folder = scan_folder(checkpoint, wanted=_holds_weights)
+    return next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
+
+
+def _holds_weights(name: FileName) -> bool:
+    return name.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+
+
+def _unsound(checkpoint: Path, component: Component) -> str | None:
+    """Return why a loader refuses a file of weights, None when its header is all right or of a kind not read here."""
+    problem, content = component.problem, component.content
+    if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED:
+        return f"{component.path}: {problem.message}"
+    if isinstance(content, SafetensorsFile) and content.trailing:
+        return f"{component.path}: {content.trailing} bytes follow its end"
+    if isinstance(content, WeightsIndex):
+        shards = dict.fromkeys(content.weight_map.values())
+        missing = [name for name in shards if not (checkpoint / name).exists()]
+        return f"{missing[0]} is missing, which {component.path} names" if missing else None
+    return None
 
 
 def _is_model(checkpoint: Path, name: str) -> bool:

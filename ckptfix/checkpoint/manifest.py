@@ -9,20 +9,23 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.paths import JOURNAL, MANIFEST
 
 __all__ = [
     "MANIFEST",
     "Manifest",
     "ManifestEntry",
+    "NotAsSaved",
+    "is_repaired",
     "key_fingerprint",
     "missing_files",
+    "not_as_saved",
     "read_manifest",
 ]
 
@@ -144,21 +147,47 @@ def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
     return digest.hexdigest()
 
 
-def missing_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return in words which files of the save are not there as it left them, an empty list for a whole checkpoint.
+class NotAsSaved(NamedTuple):
+    """A file that is not there (``have`` is None), or has ``have`` bytes where the save wrote ``saved``."""
+
+    name: str
+    saved: int
+    have: int | None
+
+    def __str__(self) -> str:
+        if self.have is None:
+            return f"{self.name} is missing"
+        return f"{self.name} has {self.have} bytes, {self.saved} were saved"
+
+
+def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
+    """Yield the files of the save that are not there as it left them, none for a whole checkpoint.
 
     What else was sealed is the user's own, and may be gone: ``verify`` names that.
     """
-    wrong = []
     for name, size in manifest.files.items():
         try:
-            have = (folder / name).stat().st_size
+            have: int | None = (folder / name).stat().st_size
         except OSError:
-            wrong.append(f"{name} is missing")
-            continue
+            have = None
         if have != size:
-            wrong.append(f"{name} has {have} bytes, {size} were saved")
-    return wrong
+            yield NotAsSaved(name, size, have)
+
+
+def missing_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return in words what ``not_as_saved`` yields."""
+    return list(map(str, not_as_saved(folder, manifest)))
+
+
+def is_repaired(folder: Path) -> bool:
+    """Whether a folder was repaired since its save: a version that did not keep sizes true left those of the save.
+
+    Raises OSError when its journal cannot be listed.
+    """
+    try:
+        return any(name.endswith(".done") for name in os.listdir(folder / JOURNAL))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _entry(value: Any) -> ManifestEntry:

@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
@@ -77,6 +78,9 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         content, problem = _read(full, status, name)
     except OSError as error:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=error.strerror or str(error))
+        if is_link and isinstance(error, FileNotFoundError):  # as in the cache of the hub
+            message = f"a broken link: {os.readlink(full)} is not there"
+            problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
     tensors, scopes = _names(content)
     return Component(
         path=path,
@@ -98,12 +102,14 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         try:
             return _parser(reader, name)(reader), None
         except TruncatedError as error:
-            kind, message, have, need = ProblemKind.TRUNCATED, str(error), error.have, error.need
+            have, need, in_header = error.have, error.need, error.in_header
+            kind = ProblemKind.TRUNCATED
+            problem = Problem(kind=kind, message=str(error), have=have, need=need, in_header=in_header)
         except UnsupportedFormat as error:
-            kind, message, have, need = ProblemKind.UNSUPPORTED, str(error), reader.size, None
+            problem = Problem(kind=ProblemKind.UNSUPPORTED, message=str(error), have=reader.size)
         except FormatError as error:
-            kind, message, have, need = ProblemKind.MALFORMED, str(error), reader.size, None
-        return None, _problem(reader, name, kind, message, have, need)
+            problem = Problem(kind=ProblemKind.MALFORMED, message=str(error), have=reader.size)
+        return None, _judged(reader, name, problem)
 
 
 def _parser(reader: FileReader, name: FileName) -> Callable[[FileReader], Content]:
@@ -118,9 +124,7 @@ def _read_index(reader: FileReader) -> WeightsIndex:
     return parse_index(reader.read(0, reader.size))
 
 
-def _problem(
-    reader: FileReader, name: FileName, kind: ProblemKind, message: str, have: int, need: int | None
-) -> Problem:
+def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     """Tell a broken file of the right kind from a file of another kind."""
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"
@@ -130,12 +134,10 @@ def _problem(
     elif looks_like_safetensors(head):
         words = None if wants_safetensors else "a safetensors file"
     elif words is None and wants_safetensors:
-        words = f"no safetensors file: {message}"
+        words = f"no safetensors file: {problem.message}"
     elif words is None and name.role is not Role.WEIGHTS_INDEX and head[:1] != b"\x80":
         words = "no torch file: it is neither a zip archive nor a pickle"
-    if words is not None:
-        return Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message=words, have=have, need=need)
-    return Problem(kind=kind, message=message, have=have, need=need)
+    return problem if words is None else replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=words)
 
 
 def _names(content: Content | None) -> tuple[tuple[TensorInfo, ...], tuple[NameScope, ...]]:

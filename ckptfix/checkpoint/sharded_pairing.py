@@ -76,19 +76,20 @@ def pair_sharded(kept: ShardedState, other: ShardedState) -> ShardedPairing | No
         twin = other.metadata.stored.get((names.get(fqn, fqn), offsets))
         if twin is None or (item.length, item.transforms) != (twin.length, twin.transforms):
             return None
-        files = kept.path / item.path, other.path / twin.path
-        runs.setdefault(files, []).append(Run(item.offset, twin.offset, item.length))
+        runs.setdefault((item.path, twin.path), []).append(Run(item.offset, twin.offset, item.length))
     return ShardedPairing(
-        kept=kept, other=other, runs={files: coalesce(found) for files, found in runs.items()}
+        kept=kept,
+        other=other,
+        runs={(kept.path / one, other.path / two): coalesce(found) for (one, two), found in runs.items()},
     )
 
 
 def _is_whole(state: ShardedState) -> bool:
     assert state.metadata is not None
     return all(
-        (file := state.files.get(state.path / item.path)) is not None
-        and item.offset + item.length <= file.size
-        for item in state.metadata.stored.values()
+        (file := state.files.get(state.path / path)) is not None
+        and all(item.offset + item.length <= file.size for item in items)
+        for path, items in state.metadata.items_by_file().items()
     )
 
 

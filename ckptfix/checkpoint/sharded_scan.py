@@ -5,15 +5,15 @@ A folder that is damaged becomes a value with a problem, as a file does; none st
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Fingerprint, NameScope, Problem, ProblemKind
-from ckptfix.checkpoint.keys import common_wrappers, dotted
 from ckptfix.checkpoint.sharded import NamesInItem, ShardedState, ShardFile, belongs, holds_dcp
+from ckptfix.checkpoint.sharded_names import name_scope, name_scopes, optimizers_in, unmatched_keys
 from ckptfix.errors import FormatError, JournalError, TruncatedError, UnsupportedFormat
-from ckptfix.formats.dcp_bytes import listed_names, read_item
+from ckptfix.formats.dcp_bytes import NAME_KEYS, grouped_names, listed_names, read_item
 from ckptfix.formats.dcp_metadata import (
     MAX_METADATA,
     METADATA_NAME,
@@ -21,21 +21,16 @@ from ckptfix.formats.dcp_metadata import (
     StoredItem,
     read_dcp_metadata,
 )
-from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys, model_names
+from ckptfix.formats.dcp_names import GROUPS_KEY
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.pickle_globals import GlobalSafety, classify
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import PickleTree
+from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.storage.transaction import journal_folders
-
-_EXTRA_STATE = "_extra_state"
-"""The last segment of what ``Module.get_extra_state`` gives, any object, in a state dict."""
-
-_NAME_KEYS = frozenset({"params", "param_names"})
-"""Keys of a parameter group whose value is a list of names."""
 
 
 @paused_gc()
@@ -69,13 +64,17 @@ def _scan(root: Path, path: PurePosixPath) -> ShardedState:
         if path / named not in files and (file := _file(root / path / named)) is not None:
             files[path / named] = file
     items = _Items(root, path, metadata, files)
+    for fqn, key in unmatched_keys(metadata):
+        items.unread[fqn] = (
+            f"{key!r:.200} has no name of a parameter group, so where its name ends is not known"
+        )
     return ShardedState(
         path=path,
         name=name,
         is_linked=is_linked,
         files=files,
         metadata=metadata,
-        scopes=(*_scopes(metadata), *items.scopes),
+        scopes=(*name_scopes(metadata), *items.scopes),
         listed=items.listed,
         unsafe=unsafe | {file: tuple(dict.fromkeys(names)) for file, names in items.unsafe.items()},
         unread=items.unread,
@@ -171,81 +170,6 @@ def _unsafe(tree: PickleTree) -> tuple[str, ...]:
     )
 
 
-def _scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
-    """Yield the places of names in the metadata: each dict of tensors, and the state of each optimizer."""
-    paths = paths_of(metadata)
-    optimizers = optimizers_in(paths.values())
-    yield from _state_dicts(metadata, paths, optimizers)
-    for prefix in optimizers:
-        depth = len(prefix) + 1
-        below = (
-            path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
-        )
-        yield _scope((*prefix, STATE_KEY), "optimizer state", (path[depth] for path in below))
-
-
-def _state_dicts(
-    metadata: DcpMetadata, paths: Mapping[str, Steps], optimizers: Iterable[Steps]
-) -> Iterator[NameScope]:
-    """Yield every dict with tensors in it that is no optimizer's, the model first.
-
-    Tensors tell the wrappers, and the state of modules. Any other object beside them, such as a number of steps, is
-    a name of the model only with the same wrappers: a script may put its own keys between those of a model.
-    """
-    model = model_names(metadata)
-    own = {(*prefix, key) for prefix in optimizers for key in (STATE_KEY, GROUPS_KEY)}
-    tensors: dict[Steps, list[str]] = {}
-    others: dict[Steps, list[str]] = {}
-    for fqns, found in (
-        ([one.fqn for one in metadata.tensors], tensors),
-        ([one.fqn for one in metadata.items], others),
-    ):
-        for fqn in fqns:
-            path = paths[fqn]
-            step = path[-1] if path else None
-            if isinstance(step, str) and not any(path[:depth] in own for depth in range(1, len(path) + 1)):
-                found.setdefault(path[:-1], []).append(step)
-    first = model.prefix if model is not None else None
-    for prefix in sorted(tensors, key=lambda prefix: prefix != first):
-        beside = others.get(prefix, [])
-        flattened = flattened_keys([*tensors[prefix], *beside])
-        names = [name for name in tensors[prefix] if name not in flattened]
-        objects = [name for name in beside if name not in flattened]
-        names += [name for name in objects if name.rpartition(".")[2] == _EXTRA_STATE]
-        begin = dotted(common_wrappers(names))
-        names += [name for name in objects if begin and name.startswith(begin)]
-        if names:
-            yield _scope(prefix, "state dict", names, is_model=prefix == first)
-
-
-def _scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
-    names = tuple(dict.fromkeys(step for step in steps if type(step) is str))
-    if kind != "state dict" and all(map(str.isdecimal, names)):
-        names = ()  # the numbers of Optimizer.state_dict(), which DCP makes strings of
-    return NameScope(tuple(map(str, prefix)), kind, names, common_wrappers(names), is_model)
-
-
-def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
-    """Return the keys that lead to each state dict of an optimizer: where nothing but its two keys is."""
-    every = list(paths)
-    found: dict[Steps, None] = {}
-    for path in every:
-        depth = next(
-            (number for number, step in enumerate(path[:-1]) if step in (STATE_KEY, GROUPS_KEY)), None
-        )
-        if depth is not None:
-            found[path[:depth]] = None
-    if not found:
-        return ()
-    others = {
-        path[:depth]
-        for path in every
-        for depth in range(len(path))
-        if path[:depth] in found and path[depth] not in (STATE_KEY, GROUPS_KEY)
-    }
-    return tuple(prefix for prefix in found if prefix not in others)
-
-
 class _Items:
     """What the bytes items say: the names in them, and what they would run."""
 
@@ -296,16 +220,33 @@ class _Items:
             return
         if names := _unsafe(found.tree):
             self.unsafe.setdefault(file, []).extend(names)
-        kind = self._names_kind(item.fqn)
-        texts = listed_names(found) if kind is not None else None
-        if kind is None or texts is None:
-            self.said.update(text.value for text in found.tree.texts)
-            return
-        scope = _scope(self._paths[item.fqn][:-1], kind, (text.value for text in texts))
-        self.scopes.append(scope)
-        self.listed[scope.path, kind] = NamesInItem(
-            item.fqn, tuple((text.site, text.value) for text in texts)
-        )
+        listed = self._lists(item.fqn, found)
+        taken = {text.site for _, _, texts in listed for text in texts}
+        self.said.update(text.value for text in found.tree.texts if text.site not in taken)
+        unknown = [".".join(pair) for pair in found.tree.globals if classify(*pair) is not GlobalSafety.SAFE]
+        if listed and unknown:
+            # What such an object makes of names that it holds, nobody can tell without running it.
+            self.unread[item.fqn] = (
+                f"its pickle makes an object of {unknown[0]:.200}, which is never done to look"
+            )
+        for path, kind, texts in listed:
+            scope = name_scope(path, kind, (text.value for text in texts))
+            self.scopes.append(scope)
+            self.listed[scope.path, kind] = NamesInItem(
+                item.fqn, tuple((text.site, text.value) for text in texts)
+            )
+
+    def _lists(self, fqn: str, file: TorchFile) -> list[tuple[Steps, str, tuple[Text, ...]]]:
+        """Return the lists of names in an item: the keys that lead there, which kind they are, and the names."""
+        path = self._paths[fqn]
+        kind = self._names_kind(fqn)
+        if kind is not None:
+            texts = listed_names(file)
+            return [] if texts is None else [(path[:-1], kind, texts)]
+        if not path or GROUPS_KEY in path[:-1]:
+            return []
+        whole = path if path[-1] == GROUPS_KEY else (*path, GROUPS_KEY)
+        return [(whole, kind, texts) for kind, texts in grouped_names(file).items()]
 
     def _may_hold_names(self, fqn: str) -> bool:
         """Whether an item is of the groups of parameters of an optimizer, or all of them in one."""
@@ -315,6 +256,6 @@ class _Items:
     def _names_kind(self, fqn: str) -> str | None:
         """Return "params" or "param_names" for an item that lists the names of a group of parameters."""
         path = self._paths[fqn]
-        if len(path) < 3 or path[-1] not in _NAME_KEYS or path[-3] != GROUPS_KEY:
+        if len(path) < 3 or path[-1] not in NAME_KEYS or path[-3] != GROUPS_KEY:
             return None
         return str(path[-1]) if path[:-3] in self._optimizers else None

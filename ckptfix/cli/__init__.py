@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,15 +14,27 @@ import click
 
 from ckptfix.cli.report import JSON_VERSION, escape
 from ckptfix.errors import CkptfixError, OperationError, UsageError
+from ckptfix.storage.atomic import DISK_FULL
 
 _INTERRUPTED = (
     "interrupted; the folder is as it was, or repaired as a whole, or the next repair or undo takes it back first: "
     "ckptfix check says which"
 )
 
+_READ_ALONE = "interrupted; no file of a checkpoint was changed"
 _INTERRUPTED_BESIDE = (
     "interrupted; SRC is as it was, and nothing was written at DST, or it is there as a whole"
 )
+
+_SEALING = "interrupted; the checkpoint is as it was, its manifest the old one or the new one"
+_IN_WORDS = {
+    **dict.fromkeys(("migrate", "salvage"), _INTERRUPTED_BESIDE),
+    **dict.fromkeys(("check", "diff", "doctor", "verify"), _READ_ALONE),
+    "seal": _SEALING,
+}
+"""What is so when a verb was interrupted; of the others ``_INTERRUPTED``."""
+
+_ALREADY = b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next run\n"
 
 
 class _Verbs(click.Group):
@@ -60,16 +73,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["run"]:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _run_script(given)
         return
     # The process is short, and collecting among the millions of values of a large pickle takes longer than parsing it.
     gc.disable()
+    _interrupt_once()
     status = run(given)
     with suppress(OSError):  # a reader that went away
         sys.stdout.flush()
         sys.stderr.flush()
     # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a tenth of a second.
     os._exit(status)
+
+
+def _interrupt_once() -> None:
+    """Let the first interrupt end the work, and the second one not end the cleaning up after it; a third one does."""
+
+    def begin(number: int, frame: object) -> None:
+        signal.signal(number, go_on)
+        raise KeyboardInterrupt
+
+    def go_on(number: int, frame: object) -> None:
+        signal.signal(number, signal.default_int_handler)
+        with suppress(OSError):
+            os.write(2, _ALREADY)  # not through a buffer: it may be in use just now
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in the background of a shell
+        signal.signal(signal.SIGINT, begin)
 
 
 def _run_script(arguments: list[str]) -> None:
@@ -87,6 +118,9 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit status; with ``--json`` stdout gets one object, whatever happens."""
     as_json = "--json" in arguments
     try:
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {signal.SIGINT}
+        )  # one that came during the imports (__main__)
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
         if isinstance(result, int):
             return result
@@ -96,8 +130,8 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit:
         return 1  # click's own way to end when whoever reads has gone: there is nobody to tell
     except (click.exceptions.Abort, KeyboardInterrupt):
-        beside = list(arguments[:1]) in (["migrate"], ["salvage"])
-        return _fail(_INTERRUPTED_BESIDE if beside else _INTERRUPTED, 130, as_json)
+        verb = next((one for one in arguments if not one.startswith("-")), "")
+        return _fail(_IN_WORDS.get(verb, _INTERRUPTED), 130, as_json)
     except click.ClickException as error:
         if not as_json:
             error.show()
@@ -105,8 +139,11 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error.format_message(), error.exit_code, as_json)
     except UsageError as error:
         return _fail(str(error), 2, as_json)
-    except (CkptfixError, OSError) as error:
+    except CkptfixError as error:
         return _fail(str(error), 3, as_json)
+    except OSError as error:
+        advice = "; next: make room on that disk, and run it again" if error.errno in DISK_FULL else ""
+        return _fail(f"{error}{advice}", 3, as_json)
     except MemoryError:
         return _fail("out of memory; nothing was changed", 3, as_json)
 

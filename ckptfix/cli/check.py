@@ -1,10 +1,14 @@
 """``ckptfix check``."""
 
+import os
 import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 
 import click
 
 from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.report import Report
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.operations.check import CheckReport, check
@@ -28,6 +32,8 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, quiet: bo
         try:
             with report.progress(f"reading {target}") as progress:
                 result = check(target, data=data, progress=progress)
+                if recursive:
+                    result = replace(result, not_checked=tuple(_unless_below(result)))
         except (CkptfixError, OSError) as error:
             if len(targets) == 1:
                 raise
@@ -43,20 +49,33 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, quiet: bo
     return report.finish({"checkpoints": documents}, worst)
 
 
+def _unless_below(result: CheckReport) -> Iterator[str]:
+    """Yield what was not checked, without the folders into which ``--recursive`` looks: all but links."""
+    below = {
+        f"{name}/ ({PLAIN_FOLDER}): not looked into"
+        for name in result.folder.subfolders
+        if not os.path.islink(result.folder.root / name)
+    }
+    return (words for words in result.not_checked if words not in below)
+
+
 def print_check(report: Report, result: CheckReport) -> None:
     """Print what is wrong with one checkpoint, and what was not looked at."""
     components = result.folder.components
     tensors = sum(len(component.tensors) for component in components if component.role is not Role.RNG_STATE)
     tensors += sum(len(state.metadata.tensors) for state in result.sharded if state.metadata is not None)
+    tensors += sum(state.tensors for state in result.deepspeed if state.files)
     files = len(components) + sum(len(state.files) for state in result.sharded)
-    size = human_size(
-        sum(component.size for component in components) + sum(state.size for state in result.sharded)
-    )
-    report.line(f"{result.path}: {count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {size}", bold=True)
+    files += sum(state.files for state in result.deepspeed)
+    nbytes = sum(component.size for component in components)
+    nbytes += sum(state.size for state in result.sharded) + sum(state.size for state in result.deepspeed)
+    counts = f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
+    report.line(f"{result.path}: {counts}", bold=True)
     report.findings(result.findings, str(result.path))
     if result.status == 0:
         report.line("no error found in what was checked", colour="green")
     elif any(finding.is_fixable for finding in result.findings):
         report.line(f"next: ckptfix repair {shlex.quote(str(result.path))}")
+    report.salvage(result.findings, str(result.path))
     for words in result.not_checked:
         report.line(f"not checked: {words}")

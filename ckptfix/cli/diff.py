@@ -49,7 +49,7 @@ def diff_command(
 
         write_page(html, html_page(result))
         report.line(f"page: {html}")
-    return report.finish(result.as_json(), result.status)
+    return report.finish(result.as_json(iter), result.status)
 
 
 def print_diff(report: Report, result: "DiffReport", *, show_all: bool) -> None:
@@ -63,6 +63,8 @@ def print_diff(report: Report, result: "DiffReport", *, show_all: bool) -> None:
     if result.tolerance is not None:
         report.line(f"tolerance: |a - b| <= {result.tolerance[1]:g} + {result.tolerance[0]:g} * |a|")
     report.line(f"{result.verdict}: {result.summary}", colour="red" if result.status else "green")
+    if result.positions:
+        report.line(result.positions, colour="red")
     for words in result.notes:
         report.line(f"note: {words}")
     for words in result.not_compared:

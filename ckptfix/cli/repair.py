@@ -55,7 +55,9 @@ def repair_command(
     )
 
     def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
-        report.line(f"plan for {path}:" if steps else f"nothing to repair in {path}", bold=True)
+        report.line(
+            f"plan for {path}:" if steps else f"nothing that a repair would change in {path}", bold=True
+        )
         for (_, codes, safety), group in groupby(steps, key=_kind):
             asked = " (asked for)" if safety is Safety.LOSSY else ""
             report.few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")
@@ -81,9 +83,9 @@ def print_receipt(report: Report, receipt: Receipt) -> None:
         report.line(f"done and verified: {count_of(len(receipt.steps), 'step')} in {where}", colour="green")
     elif receipt.output is not None:
         report.line(f"an unchanged copy is in {receipt.output}")
-    at = str(receipt.output or receipt.path)
-    if not receipt.dry_run:
-        report.findings(receipt.left, at)
+    at = str(receipt.path if receipt.dry_run else receipt.output or receipt.path)
+    report.findings(receipt.left, at)
+    report.salvage(receipt.left, str(receipt.path))
     if receipt.transaction is not None:
         report.line(f"to take it back: ckptfix undo {shlex.quote(str(receipt.path))}")
     for words in receipt.not_checked:

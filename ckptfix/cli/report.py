@@ -6,14 +6,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ckptfix.operations.findings import Finding
+from ckptfix.storage.paths import command
 
 JSON_VERSION = 1
 _SHOWN = 3
+_BLOCK = 1 << 16  # characters of JSON that are printed at a time
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
@@ -60,15 +63,30 @@ class Report:
                     f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"
                 )
 
+    def salvage(self, findings: Sequence[Finding], at: str) -> None:
+        """Print how to get out of ``at`` what is whole, when no repair helps and that is more than nothing."""
+        if any(finding.is_salvageable for finding in findings):
+            salvage = command("salvage", Path(at))
+            self.line(f"next, to get out what is whole: {salvage} NEW_FOLDER")
+
     def message(self, text: str) -> None:
         """Print a message that is no result, to stderr."""
         if not self.as_json:
             click.echo(escape(text), err=True)
 
     def finish(self, document: Mapping[str, Any], status: int) -> int:
-        """Print the JSON object when JSON was asked for, and return the exit status."""
+        """Print the JSON object when JSON was asked for, and return the exit status.
+
+        An iterator in the document is printed as a list, of which one value at a time is in memory.
+        """
         if self.as_json:
-            click.echo(json.dumps({"version": JSON_VERSION, **document, "status": status}))
+            text = ""
+            for part in _json({"version": JSON_VERSION, **document, "status": status}):
+                text += part
+                if len(text) >= _BLOCK:
+                    click.echo(text, nl=False)
+                    text = ""
+            click.echo(text)
         return status
 
     @contextmanager
@@ -92,6 +110,26 @@ class Report:
         finally:
             if bar is not None:
                 bar.close()
+
+
+def _json(value: Any) -> Iterator[str]:
+    """Yield the text of a value as ``json.dumps`` writes it; of an iterator as that of a list."""
+    if isinstance(value, Iterator):
+        before = "["
+        for one in value:
+            yield before
+            yield from _json(one)
+            before = ", "
+        yield "]" if before == ", " else "[]"
+    elif isinstance(value, dict) and any(isinstance(one, Iterator) for one in value.values()):
+        before = "{"
+        for key, one in value.items():
+            yield f"{before}{json.dumps(key)}: "
+            yield from _json(one)
+            before = ", "
+        yield "}"
+    else:
+        yield json.dumps(value)
 
 
 def escape(text: str) -> str:

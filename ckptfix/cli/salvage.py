@@ -18,7 +18,9 @@ _SHOWN = 20
 @click.argument("source", metavar="SRC", type=click.Path(exists=True))
 @click.argument("output", metavar="DST", type=click.Path())
 @click.option(
-    "--keep-damaged", is_flag=True, help="Keep tensors that are all there but fail their checksum, too."
+    "--keep-damaged",
+    is_flag=True,
+    help="Keep what is all there but fails its checksum or its digest in the manifest, too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def salvage_command(source: str, output: str, keep_damaged: bool, as_json: bool) -> int:
@@ -40,16 +42,23 @@ def print_salvage(report: Report, receipt: "SalvageReceipt") -> None:
     report.line(f"salvaged {receipt.source} to {receipt.output}:", bold=True)
     for file in receipt.saved:
         size = human_size(file.nbytes)
-        report.line(f"  {file.path}: {count_of(len(file.names), 'tensor')}, {size}, from {file.source}")
+        origin = f", from {file.source}" if file.source != "." else ""  # that is all of the source
+        report.line(f"  {file.path}: {count_of(len(file.names), 'tensor')}, {size}{origin}")
     if receipt.copied:
         report.line(f"  {count_of(len(receipt.copied), 'file')} copied as they are")
     _print_lost(report, "kept although damaged", receipt.damaged, "yellow")
     _print_lost(report, "lost", receipt.lost, "red")
-    _print_lost(report, "kept, but a part of it may never have been written", receipt.doubtful, "yellow")
+    _print_lost(report, "kept, but it may not be what was written", receipt.doubtful, "yellow")
+    for words in receipt.left_out:
+        report.line(f"left out: {words}")
+    for words in receipt.notes:
+        report.line(f"note: {words}")
     if receipt.verdict:
         report.line(receipt.verdict, colour="green")
     for words in receipt.not_checked:
         report.line(f"not checked: {words}")
+    for step in receipt.next_steps:
+        report.line(f"next: {step}")
 
 
 def _print_lost(report: Report, what: str, every: "tuple[Lost, ...]", colour: str) -> None:
@@ -60,11 +69,11 @@ def _print_lost(report: Report, what: str, every: "tuple[Lost, ...]", colour: st
     for one in every:
         groups.setdefault((one.file, one.reason), []).append(one)
     lines = []
-    for (file, reason), group in groups.items():
+    for group in groups.values():
         by_name = {one.name: one for one in group}
         lines += [str(one) for one in group if one.name is None]
         for name in collapse_layers(one.name for one in group if one.name is not None):
-            lines.append(str(by_name[name]) if name in by_name else f"{file}: {name!r}: {reason}")
+            lines.append(str(by_name.get(name, group[0]._replace(name=name, need=None, have=None))))
     report.line(f"{what}: {len(every)}", colour=colour, bold=True)
     for line in lines[:_SHOWN]:
         report.line(f"  {line}")

@@ -14,7 +14,9 @@ from ckptfix.wording import count_of, human_size
 @click.command("seal")
 @click.argument("path", metavar="DIR", type=click.Path(exists=True))
 @click.option(
-    "--force", is_flag=True, help="Seal a folder as it is, though it is damaged or differs from its manifest."
+    "--force",
+    is_flag=True,
+    help="Seal a folder as it is, though it is damaged, or what its manifest lists is gone or changed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def seal_command(path: str, force: bool, as_json: bool) -> int:

@@ -4,12 +4,16 @@ from collections.abc import Mapping
 
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.dcp_metadata import StoredItem
-from ckptfix.formats.pickle_tree import Kind, Node, Text
+from ckptfix.formats.dcp_names import GROUPS_KEY
+from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like
 from ckptfix.formats.torch_file import Appended, TorchFile, read_torch_file
 from ckptfix.storage.reading import FileReader
 
 MAX_ITEM = 1 << 26
 """Longest item that is read, in bytes. The names of a million parameters take about 40 million."""
+
+NAME_KEYS = ("params", "param_names")
+"""Keys of a parameter group whose value is a list of names."""
 
 
 def read_item(reader: FileReader, item: StoredItem) -> TorchFile:
@@ -31,6 +35,29 @@ def listed_names(file: TorchFile) -> tuple[Text, ...] | None:
     if not isinstance(values, list | tuple) or not all(type(value) is Text for value in values):
         return None
     return tuple(values)
+
+
+def grouped_names(file: TorchFile) -> dict[str, tuple[Text, ...]]:
+    """Return the names in all groups of an optimizer that is one item, by the key that holds them; empty for any other.
+
+    So saves a planner that takes an object without tensors as a whole, as that of torch before 2.4 does
+    (``_traverse.traverse_state_dict_v_2_3`` of 2.13): the list of the groups, or the dict that holds it.
+    """
+    root = file.tree.root
+    groups = child(root, GROUPS_KEY) if is_dict_like(root) else root
+    if type(groups) is not Node or groups.kind is not Kind.LIST:
+        return {}
+    found: dict[str, list[Text]] = {}
+    met: set[int] = set()
+    for group in groups.items or ():
+        for key in NAME_KEYS if is_dict_like(group) and id(group) not in met else ():
+            names = child(group, key)
+            listed = names.items or [] if type(names) is Node and names.kind is Kind.LIST else ()
+            if listed and id(names) not in met and all(type(value) is Text for value in listed):
+                met.add(id(names))
+                found.setdefault(key, []).extend(listed)
+        met.add(id(group))
+    return {key: tuple(names) for key, names in found.items()}
 
 
 def renamed_item(reader: FileReader, item: StoredItem, new_names: Mapping[int, str]) -> bytes:

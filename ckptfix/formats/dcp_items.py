@@ -27,7 +27,8 @@ class SavedTensor(NamedTuple):
     """A tensor that was saved alone. Offsets count from the start of its item.
 
     ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``: begin and end of
-    its bytes when they are one run, else None.
+    its bytes when they are one run, else None. ``record``: the length of the record that its storage is, and the CRC-32
+    that the item has for it; (0, 0) where it has none.
     """
 
     dtype: str
@@ -36,14 +37,19 @@ class SavedTensor(NamedTuple):
     first: int
     storage: tuple[int, int]
     run: tuple[int, int] | None
+    record: tuple[int, int] = (0, 0)
 
 
 class KnownItem(NamedTuple):
-    """An item that was read in full: what another one must hold, at which offsets, to say the same."""
+    """An item that was read in full: what another one must hold, at which offsets, to say the same.
+
+    ``crc``: where in the tail the CRC-32 of its storage is.
+    """
 
     head: bytes
     tail_start: int
     tail: tuple[tuple[int, bytes], ...]
+    crc: int
     saved: SavedTensor
 
 
@@ -81,8 +87,8 @@ class ItemReader:
         window = self._reader.window(item.offset, item.length)
         key = (item.length, shape)
         known = self._known.get(key)
-        if known is not None and _same_but_data(known, window):
-            return known.saved
+        if known is not None and (same := _same_but_data(known, window)) is not None:
+            return same
         archive, record, saved = _saved_tensor(window)
         learned = _learned(window, archive, record, saved)
         if learned is not None and len(self._known) < _MAX_SHAPES:
@@ -126,8 +132,9 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
     run = None
     if tensor.begin is not None and tensor.end is not None:
         run = (begin + tensor.begin, begin + tensor.end)
+    checked = (record.size, record.crc) if record.crc else (0, 0)
     saved = SavedTensor(
-        tensor.dtype, tensor.shape, tensor.stride, tensor.storage_offset, (begin, nbytes), run
+        tensor.dtype, tensor.shape, tensor.stride, tensor.storage_offset, (begin, nbytes), run, checked
     )
     return archive, record, saved
 
@@ -163,12 +170,17 @@ def _learned(
             return None
         kept.append((position, tail[position:begin]))
         position = stop
-    return KnownItem(window.read(0, record.data_offset), end, tuple(kept), saved)
+    crc = directory + record.entry + _CRC_IN_ENTRY
+    return KnownItem(window.read(0, record.data_offset), end, tuple(kept), crc, saved)
 
 
-def _same_but_data(known: KnownItem, window: FileReader) -> bool:
-    """Whether an item of the same length is the same but for its data and their checksums."""
+def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
+    """Return the tensor of an item of the same length, None when more than its data and their checksums differ."""
     tail = window.read(known.tail_start, window.size - known.tail_start)
-    return window.read(0, len(known.head)) == known.head and all(
-        tail.startswith(part, begin) for begin, part in known.tail
-    )
+    if window.read(0, len(known.head)) != known.head:
+        return None
+    if not all(tail.startswith(part, begin) for begin, part in known.tail):
+        return None
+    crc = int.from_bytes(tail[known.crc : known.crc + 4], "little")
+    size = known.tail_start - known.saved.storage[0]
+    return known.saved._replace(record=(size, crc) if crc else (0, 0))

@@ -12,6 +12,10 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.dcp_places import PACKED
+from ckptfix.formats.dcp_places import Chunk as Chunk
+from ckptfix.formats.dcp_places import StoredItem as StoredItem
+from ckptfix.formats.dcp_stream import read_stream
 from ckptfix.formats.dcp_values import (
     fields_of,
     is_count,
@@ -30,17 +34,11 @@ from ckptfix.storage.reading import FileReader
 METADATA_NAME = ".metadata"
 """What torch calls the file; it writes ``.metadata.tmp`` first, when all data is on disk, and renames it."""
 
-MAX_METADATA = 1 << 28
-"""Longest file that is read, in bytes. A chunk of a tensor takes about 140."""
+MAX_METADATA = 1 << 29
+"""Longest file that is read, in bytes. A chunk of a tensor takes about 200."""
 
 _MAX_DESCRIPTORS = 16
-
-
-class Chunk(NamedTuple):
-    """A part of a tensor that was saved in one piece: its first index and its length in every dimension."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+_RETOLD = 1 << 22  # longest file, in bytes, that is certain to have fewer opcodes than are read one by one
 
 
 class DcpTensor(NamedTuple):
@@ -62,24 +60,6 @@ class DcpBytes(NamedTuple):
     """An item that is no tensor: any object, pickled by torch.save. ``site`` as in ``DcpTensor``."""
 
     fqn: str
-    site: int
-
-
-class StoredItem(NamedTuple):
-    """Where a chunk or a bytes item lies: ``length`` bytes from ``offset`` of the file ``path`` of the folder.
-
-    ``offsets``: the first index of the chunk, None for a bytes item. ``hint``: the place in the list of chunks,
-    which torch looks at first. ``transforms``: the stream extensions its bytes went through, such as ``zstd``. ``site``
-    is where the name was pushed.
-    """
-
-    fqn: str
-    offsets: tuple[int, ...] | None
-    hint: int | None
-    path: PurePosixPath
-    offset: int
-    length: int
-    transforms: tuple[str, ...]
     site: int
 
 
@@ -117,6 +97,13 @@ class DcpMetadata:
         """Every file that holds an item, once."""
         return tuple(dict.fromkeys(item.path for item in self.stored.values()))
 
+    def items_by_file(self) -> dict[PurePosixPath, list[StoredItem]]:
+        """Return what each file holds, in the order of the metadata."""
+        found: dict[PurePosixPath, list[StoredItem]] = {}
+        for item in self.stored.values():
+            found.setdefault(item.path, []).append(item)
+        return found
+
 
 def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
     """Parse an open ``.metadata``. Raises as ``parse_dcp_metadata`` does, UnsupportedFormat when it is too long."""
@@ -126,14 +113,24 @@ def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
 
 
 @paused_gc()
-def parse_dcp_metadata(data: bytes) -> DcpMetadata:
-    """Parse the bytes of a ``.metadata``.
+def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMetadata:
+    """Parse the bytes of a ``.metadata``; ``opcode_by_opcode``: its tree says where every single string was pushed.
 
     Raises TruncatedError when they end too early, UnsupportedFormat for what was written by no planner or writer that
     is known here, FormatError for a chunk that is not inside of its tensor, a path that leaves the folder, and
     everything else that torch's writers do not make.
     """
-    tree = parse(data)
+    if not opcode_by_opcode:
+        tree = read_stream(data)
+        try:
+            return _metadata(tree)
+        except FormatError:
+            if len(data) > _RETOLD:
+                raise  # else the tree of every opcode has better words for it
+    return _metadata(parse(data))
+
+
+def _metadata(tree: PickleTree) -> DcpMetadata:
     if not is_instance(tree.root, "Metadata"):
         raise FormatError("a pickle, but none of torch.distributed.checkpoint: no Metadata at its root")
     return _Reading(tree).metadata()
@@ -209,11 +206,14 @@ class _Reading:
     def _stored(self, root: Mapping[str, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         for key, value in self._pairs(root, "storage_data"):
-            if not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
+            if value is PACKED and type(key) is StoredItem:
+                item = key
+            elif not is_instance(key, "MetadataIndex") or not is_instance(value, "_StorageInfo"):
                 raise UnsupportedFormat(
                     f"storage_data leads from {words_for(key)} to {words_for(value)}: no file writer of torch's made it"
                 )
-            item = self._stored_item(fields_of(key), fields_of(value))
+            else:
+                item = self._stored_item(fields_of(key), fields_of(value))
             if found.setdefault((item.fqn, item.offsets), item) is not item:
                 raise FormatError(f"storage_data has {item.fqn!r:.200} at {item.offsets} twice")
         return found
@@ -283,10 +283,14 @@ def _check_unique(named: Sequence[_Named]) -> None:
 
 
 def _chunk(node: object, name: str, shape: tuple[int, ...]) -> Chunk:
-    if not is_instance(node, "ChunkStorageMetadata"):
+    if type(node) is Chunk:
+        chunk = node
+    elif is_instance(node, "ChunkStorageMetadata"):
+        values = fields_of(node)
+        chunk = Chunk(size_of(values.get("offsets"), name), size_of(values.get("sizes"), name))
+    else:
         raise FormatError(f"the chunks of {name!r:.200} hold {words_for(node)}")
-    values = fields_of(node)
-    offsets, lengths = size_of(values.get("offsets"), name), size_of(values.get("sizes"), name)
+    offsets, lengths = chunk
     if len(offsets) != len(shape) or len(lengths) != len(shape):
         raise FormatError(
             f"a chunk of {name!r:.200} has {len(offsets)} dimensions, the tensor has {len(shape)}"
@@ -296,4 +300,4 @@ def _chunk(node: object, name: str, shape: tuple[int, ...]) -> Chunk:
             raise FormatError(
                 f"the chunk of {name!r:.200} at {offsets} of {lengths} is not inside of {shape}"
             )
-    return Chunk(offsets, lengths)
+    return chunk

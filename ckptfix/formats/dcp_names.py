@@ -4,7 +4,7 @@ Facts from torch 2.13, ``torch/distributed/checkpoint/_nested_dict.py``: nested 
 are their keys with dots between, and ``planner_data`` keeps the keys of each.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -85,6 +85,22 @@ def flattened_keys(keys: Iterable[str | int]) -> frozenset[str | int]:
     """
     found = frozenset(key for key in keys if isinstance(key, str) and key.startswith(_FLATTENED))
     return found if any(str(key).startswith(_FLATTENED[1]) for key in found) else frozenset()
+
+
+def flattened_names(keys: Iterable[str | int]) -> tuple[str, ...]:
+    """Return the names of the parameters that the flattened keys of a dict speak of: each has options in a group."""
+    begin = _FLATTENED[1]
+    names = (str(key)[len(begin) :].rpartition(".")[0] for key in keys if str(key).startswith(begin))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def flattened_parts(key: str, names: Set[str]) -> tuple[str, str, str] | None:
+    """Cut ``state.<fqn>.exp_avg`` in front of and behind its name, the longest of ``names`` that fits, else None."""
+    begin = next((begin for begin in _FLATTENED if key.startswith(begin)), None)
+    name = key[len(begin) :].rpartition(".")[0] if begin is not None else ""
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return (begin, name, key[len(begin) + len(name) :]) if begin is not None and name else None
 
 
 def keys_beside(metadata: DcpMetadata, names: Mapping[str, str]) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
-from ckptfix.formats.pickle_rewrite import number_behind, rewrite, rewrite_numbers
+from ckptfix.formats.dcp_places import MATCHED
+from ckptfix.formats.pickle_compare import TreeWalk
+from ckptfix.formats.pickle_rewrite import number_behind, rewrite
 from ckptfix.formats.pickle_tree import Node, PickleTree, Text, attribute, pairs
 
 Steps = tuple[str | int, ...]
@@ -49,12 +51,114 @@ def rewrite_metadata(
     that: a fault of this module.
     """
     names = _new_names(metadata, new_paths)
-    moved = metadata
-    if places:
-        moved = parse_dcp_metadata(_with_numbers(metadata.tree, places))
-        _check_moved(metadata, moved, places)
-    data = rewrite(moved.tree, _sites(moved, names, new_paths) | _path_sites(moved.tree, places))
-    return Renamed(data, names)
+    try:
+        return Renamed(_rewritten(metadata, names, new_paths, places), names)
+    except UnsupportedFormat:
+        raise
+    except FormatError:
+        # A name may be one object with a key of torch's own, as of a parameter called "offset": then all must be known.
+        whole = parse_dcp_metadata(metadata.tree.data, opcode_by_opcode=True)
+        return Renamed(_rewritten(whole, names, new_paths, places, opcode_by_opcode=True), names)
+
+
+def _rewritten(
+    metadata: DcpMetadata,
+    names: Mapping[str, str],
+    new_paths: Mapping[str, Steps],
+    places: Mapping[str, Place],
+    *,
+    opcode_by_opcode: bool = False,
+) -> bytes:
+    tree = metadata.tree
+    infos = _infos(tree, places) if places else {}
+    strings = _sites(metadata, names, new_paths)
+    numbers: dict[int, int] = {}
+    moved: dict[int, list[Any]] = {}
+    for fqn, info in infos.items():
+        place = places[fqn]
+        strings[attribute(info, "relative_path").site] = str(place.path)
+        new = {"offset": place.offset, "length": place.length}
+        for name, number in new.items():
+            numbers[number_behind(tree, _key(info, name).site)] = number
+        for state in info.states or ():
+            moved[id(state)] = [
+                new[key.value] if type(key) is Text and key.value in new else value
+                for key, value in pairs(state)
+            ]
+
+    def is_right(data: bytes) -> bool:
+        after = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
+        walk = _Walk(strings, moved)
+        return (
+            after.tree.end == len(data)
+            and _expected(metadata, names, new_paths, places) == _values(after)
+            and walk.same(tree.root, after.tree.root)
+        )
+
+    return rewrite(tree, strings, numbers, is_right=is_right)
+
+
+class _Walk(TreeWalk):
+    """Compares the trees of two metadata but for what was matched as a whole (``dcp_stream``), which is in the values.
+
+    ``moved``: the new values in the dict of an item that moves, by the id of its node.
+    """
+
+    def __init__(self, strings: Mapping[int, str], moved: Mapping[int, list[Any]]) -> None:
+        super().__init__(lambda text: strings.get(text.site, text.value), lambda text: text.value)
+        self._moved = moved
+
+    def _same_lists(self, one: list[Any] | None, other: list[Any] | None) -> bool:
+        if len(one or ()) != len(other or ()):
+            return False
+        both = zip(one or (), other or (), strict=True)
+        self._waiting += [
+            pair for pair in both if type(pair[0]) not in MATCHED and type(pair[1]) not in MATCHED
+        ]
+        return True
+
+    def _same_node(self, one: Node, other: Node) -> bool:
+        if id(one) not in self._moved or one.kind is not other.kind:
+            return super()._same_node(one, other)
+        known = self._correspond(one, other)
+        if known is not None:
+            return known
+        keys = [key for key, _ in pairs(one)]
+        new = [part for both in zip(keys, self._moved[id(one)], strict=True) for part in both]
+        return self._same_lists(new, other.entries)
+
+
+def _values(metadata: DcpMetadata) -> tuple[object, ...]:
+    """Return all that a metadata says, without the sites of names."""
+    return (
+        [one._replace(site=0) for one in metadata.tensors],
+        [one.fqn for one in metadata.items],
+        None if metadata.planned is None else [(one.fqn, one.path) for one in metadata.planned],
+        [one._replace(site=0) for one in metadata.stored.values()],
+    )
+
+
+def _expected(
+    metadata: DcpMetadata,
+    names: Mapping[str, str],
+    new_paths: Mapping[str, Steps],
+    places: Mapping[str, Place],
+) -> tuple[object, ...]:
+    """Return what a metadata should say with new names, and with bytes items in other places."""
+    planned = metadata.planned
+    stored = []
+    for item in metadata.stored.values():
+        place = places.get(item.fqn) if item.offsets is None else None
+        item = item._replace(fqn=names.get(item.fqn, item.fqn), site=0)
+        stored.append(item if place is None else item._replace(**place._asdict()))
+    return (
+        [one._replace(fqn=names[one.fqn], site=0) for one in metadata.tensors],
+        [names[one.fqn] for one in metadata.items],
+        None
+        if planned is None
+        else [(names.get(one.fqn, one.fqn), new_paths.get(one.fqn, one.path)) for one in planned],
+        stored,
+    )
 
 
 def _new_names(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> dict[str, str]:
@@ -106,21 +210,6 @@ def _infos(tree: PickleTree, places: Mapping[str, Place]) -> dict[str, Node]:
     return found
 
 
-def _with_numbers(tree: PickleTree, places: Mapping[str, Place]) -> bytes:
-    numbers: dict[int, int] = {}
-    for fqn, info in _infos(tree, places).items():
-        for name, number in (("offset", places[fqn].offset), ("length", places[fqn].length)):
-            numbers[number_behind(tree, _key(info, name).site)] = number
-    return rewrite_numbers(tree, numbers)
-
-
-def _path_sites(tree: PickleTree, places: Mapping[str, Place]) -> dict[int, str]:
-    return {
-        attribute(info, "relative_path").site: str(places[fqn].path)
-        for fqn, info in _infos(tree, places).items()
-    }
-
-
 def _key(info: Node, name: str) -> Text:
     """Return the push of the name of an attribute."""
     states: list[Any] = info.states or []
@@ -128,23 +217,3 @@ def _key(info: Node, name: str) -> Text:
     if len(keys) != 1:
         raise UnsupportedFormat(f"the place of an item has {len(keys)} attributes called {name!r}")
     return keys[0]
-
-
-def _check_moved(before: DcpMetadata, after: DcpMetadata, places: Mapping[str, Place]) -> None:
-    """Raise FormatError unless these items have new offsets and lengths, and nothing else has changed."""
-    want = [
-        item._replace(offset=places[item.fqn].offset, length=places[item.fqn].length)
-        if item.offsets is None and item.fqn in places
-        else item
-        for item in before.stored.values()
-    ]
-    same = [one._replace(site=0) for one in before.tensors] == [one._replace(site=0) for one in after.tensors]
-    same = same and [item._replace(site=0) for item in want] == [
-        item._replace(site=0) for item in after.stored.values()
-    ]
-    same = same and [item.fqn for item in before.items] == [item.fqn for item in after.items]
-    same = same and [(one.fqn, one.path) for one in before.planned or ()] == [
-        (one.fqn, one.path) for one in after.planned or ()
-    ]
-    if not same:
-        raise FormatError("the new metadata is not the old one with new places; nothing was changed")

@@ -9,8 +9,12 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_machine import Machine
 from ckptfix.formats.pickle_tree import Kind, Node, Text
 
-MAX_TEXT = 1 << 16
-"""Longest string that becomes a Text, in bytes. No name is longer; a numpy array in a pickle of protocol 2 is."""
+MAX_TEXT = 1 << 20
+"""Longest string that becomes a Text, in bytes: a name of a tensor has no bound in torch, and a numpy array in a pickle
+of protocol 2 is one string, too. All strings of a pickle together take no more than its length allows."""
+
+_AT_ONCE = 1 << 16
+"""Bytes of a longer string that are decoded at a time."""
 
 MAX_INTEGER = 4096
 """Longest integer in bytes or digits; torch's own magic number has 10 bytes."""
@@ -34,8 +38,8 @@ def text(width: int, errors: str) -> Callable[[Machine], None]:
 def _long_text(raw: memoryview, errors: str) -> Node:
     """Return a string as a view of its bytes: decoded, it would take up to four times as many."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    for begin in range(0, len(raw), MAX_TEXT):
-        decoder.decode(raw[begin : begin + MAX_TEXT].tobytes(), final=begin + MAX_TEXT >= len(raw))
+    for begin in range(0, len(raw), _AT_ONCE):
+        decoder.decode(raw[begin : begin + _AT_ONCE].tobytes(), final=begin + _AT_ONCE >= len(raw))
     return Node(Kind.LONG_TEXT, raw)
 
 

@@ -6,9 +6,10 @@ the old one becomes a literal. No POP, DUP or newer opcode is added: ``torch.loa
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from struct import pack
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
@@ -31,8 +32,17 @@ class _Change(NamedTuple):
     new: bytes
 
 
-def rewrite(tree: PickleTree, new_names: Mapping[int, str]) -> bytes:
+def rewrite(
+    tree: PickleTree,
+    new_names: Mapping[int, str],
+    new_numbers: Mapping[int, int] = MappingProxyType({}),
+    *,
+    is_right: Callable[[bytes], bool] | None = None,
+) -> bytes:
     """Return the pickle with new strings at these push sites, and every other string as it was.
+
+    ``new_numbers``: others, at least 0, by site (``number_behind``). ``is_right``: says of the result, in place of the
+    comparison here, whether it is the old pickle with these changes; needed for numbers, which that does not expect.
 
     Raises UnsupportedFormat when a string cannot be changed alone, or not be written as the old one was. Raises
     FormatError when the result, read again, is not the same tree up to these strings: a fault of this module.
@@ -40,17 +50,22 @@ def rewrite(tree: PickleTree, new_names: Mapping[int, str]) -> bytes:
     if tree.leftover:
         raise UnsupportedFormat("the pickle leaves values on the stack")
     with paused_gc():
-        data = _apply(tree, _changes(tree, new_names))
-        again = parse(data)
-        if again.end != len(data) or not same_tree(tree, again, new_names):
+        changes = sorted([*_changes(tree, new_names), *_number_changes(tree, new_numbers)])
+        data = _apply(tree, changes)
+        if not (is_right(data) if is_right is not None else _is_right(tree, data, new_names)):
             raise FormatError("the rewritten pickle is not the old one with new names; nothing was changed")
     return data
+
+
+def _is_right(tree: PickleTree, data: bytes, new_names: Mapping[int, str]) -> bool:
+    again = parse(data)
+    return again.end == len(data) and same_tree(tree, again, new_names)
 
 
 def number_behind(tree: PickleTree, site: int) -> int:
     """Return the site of the number that is pushed right behind the string at ``site``: the value to its key.
 
-    Raises UnsupportedFormat when no number that ``rewrite_numbers`` can change follows.
+    Raises UnsupportedFormat when no number that ``rewrite`` can change follows.
     """
     data, position = tree.data, site + _width(tree.data, site)
     while data[position : position + 1] in _SKIPPED:
@@ -60,14 +75,11 @@ def number_behind(tree: PickleTree, site: int) -> int:
     return position
 
 
-def rewrite_numbers(tree: PickleTree, new_numbers: Mapping[int, int]) -> bytes:
-    """Return the pickle with other numbers, at least 0, at these sites (``number_behind``), and all else as it was."""
-    changes = []
-    for site, number in sorted(new_numbers.items()):
-        width = _NUMBERS[tree.data[site : site + 1]] or 2 + tree.data[site + 1]
-        changes.append(_Change(site, width, _encode_number(number)))
-    with paused_gc():
-        return _apply(tree, changes)
+def _number_changes(tree: PickleTree, new_numbers: Mapping[int, int]) -> list[_Change]:
+    return [
+        _Change(site, _NUMBERS[tree.data[site : site + 1]] or 2 + tree.data[site + 1], _encode_number(number))
+        for site, number in new_numbers.items()
+    ]
 
 
 def _encode_number(number: int) -> bytes:

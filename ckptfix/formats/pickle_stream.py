@@ -48,7 +48,11 @@ def parse(data: bytes, start: int = 0) -> PickleTree:
 
 
 def _parse(data: bytes, start: int, memo: Any) -> PickleTree:
-    machine = Machine(data, memo, HANDLERS)
+    return run(Machine(data, memo, HANDLERS), start)
+
+
+def run(machine: Machine, start: int = 0) -> PickleTree:
+    """Run a machine, of this module's handlers or of others, to the end of its pickle. Raises as ``parse`` does."""
     try:
         _run(machine)
     except FormatError:

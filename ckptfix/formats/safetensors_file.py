@@ -54,7 +54,9 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
     reference parser refuses.
     """
     if reader.size < 8:
-        raise TruncatedError(f"{reader.size} bytes, a header length takes 8", have=reader.size, need=8)
+        raise TruncatedError(
+            f"{reader.size} bytes, a header length takes 8", have=reader.size, need=8, in_header=True
+        )
     (length,) = struct.unpack("<Q", reader.read(0, 8))
     if length > MAX_HEADER:
         raise FormatError(f"the header claims {length} bytes, the format allows {MAX_HEADER}")
@@ -63,6 +65,7 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
             f"the header ends at byte {8 + length}, the file has {reader.size}",
             have=reader.size,
             need=8 + length,
+            in_header=True,
         )
     raw = reader.read(8, length)
     header = _parse_json(raw)

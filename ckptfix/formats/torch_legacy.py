@@ -96,7 +96,8 @@ def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> Pic
             return parse(reader.read(offset, length))
         except TruncatedError as error:
             if length == reader.size - offset:
-                raise TruncatedError(f"{error}; the file ends at {reader.size}", have=reader.size) from None
+                message = f"{error}; the file ends at {reader.size}"
+                raise TruncatedError(message, have=reader.size, in_header=True) from None
             if length == limit:
                 raise UnsupportedFormat(f"the pickle is longer than {limit} bytes") from None
         window *= _GROWTH

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptfix.errors import FormatError
+from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.pickle_literals import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import (
     Kind,
@@ -77,8 +78,9 @@ def state_dicts(
 ) -> tuple[PickledStateDict, ...]:
     """Return every state dict, at the root or under string keys. ``known``: what ``storages`` returns.
 
-    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does. With ``broken`` such a
-    tensor counts as no tensor, and path and key -> what is wrong with it is noted there.
+    Raises FormatError when a tensor does not lie inside its storage, or as ``storages`` does; UnsupportedFormat for a
+    name beyond ``MAX_TEXT``. With ``broken`` a tensor outside of its storage counts as no tensor, and path and key ->
+    what is wrong with it is noted there.
     """
     known = storages(tree) if known is None else known
     found = []
@@ -88,8 +90,11 @@ def state_dicts(
         tensors: list[PickledTensor] = []
         opaque: list[str] = []
         any_tensor = False
+        long_name = None
         for key, value in pairs(node):
             if type(key) is not Text:
+                if type(key) is Node and key.kind is Kind.LONG_TEXT:
+                    long_name = key
                 continue
             tensor = None
             try:
@@ -103,6 +108,10 @@ def state_dicts(
             else:
                 opaque.append(key.value)
                 any_tensor = any_tensor or is_tensor(value)
+        if long_name is not None and any(is_tensor(value) for _, value in pairs(node)):
+            raise UnsupportedFormat(
+                f"a state dict has a name of {len(long_name.head)} bytes, at most {MAX_TEXT} are read"
+            )
         if tensors or any_tensor:
             found.append(PickledStateDict(path, tuple(tensors), tuple(opaque)))
     return tuple(found)

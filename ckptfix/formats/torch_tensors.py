@@ -117,6 +117,38 @@ def is_tensor(value: object) -> bool:
     return name.startswith("_rebuild_") and module in ("torch._utils", "torch._tensor")
 
 
+_KINDS = {
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data",
+    "_rebuild_device_tensor_from_numpy": "a tensor of a device that has no storages",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that has no storages",
+}
+
+
+def kind_of_tensor(node: Node) -> str:
+    """Return in words what a tensor is that ``read_tensor`` does not read: "a quantized tensor (torch.qint8)"."""
+    name, args = _unwrapped(node)
+    if name in _KINDS:
+        return _KINDS[name]
+    storage = args[0].head if args and type(args[0]) is Node and args[0].kind is Kind.PERSISTENT else None
+    storage_type = storage[1].head[1] if storage is not None else ""  # read_storage has checked its form
+    if name == "_rebuild_qtensor":
+        dtype = storage_type.removesuffix("Storage").lower()
+        return f"a quantized tensor (torch.{dtype})" if dtype else "a quantized tensor"
+    if name in ("_rebuild_from_type_v2", "_rebuild_wrapper_subclass"):
+        cls = next((one.head[1] for one in args[:2] if type(one) is Node and one.kind is Kind.GLOBAL), "")
+        return f"a tensor of the class {cls}" if cls else "a tensor of a class of its own"
+    if name == "_rebuild_tensor_v3" and len(args) > 6 and _dtype(args[6]) is None:
+        dtype = args[6].head[1] if type(args[6]) is Node and args[6].kind is Kind.GLOBAL else ""
+        return f"a tensor of torch.{dtype}" if dtype else "a tensor of an unknown dtype"
+    plain = 7 if name == "_rebuild_tensor_v3" else 6
+    if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3") and len(args) > plain and _is_lazy(args[plain]):
+        return "a conjugated or negated tensor, whose bytes are not its numbers"
+    return f"a tensor of an unknown kind ({name})" if name else "a tensor of an unknown kind"
+
+
 def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
     """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun.
 

@@ -30,6 +30,7 @@ ENCRYPTED = 0x1
 _NEAR = 4096  # records closer than this are read many at a time ...
 _WINDOW = 1 << 18  # ... with this many bytes
 _BLOCK = 1 << 20
+_MAX_JUNK = 16 << 20
 
 
 class ZipRecord(NamedTuple):
@@ -115,7 +116,7 @@ def read_end(reader: FileReader) -> EndRecords:
 
 
 def _tail(reader: FileReader) -> tuple[int, bytes]:
-    """Return the bytes among which the end record is, and where they begin; zeros may follow them.
+    """Return the bytes among which the end record is, and where they begin; zeros or other bytes may follow them.
 
     Raises TruncatedError when there is none.
     """
@@ -128,8 +129,11 @@ def _tail(reader: FileReader) -> tuple[int, bytes]:
         if attempt == "as every reader looks":
             content = _end_without_zeros(reader)
             end = min(reader.size, content + END.size)  # an end record ends in zeros, too
+    if (found := _end_before_junk(reader)) is not None:
+        start = found - LOCATOR.size
+        return start, reader.read(start, LOCATOR.size + END.size)
     zeros = reader.size - content
-    looked = f"{zeros + U16 + END.size} bytes, the last {zeros} of which are zeros" if zeros else "64 KiB"
+    looked = f"{zeros + U16 + END.size} bytes, the last {zeros} of which are zeros" if zeros else "16 MiB"
     raise TruncatedError(
         f"the zip archive has no end record in its last {looked}: it was cut, at byte {reader.size} at the "
         "latest, or more than that follows its end",
@@ -147,6 +151,24 @@ def _end_without_zeros(reader: FileReader) -> int:
             return start + len(block)
         end = start
     return end
+
+
+def _end_before_junk(reader: FileReader) -> int | None:
+    """Return where the last end record is of those that torch writes: behind a ZIP64 locator, and without a comment.
+
+    Further from the end than any zip reader looks (torch 2.13 gives up beyond 64 KiB), at most ``_MAX_JUNK`` are read.
+    """
+    end = reader.size
+    while end > max(0, reader.size - _MAX_JUNK):
+        start = max(0, end - _BLOCK)
+        block = reader.read(start, min(reader.size, end + LOCATOR.size + END.size) - start)
+        found = len(block)
+        while (found := block.rfind(b"PK\5\6", 0, found)) >= LOCATOR.size:
+            is_of_torch = block.startswith(b"PK\6\7", found - LOCATOR.size)
+            if is_of_torch and block[found + END.size - 2 : found + END.size] == b"\0\0":
+                return start + found
+        end = start
+    return None
 
 
 def _check_end(reader: FileReader, end: int) -> None:

@@ -10,6 +10,7 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.checkpoint.sharded import ShardedState, holds_dcp
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import diagnose
+from ckptfix.operations.diagnose.deepspeed import DeepSpeedState
 from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
@@ -23,6 +24,7 @@ class CheckReport:
     path: Path
     folder: CheckpointFolder
     sharded: tuple[ShardedState, ...]
+    deepspeed: tuple[DeepSpeedState, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
 
@@ -56,6 +58,15 @@ class CheckReport:
                 }
                 for state in self.sharded
             ],
+            "deepspeed": [
+                {
+                    "path": str(state.path),
+                    "bytes": state.size,
+                    "files": state.files,
+                    "tensors": state.tensors,
+                }
+                for state in self.deepspeed
+            ],
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "not_checked": list(self.not_checked),
         }
@@ -82,6 +93,7 @@ def check(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
+        deepspeed=diagnosis.deepspeed,
         findings=pending + diagnosis.findings,
         not_checked=diagnosis.not_checked,
     )

@@ -6,15 +6,18 @@ ones stay where they are. So a reader finds the old names or the new ones, and n
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.sharded import DATA_SUFFIX, ShardedState
+from ckptfix.checkpoint.sharded_names import FLATTENED
 from ckptfix.checkpoint.sharded_pairing import ShardedPairing, pair_sharded
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_bytes import renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata, StoredItem
+from ckptfix.formats.dcp_names import flattened_parts
 from ckptfix.formats.dcp_rewrite import Place, Steps, paths_of, rewrite_metadata
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames
@@ -99,13 +102,10 @@ class ShardedWriter:
         return state.metadata
 
     def _check_no_names_in_data(self, state: ShardedState, metadata: DcpMetadata) -> None:
-        first: dict[PurePosixPath, StoredItem] = {}
-        for item in metadata.stored.values():
-            if item.offsets is not None:
-                first.setdefault(state.path / item.path, item)
-        for path, item in first.items():
-            file = state.files.get(path)
-            if file is None or item.offset + 9 > file.size:
+        for name, items in metadata.items_by_file().items():
+            path = state.path / name
+            file, item = state.files.get(path), next((one for one in items if one.offsets is not None), None)
+            if file is None or item is None or item.offset + 9 > file.size:
                 continue
             with open_reader(self._root / path) as reader:
                 if looks_like_safetensors(reader.read(item.offset, 9)):
@@ -115,12 +115,14 @@ class ShardedWriter:
         self, state: ShardedState, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
     ) -> Iterator[tuple[StoredItem, bytes]]:
         """Yield the items whose names change, each with its new bytes."""
-        for scope in state.scopes:
-            place, key_map = state.listed.get((scope.path, scope.kind)), maps.get((scope.path, scope.kind))
-            if place is None or key_map is None:
-                continue
-            item = metadata.stored[place.fqn, None]
-            names = {site: key_map(name) for site, name in place.names if key_map(name) != name}
+        changes: dict[str, dict[int, str]] = {}  # one item can be several places
+        for key, place in state.listed.items():
+            key_map = maps.get(key)
+            if key_map is not None:
+                names = {site: key_map(name) for site, name in place.names if key_map(name) != name}
+                changes.setdefault(place.fqn, {}).update(names)
+        for fqn, names in changes.items():
+            item = metadata.stored[fqn, None]
             if names:
                 with open_reader(self._root / state.path / item.path) as reader:
                     yield item, renamed_item(reader, item, names)
@@ -161,32 +163,47 @@ def _superseded(
     state: ShardedState, metadata: DcpMetadata, places: Mapping[str, Place]
 ) -> Iterator[PurePosixPath]:
     """Yield the files of an earlier repair of which every item has moved to a new one."""
-    held: dict[PurePosixPath, set[str]] = {}
-    for item in metadata.stored.values():
-        held.setdefault(state.path / item.path, set()).add(item.fqn if item.offsets is None else "")
-    for path, names in held.items():
-        if names <= places.keys() and path in state.files and _OWN.fullmatch(path.name):
+    for name, items in metadata.items_by_file().items():
+        path = state.path / name
+        is_own = path in state.files and _OWN.fullmatch(path.name)
+        if is_own and all(item.offsets is None and item.fqn in places for item in items):
             yield path
 
 
 def new_paths(
     state: ShardedState, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
 ) -> dict[str, Steps]:
-    """Return the paths that change: in each place of names one step is a name of a parameter.
+    """Return the paths that change: in each place of names one step is a name of a parameter, or holds one.
 
     Other keys beside the names of a model stay: they are the user's own.
     """
     places = [
-        (scope.path, len(scope.path), maps[scope.path, scope.kind], frozenset(scope.names))
+        (scope, len(scope.path), _new_steps(scope, maps[scope.path, scope.kind]))
         for scope in state.scopes
         if (scope.path, scope.kind) in maps and (scope.path, scope.kind) not in state.listed
     ]
     found: dict[str, Steps] = {}
     for fqn, path in paths_of(metadata).items():
-        for prefix, depth, key_map, names in places:
+        for scope, depth, new_step in places:
             step = path[depth] if len(path) > depth else None
-            if step in names and isinstance(step, str) and tuple(map(str, path[:depth])) == prefix:
-                if (new := key_map(step)) != step:
-                    found[fqn] = (*path[:depth], new, *path[depth + 1 :])
-                break
+            if isinstance(step, str) and tuple(map(str, path[:depth])) == scope.path:
+                new = new_step(step)
+                if new is not None:
+                    if new != step:
+                        found[fqn] = (*path[:depth], new, *path[depth + 1 :])
+                    break
     return found
+
+
+def _new_steps(scope: NameScope, key_map: KeyMap) -> Callable[[str], str | None]:
+    """Return what gives the new key for one in a place of names; None for a key that is of something else."""
+    names = frozenset(scope.names)
+
+    def of_name(step: str) -> str | None:
+        return key_map(step) if step in names else None
+
+    def of_flattened(step: str) -> str | None:
+        parts = flattened_parts(step, names)
+        return None if parts is None else parts[0] + key_map(parts[1]) + parts[2]
+
+    return of_flattened if scope.kind == FLATTENED else of_name

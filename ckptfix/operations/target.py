@@ -3,13 +3,15 @@
 import os
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.sharded import belongs, holds_dcp
-from ckptfix.errors import UsageError
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.errors import FormatError, UsageError
+from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.weights.deepspeed_files import deepspeed_below, deepspeed_folders
 from ckptfix.wording import count_of
 
 
@@ -48,6 +50,13 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
         return
     if any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders)):
         return
+    if any(deepspeed_folders(folder)):
+        return
+    if listed := _listed(folder.root):
+        raise UsageError(
+            f"{folder.root} holds no file of a checkpoint, though its manifest lists {count_of(listed, 'file')}; to "
+            f"see which: {command('verify', folder.root)}"
+        )
     if not folder.subfolders:
         raise UsageError(f"{folder.root} holds no file of a checkpoint")
     raise UsageError(
@@ -56,10 +65,20 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
     )
 
 
+def _listed(root: Path) -> int:
+    """Return how many files the manifest of a folder lists, 0 without one that can be understood."""
+    try:
+        manifest = read_manifest(root)
+    except (FormatError, OSError):
+        return 0
+    return len({*manifest.files, *manifest.sha256}) if manifest is not None else 0
+
+
 def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Return every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
-    The DCP folders of Accelerate belong to the checkpoint that they lie in.
+    The DCP and DeepSpeed folders of Accelerate belong to the checkpoint that they lie in, as the one belongs to its
+    parent that DeepSpeed's ``latest`` names there.
 
     Raises UsageError when ``path`` is no folder, or holds none.
     """
@@ -71,6 +90,8 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
         sharded = [
             name for name in folders if parse_folder_name(name) is not None and holds_dcp(Path(root, name))
         ]
+        below = deepspeed_below(Path(root), [PurePosixPath(name) for name in folders])
+        sharded += (str(where) for _, where in below if where.parts)
         folders[:] = [name for name in folders if name not in sharded]
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
             found.append(Path(root))

@@ -3,15 +3,49 @@
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk, or of a share of one, that has no room left."""
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``; one ``pwrite`` may write less, and never more than 2 GiB."""
+    """Write all of ``data`` at ``offset``; one ``pwrite`` may write less, and never more than 2 GiB.
+
+    Raises OSError with the path of the file, and of a full disk with the bytes that are missing.
+    """
     view = memoryview(data)
     while view:
-        done = os.pwrite(fd, view, offset)
+        try:
+            done = os.pwrite(fd, view, offset)
+        except OSError as error:
+            raise located(error, fd, len(view)) from error
         view, offset = view[done:], offset + done
+
+
+def sync_file(fd: int) -> None:
+    """Make the bytes of a file durable. Raises OSError with its path."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise located(error, fd) from error
+
+
+def located(error: OSError, fd: int, missing: int = 0) -> OSError:
+    """Return an error of a descriptor with the path of its file; of a full disk with how much it has.
+
+    ``missing``: how many bytes could not be written.
+    """
+    words = error.strerror or str(error)
+    if error.errno in DISK_FULL:
+        space = os.fstatvfs(fd)
+        needed = f"{missing} bytes more were to be written, " if missing else ""
+        words += f": {needed}{space.f_bavail * space.f_frsize} are free"
+    try:
+        return OSError(error.errno, words, os.readlink(f"/proc/self/fd/{fd}"))
+    except OSError:  # no Linux
+        return OSError(error.errno, words)
 
 
 def sync_folder(folder: Path) -> None:
@@ -24,7 +58,7 @@ def sync_folder(folder: Path) -> None:
             errno.EINVAL,
             errno.EOPNOTSUPP,
         ):  # some network file systems sync names at once
-            raise
+            raise located(error, fd) from error
     finally:
         os.close(fd)
 
@@ -37,18 +71,25 @@ def sync_tree(folder: Path) -> None:
             if path.is_file() and not path.is_symlink():
                 fd = os.open(path, os.O_RDONLY)
                 try:
-                    os.fsync(fd)
+                    sync_file(fd)
                 finally:
                     os.close(fd)
         sync_folder(Path(root))
 
 
 def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
-    """Write a new file and sync it; ``mode`` is subject to the umask. Raises FileExistsError."""
+    """Write a new file and sync it; ``mode`` is subject to the umask. Raises FileExistsError.
+
+    Raises OSError when not all of it can be written: nothing is left of it then.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         write_all(fd, data, 0)
-        os.fsync(fd)
+        sync_file(fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
     finally:
         os.close(fd)
 

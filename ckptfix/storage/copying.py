@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage.atomic import write_all
+from ckptfix.storage.atomic import located, write_all
 from ckptfix.storage.pieces import page_buffer
 
 _FICLONE = 0x40049409
@@ -101,6 +101,9 @@ def _copy_paced(
         if progress:
             progress(got)
         if done - paced >= _PACE:
-            os.fdatasync(target)
+            try:
+                os.fdatasync(target)
+            except OSError as error:
+                raise located(error, target) from error
             os.posix_fadvise(target, target_offset + paced, done - paced, os.POSIX_FADV_DONTNEED)
             paced = done

@@ -12,6 +12,9 @@ from pathlib import Path
 from ckptfix.errors import JournalError, LockedError, OperationError
 from ckptfix.storage.paths import JOURNAL
 
+LOCK = "lock"
+"""The name of the lock file in ``.ckptfix/``."""
+
 
 @contextmanager
 def folder_lock(root: Path) -> Iterator[None]:
@@ -35,7 +38,7 @@ def folder_lock(root: Path) -> Iterator[None]:
         # While the descriptor is open nobody else gets the lock; whoever has opened the file already finds that
         # it is no longer there (see _acquire) and makes a new one.
         with suppress(OSError):
-            os.unlink(root / JOURNAL / "lock")
+            os.unlink(root / JOURNAL / LOCK)
         with suppress(OSError):
             os.rmdir(root / JOURNAL)
         os.close(fd)
@@ -43,7 +46,7 @@ def folder_lock(root: Path) -> Iterator[None]:
 
 def _acquire(root: Path) -> int:
     folder = root / JOURNAL
-    path = folder / "lock"
+    path = folder / LOCK
     while True:
         with suppress(FileExistsError):
             os.mkdir(folder)

@@ -5,6 +5,8 @@ import errno
 import os
 from typing import Any
 
+from ckptfix.storage.atomic import located, sync_file
+
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _STEP = 16 << 20
 _IN_FLIGHT = 64 << 20
@@ -44,7 +46,7 @@ class Pacer:
 
     def finish(self, end: int) -> None:
         """Make the whole file durable. Raises OSError."""
-        os.fsync(self._fd)
+        sync_file(self._fd)
         self._drop(end)
 
     def _drop(self, end: int) -> None:
@@ -60,4 +62,4 @@ class Pacer:
             if code in _NOT_HERE:  # fdatasync, now and then, must do
                 self._call = None
                 return
-            raise OSError(code, os.strerror(code))
+            raise located(OSError(code, os.strerror(code)), self._fd)

@@ -43,9 +43,10 @@ def locate(root: Path, path: PurePosixPath) -> Path:
 
 def command(verb: str, root: Path, target: str = "", *options: str) -> str:
     """Return what to type to run ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
-    return shlex.join(["ckptfix", verb, *options, str(root / target)])
+    path = str(root / target)
+    return shlex.join(["ckptfix", verb, *options, f"./{path}" if path.startswith("-") else path])
 
 
 def forget(root: Path) -> str:
-    """Return the advice that always works: keep the files as they are, and forget the journal."""
-    return f"to keep the files as they are now: rm -r {shlex.quote(str(root / JOURNAL))}"
+    """Return the advice that always works: keep the files as they are, and forget the journal, but not the manifest."""
+    return f"to keep the files as they are now: rm -r {shlex.quote(str(root / JOURNAL))}/[0-9]*"

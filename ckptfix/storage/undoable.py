@@ -51,9 +51,10 @@ def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRec
                 f"{root / path}: {'appeared' if now else 'disappeared'} since transaction {number}; {_advice(root)}"
             )
         if not left.same_content(now):
+            sizes = f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
             raise ChangedError(
-                f"{root / path}: changed since transaction {number}: it has {now.size} bytes, {left.size} were left "
-                f"(sha256 of its ends {now.sha256[:12]}, was {left.sha256[:12]}); {_advice(root)}"
+                f"{root / path}: changed since transaction {number}: {sizes}"
+                f"the sha256 of its ends is {now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
             )
         if not force:
             again = command("undo", root, record.target, "--force")

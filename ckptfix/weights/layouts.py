@@ -49,7 +49,7 @@ class Strided:
         """Yield the bytes, as ``Layout`` says."""
         from ckptfix.weights.elements.gathering import gathered
 
-        return gathered(self, buffer)
+        return gathered(self, files, buffer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,9 @@ from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.paths import JOURNAL
-from ckptfix.weights.deepspeed import (
-    deepspeed_folders,
-    deepspeed_paths,
-    deepspeed_weights,
-    is_deepspeed_file,
-)
+from ckptfix.storage.listing import listed_files
+from ckptfix.weights.deepspeed import deepspeed_weights
+from ckptfix.weights.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
 from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.weights.single import file_weights
 from ckptfix.weights.stored import StoredCheckpoint, Weights
@@ -47,6 +43,17 @@ def open_checkpoint(
         return _folder(given, original=original)
     except FormatError as error:
         raise OperationError(f"{given}: {error}; next: ckptfix check {shlex.quote(str(given))}") from error
+
+
+def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
+    """Return all that holds no weights of a checkpoint, relative to its root, at any depth, as ``listed_files`` does.
+
+    Walks the folder, which opening does not. None are beside a lone file. Raises OSError when it cannot be listed.
+    """
+    if checkpoint.only is not None:
+        return ()
+    used = {str(file) for one in checkpoint.weights for file in one.files}
+    return tuple(PurePosixPath(name) for name in listed_files(checkpoint.root) if name not in used)
 
 
 def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
@@ -79,12 +86,14 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     if not weights:
         weights = _all_readable(folder, all_state_dicts(folder), root)
     if not weights:
-        raise UsageError(f"{root} holds no weights of a model; next: ckptfix check {shlex.quote(str(root))}")
+        below = "--recursive " if folder.subfolders and not folder.components else ""
+        raise UsageError(
+            f"{root} holds no weights of a model; next: ckptfix check {below}{shlex.quote(str(root))}"
+        )
     used = {str(file) for one in weights for file in one.files}
     return StoredCheckpoint(
         root=root,
         weights=weights,
-        others=tuple(path for path in _files(root) if str(path) not in used),
         rivals=tuple(path for path in _other_weights(folder) if str(path) not in used),
         is_save_state=folder.is_save_state,
     )
@@ -136,11 +145,3 @@ def _manifest(root: Path) -> Manifest | None:
         return read_manifest(root)
     except (FormatError, OSError):
         return None  # only names of tied weights are taken from it
-
-
-def _files(root: Path) -> Iterator[PurePosixPath]:
-    """Yield every file below a folder, in order; what ckptfix keeps for itself is left out."""
-    for where, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name != JOURNAL)
-        for name in sorted(names):
-            yield PurePosixPath(os.path.relpath(os.path.join(where, name), root))

@@ -21,6 +21,7 @@ from ckptfix.weights.beside import held_beside, leads_to
 from ckptfix.weights.layouts import Contiguous, Layout
 from ckptfix.weights.single import bounded_layout, module_versions, recorded_ties
 from ckptfix.weights.stored import StoredTensor
+from ckptfix.weights.tie_records import LISTED
 
 _BLOCK = 1 << 20
 _BESIDE = "it is beside the state dicts of modules, which alone are saved"
@@ -42,7 +43,10 @@ class Lost(NamedTuple):
 
     def __str__(self) -> str:
         sizes = f" ({self.have} of {self.need} bytes are there)" if self.need is not None else ""
-        return f"{self.file}{f': {self.name!r}' if self.name is not None else ''}: {self.reason}{sizes}"
+        where = (
+            [self.file] if self.file != "." or self.name is None else []
+        )  # a DCP folder that is the whole source
+        return ": ".join([*where, *([] if self.name is None else [repr(self.name)]), f"{self.reason}{sizes}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,8 @@ class SavedDict:
     """A state dict of a damaged file: the keys that lead to it, and its whole tensors.
 
     ``ties``: other name -> name in ``tensors``. ``damaged``: what is kept although it is damaged, as was asked for.
-    ``unchecked``: the names of the tensors that have no checksum.
+    ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the words in the header of a
+    safetensors file, without the ties.
     """
 
     path: tuple[str, ...] = ()
@@ -60,6 +65,7 @@ class SavedDict:
     lost: tuple[Lost, ...] = ()
     damaged: tuple[Lost, ...] = ()
     unchecked: frozenset[str] = frozenset()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @paused_gc()
@@ -78,15 +84,22 @@ def salvage_safetensors(path: Path) -> SavedDict:
             layout = Contiguous((Piece(path, begin, end - begin),) if end > begin else ())
             tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, layout))
     names = {tensor.fqn for tensor in tensors}
-    ties = {name: kept for name, kept in recorded_ties(file).items() if kept in names}
+    recorded = recorded_ties(file)
+    ties = {name: kept for name, kept in recorded.items() if kept in names}
     gone = (
         Lost(path.name, name, f"it is tied to {kept!r}, which is lost")
-        for name, kept in recorded_ties(file).items()
+        for name, kept in recorded.items()
         if kept not in names
     )
     if file.trailing > 0:
         lost.append(Lost(path.name, None, f"{file.trailing} {BEHIND}"))
-    return SavedDict(tensors=tuple(tensors), ties=ties, lost=(*lost, *gone), unchecked=frozenset(names))
+    return SavedDict(
+        tensors=tuple(tensors),
+        ties=ties,
+        lost=(*lost, *gone),
+        unchecked=frozenset(names),
+        metadata={key: text for key, text in file.metadata.items() if key not in recorded and key != LISTED},
+    )
 
 
 @paused_gc()

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -20,15 +21,17 @@ from ckptfix.formats.dcp_metadata import (
     read_dcp_metadata,
 )
 from ckptfix.formats.dcp_names import keys_beside, model_names
-from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.pieces import Piece
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.layouts import Contiguous, Layout, Strided, Tile, Tiled
 from ckptfix.weights.stored import Format, StoredTensor, Weights
+from ckptfix.wording import count_of, list_names
 
 _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]{1,9})")
 _DATA_SUFFIX = ".distcp"
+_NOTHING = b"N."  # the shortest pickle
 
 
 def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]:
@@ -107,17 +110,27 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
         files=tuple(where / name for name in sorted(used | {str(path) for path in metadata.files})),
         tensors=tuple(found),
         ties=ties,
+        unread={
+            model.names[tensor.fqn]: f"a tensor of torch.{tensor.torch_dtype}"
+            for tensor in metadata.tensors
+            if tensor.dtype is None and tensor.fqn in model.names
+        },
         opaque=tuple(name for fqn, name in model.names.items() if fqn not in read),
         left=left,
+        checksums=layouts.checksums(),
     )
 
 
 def read_metadata_of(folder: Path) -> DcpMetadata:
-    """Parse the ``.metadata`` of a folder. Raises OperationError when there is none that can be used, saying why."""
+    """Parse the ``.metadata`` of a folder; its tree is let go.
+
+    Raises OperationError when there is none that can be used, saying why.
+    """
     path = folder / METADATA_NAME
     try:
         with open_reader(path) as reader:
-            return read_dcp_metadata(reader)
+            # The tree is what names are rewritten in; of 100,000 tensors it takes 150 MB.
+            return replace(read_dcp_metadata(reader), tree=parse(_NOTHING))
     except FormatError as error:
         raise OperationError(f"{path}: {error}; next: {_check(folder)}") from error
     except FileNotFoundError:
@@ -157,7 +170,24 @@ class _Layouts:
     def __init__(self, folder: Path, metadata: DcpMetadata, tensors: list[DcpTensor]) -> None:
         self._folder = folder
         self._stored = metadata.stored
+        self._paths: dict[PurePosixPath, Path] = {}
         self._saved = self._read(tensors)
+
+    def _file(self, name: PurePosixPath) -> Path:
+        """Return the path of a file: one object for 100,000 tensors."""
+        path = self._paths.get(name)
+        if path is None:
+            path = self._paths[name] = self._folder / name
+        return path
+
+    def checksums(self) -> dict[Piece, int]:
+        """Return the records of the items, with the CRC-32 that each has for it."""
+        return {
+            Piece(self._file(item.path), item.offset + saved.storage[0], saved.record[0]): saved.record[1]
+            for place, saved in self._saved.items()
+            if saved.record[0]
+            for item in (self._stored[place],)
+        }
 
     def places(self, tensor: DcpTensor) -> tuple[tuple[PurePosixPath, int], ...]:
         """Return what is the same for two names of one tensor; () for one without elements."""
@@ -201,7 +231,7 @@ class _Layouts:
     def _part(self, fqn: str, chunk: Chunk, width: int) -> Contiguous | Strided:
         item = self._stored[fqn, chunk.offsets]
         saved = self._saved[fqn, chunk.offsets]
-        path = self._folder / item.path
+        path = self._file(item.path)
         if saved.run is not None:
             begin, end = saved.run
             return Contiguous((Piece(path, item.offset + begin, end - begin),))
@@ -233,8 +263,8 @@ class _Layouts:
                         saved[tensor.fqn, chunk.offsets] = self._checked(items, path, item, tensor, chunk)
             except FileNotFoundError:
                 raise OperationError(
-                    f"{path} is missing: {len(group)} of the chunks of the model are in it, those of "
-                    f"{group[0][1].fqn!r} among them; next: {_check(self._folder)}"
+                    f"{path} is missing, with {count_of(len(group), 'chunk')} of the model: "
+                    f"{list_names(dict.fromkeys(tensor.fqn for _, tensor, _ in group))}; next: {_check(self._folder)}"
                 ) from None
             except OSError as error:
                 raise OperationError(f"{path} cannot be read: {error.strerror or error}") from error

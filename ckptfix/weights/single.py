@@ -12,7 +12,7 @@ from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, attribute, chi
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import PickledTensor
+from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, kind_of_tensor
 from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.pieces import Piece
 from ckptfix.weights.beside import held_beside, holds_tensors, leads_to
@@ -36,23 +36,29 @@ def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] =
     versions: dict[str, int] = {}
     checksums: dict[Piece, int] = {}
     words: dict[str, str] = {}
+    disputed: set[str] = set()
+    views: list[str] = []
+    names = _names_in_safetensors(entry.members)
     for member in entry.members:
         path = root / member.path  # one object for 100,000 tensors
         if isinstance(member.content, SafetensorsFile):
-            recorded = recorded_ties(member.content)
+            metadata = member.content.metadata
+            recorded = ties_in(metadata, names) if metadata else {}
             ties.update(recorded)
-            words |= {
-                key: text for key, text in member.content.metadata.items() if key not in (*recorded, LISTED)
-            }
+            own = {key: text for key, text in metadata.items() if key not in recorded and key != LISTED}
+            disputed.update(key for key, text in own.items() if words.get(key, text) != text)
+            words |= own
             found += (
                 StoredTensor(one.fqn, one.dtype, one.shape, run(path, one.data_offsets))
                 for one in member.content.tensors
             )
         elif isinstance(member.content, TorchFile):
-            found += _of_torch(path, member.content, entry.path, ties)
+            mine = list(_of_torch(path, member.content, entry.path, ties))
+            found += mine
+            views += _views(mine, member.content, entry.path)
             versions.update(module_versions(member.content, entry.path))
             checksums.update(record_checksums(path, member.content, entry.path))
-    names = {tensor.fqn for tensor in found}
+    names = {tensor.fqn for tensor in found}  # of torch files, too
     is_torch = any(isinstance(member.content, TorchFile) for member in entry.members)
     indexed = entry.label.endswith(".json")
     opaque = tuple(
@@ -69,13 +75,27 @@ def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] =
         tensors=tuple(found),
         ties={name: kept for name, kept in ties.items() if kept in names and name not in names},
         opaque=opaque,
+        unread=dict(_unread(entry, opaque)) if opaque else {},
         nested=tuple(_nested(entry, opaque)) if opaque else (),
         left=_left(entry.members, (entry.path, *beside)),
         path=entry.path,
         versions=versions,
         checksums=checksums,
-        metadata=words,
+        metadata={key: text for key, text in words.items() if key not in disputed},
+        disputed=tuple(sorted(disputed)),
+        index_words=entry.index_words,
+        views=tuple(views),
     )
+
+
+def _names_in_safetensors(members: Iterable[Component]) -> set[str]:
+    """Return the names in the safetensors files of a model: the tensor of a tie may lie in another shard."""
+    return {
+        tensor.fqn
+        for member in members
+        if isinstance(member.content, SafetensorsFile)
+        for tensor in member.content.tensors
+    }
 
 
 def _ensure_once(root: Path, entry: Entry) -> None:
@@ -121,6 +141,17 @@ def _of_torch(
                 ties[one.fqn] = first[place]
                 continue
             yield StoredTensor(one.fqn, one.dtype, one.shape, bounded_layout(path, file, one))
+
+
+def _views(tensors: Iterable[StoredTensor], file: TorchFile, at: tuple[str, ...]) -> list[str]:
+    """Return the tensors that have a storage with others, each of which has another part of it."""
+    kept = {tensor.fqn for tensor in tensors if 0 not in tensor.shape}
+    storages: dict[str, list[str]] = {}
+    for state_dict in file.state_dicts:
+        for one in state_dict.tensors if state_dict.path == at else ():
+            if one.fqn in kept:
+                storages.setdefault(one.storage_key, []).append(one.fqn)
+    return [name for names in storages.values() if len(names) > 1 for name in names]
 
 
 def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
@@ -204,6 +235,16 @@ def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
             for key, value in pairs(_reached(member.content, entry.path)):
                 if type(key) is Text and key.value in wanted and holds_tensors(value, visits):
                     yield key.value
+
+
+def _unread(entry: Entry, opaque: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the opaque names that are tensors, and what they are; an extra state is its module's own affair."""
+    wanted = {name for name in opaque if not name.endswith("_extra_state")}
+    for member in entry.members:
+        if isinstance(member.content, TorchFile):
+            for key, value in pairs(_reached(member.content, entry.path)):
+                if type(key) is Text and key.value in wanted and is_tensor(value):
+                    yield key.value, kind_of_tensor(value)
 
 
 def _reached(file: TorchFile, at: tuple[str, ...]) -> object:

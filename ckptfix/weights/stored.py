@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.pieces import OpenFiles, Piece
@@ -47,11 +47,15 @@ class Weights:
     models of a ``save_state`` folder. ``files``: what holds it, relative to the checkpoint, an index included.
     ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in ``tensors``.
     ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
+    ``unread``: those of them that are tensors all the same, of a kind that only torch itself can store -> what it is
+    in words: "a quantized tensor (torch.qint8)".
     ``nested``: those of them in which tensors lie all the same, such as an optimizer beside tensors.
     ``left``: what else its file holds and no other model of the checkpoint is, such as an optimizer in a training dict.
     ``path``: the keys that lead to it in its file. ``versions``: module -> version, of the
     ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
-    ``metadata``: the words in the header of safetensors files, without the ties.
+    ``metadata``: the words in the header of safetensors files, without the ties. ``disputed``: those that shards do
+    not agree on, which are in no ``metadata``. ``index_words``: what an index says beside its map of names.
+    ``views``: tensors that lie in one storage with others in a torch file, and are not the same as they.
     """
 
     label: str
@@ -61,12 +65,16 @@ class Weights:
     tensors: tuple[StoredTensor, ...] = field(default=(), repr=False)
     ties: Mapping[str, str] = field(default_factory=dict, repr=False)
     opaque: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict, repr=False)
     nested: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     versions: Mapping[str, int] = field(default_factory=dict, repr=False)
     checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
     metadata: Mapping[str, str] = field(default_factory=dict, repr=False)
+    disputed: tuple[str, ...] = ()
+    index_words: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    views: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -81,17 +89,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCheckpoint:
-    """What lies at a path: the weights of its models in the order of their positions, and all else.
+    """What lies at a path: the weights of its models in the order of their positions.
 
-    ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone file. ``others``: files
-    that hold no weights of these, relative to the root, at any depth; what ckptfix keeps for itself is not in it.
-    ``rivals``: those of them that hold weights all the same: of one of the models in a second format, or of an earlier
+    ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone file. ``rivals``: files,
+    relative to the root, that hold weights and none of these: of one of the models in a second format, or of an earlier
     save with other shards.
     """
 
     root: Path
     only: str | None = None
     weights: tuple[Weights, ...] = ()
-    others: tuple[PurePosixPath, ...] = ()
     rivals: tuple[PurePosixPath, ...] = ()
     is_save_state: bool = False

@@ -29,6 +29,14 @@ def metadata_of(ties: Mapping[str, str], names: Collection[str]) -> dict[str, st
     return {**ties, **({LISTED: json.dumps(odd)} if odd else {})}
 
 
+def unwritable(metadata: Mapping[str, str], ties: Mapping[str, str], names: Collection[str]) -> set[str]:
+    """Return the words that cannot stand beside these tensors: they would be read as ties, or a tie has their key."""
+    return {
+        *ties_in(metadata, names),
+        *(key for key, text in metadata.items() if ties.get(key, text) != text),
+    }
+
+
 def _endings(names: Collection[str]) -> set[str]:
     return {_ending(name) for name in names}
 

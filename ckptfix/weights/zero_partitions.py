@@ -13,11 +13,10 @@ from math import prod
 
 from ckptfix.errors import OperationError
 from ckptfix.storage.pieces import Piece
+from ckptfix.weights.deepspeed_files import AGAIN
 from ckptfix.weights.layouts import Contiguous
 from ckptfix.weights.stored import StoredTensor
 from ckptfix.weights.zero_states import Flat, ModelStates, OptimizerStates
-
-_AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
 
 class _Run:
@@ -51,7 +50,7 @@ def _dtype(flats: Sequence[Flat]) -> str:
     dtypes = sorted({flat.dtype for flat in flats})
     if len(dtypes) > 1:
         raise OperationError(
-            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); {_AGAIN}"
+            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); {AGAIN}"
         )
     return dtypes[0] if dtypes else "F32"
 
@@ -66,7 +65,7 @@ def from_groups(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> di
         if len(one.flats) != len(groups):
             raise OperationError(
                 f"{one.path}: partitions of {len(one.flats)} parameter groups, {model.path.name} has {len(groups)}; "
-                f"{_AGAIN}"
+                f"{AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(groups):
@@ -76,7 +75,7 @@ def from_groups(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> di
         if wanted > run.numel or -(-wanted // step) != -(-run.numel // step):
             raise OperationError(
                 f"{model.path.parent}: the partitions of parameter group {number} have {run.numel} elements, its "
-                f"{len(shapes)} parameters take {wanted}; {_AGAIN}"
+                f"{len(shapes)} parameters take {wanted}; {AGAIN}"
             )
         offset = 0
         for name, shape in shapes.items():
@@ -102,7 +101,7 @@ def from_shares(
         if run.numel != wanted:
             raise OperationError(
                 f"{one.path}: partitions of {run.numel} elements, the shares of {len(shapes)} parameters take "
-                f"{wanted}; {_AGAIN}"
+                f"{wanted}; {AGAIN}"
             )
     found: dict[str, StoredTensor] = {}
     offset = 0
@@ -116,7 +115,7 @@ def from_shares(
             have = fragment.numel if fragment is not None else 0
             if have != share:
                 raise OperationError(
-                    f"{states.path}: {have} of the {share} elements that its share of {name!r} has; {_AGAIN}"
+                    f"{states.path}: {have} of the {share} elements that its share of {name!r} has; {AGAIN}"
                 )
         flats = [one for one in fragments if one is not None]
         _dtype(flats)

@@ -16,6 +16,7 @@ from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, pairs
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
+from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.pieces import Piece
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.single import bounded_layout, module_versions
@@ -58,7 +59,7 @@ class ModelStates:
     it that share a storage -> the first of them. ``groups``: for each parameter group the shapes in the order of the
     flat partitions, None without ZeRO. ``frozen``: shapes of what is not trained, and ``fragments`` of it. ``shared``:
     other name -> name of a tied parameter. ``ranks`` and ``parallel``: how many processes data and model were divided
-    among. ``left``: what else is in it.
+    among. ``left``: what else is in it. ``checksums``: record of a storage -> its CRC-32.
     """
 
     path: Path
@@ -74,19 +75,22 @@ class ModelStates:
     ranks: int | None
     parallel: int | None
     left: tuple[str, ...]
+    checksums: Mapping[Piece, int] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStates:
     """A file of one rank's optimizer: its flat partitions, of each parameter group or, ``by_parameter``, of sub-groups.
 
-    ``ranks``: how many partitions there are, None where that is not said.
+    ``ranks``: how many partitions there are, None where that is not said. ``checksums``: record of a storage -> its
+    CRC-32.
     """
 
     path: Path
     by_parameter: bool
     ranks: int | None
     flats: tuple[Flat, ...]
+    checksums: Mapping[Piece, int] = field(repr=False)
 
 
 def read_model_states(path: Path) -> ModelStates:
@@ -155,6 +159,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
             for key, value in pairs(root)
             if type(key) is Text and key.value not in _READ_HERE and value is not None
         ),
+        checksums=_checksums(path, file),
     )
 
 
@@ -183,7 +188,19 @@ def _optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
         by_parameter=by_group is None,
         ranks=max((one for one in every if one is not None), default=None),
         flats=tuple(flats),
+        checksums=_checksums(path, file),
     )
+
+
+def _checksums(path: Path, file: TorchFile) -> dict[Piece, int]:
+    """Return the records of all storages with their CRC-32. One of 0 was never written (torch can leave them out)."""
+    if not isinstance(file.container, TorchZip):
+        return {}
+    return {
+        Piece(path, record.data_offset, record.size): record.crc
+        for record in storage_records(file.container).values()
+        if record.crc and record.is_stored and record.size
+    }
 
 
 def _flat(path: Path, file: TorchFile, key: str, dtype: str, begin: int | None, end: int | None) -> Flat:

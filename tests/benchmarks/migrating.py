@@ -10,6 +10,7 @@ from time import perf_counter
 
 from tests.benchmarks.making import measure, names, write_safetensors
 from tests.benchmarks.printing import show
+from tests.benchmarks.zero import zero
 
 _COPY = "cp {source} {target} && sync {target}"
 _PYTHON_SUMS = """
@@ -39,6 +40,7 @@ def migrate(folder: Path, size: int, rounds: int) -> None:
     _peers(folder, files, ours, rounds)
     for path in files.values():
         _remove(path)
+    zero(folder, 256 << 20, rounds)
 
 
 def migrate_mix(folder: Path, size: int) -> None:

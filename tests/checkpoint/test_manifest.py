@@ -19,8 +19,10 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
 )
 from ckptfix.errors import FormatError
+from tests.operations.builders import write_safetensors
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+WEIGHTS = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
+FIXTURE = WEIGHTS / "wrapper-safetensors" / "checkpoint"
 ENTRY = ManifestEntry(
     index=0, file="model.safetensors", type="torch.nn.Linear", keys="ab", aliases={"b": "a"}
 )
@@ -200,14 +202,15 @@ def test_what_was_sealed_beside_a_save_is_no_part_of_it(tmp_path: Path) -> None:
 
 
 def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves_it(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    shutil.copyfile(
+        WEIGHTS / "clean-safetensors/checkpoint/model.safetensors", tmp_path / "model.safetensors"
+    )
     write(tmp_path, make(files={}, sha256={"model.safetensors": "0" * 64}).to_bytes())
     assert "random_states_0.pkl" in str(incomplete(tmp_path))
     (tmp_path / "random_states_0.pkl").write_bytes(b"1")
     assert incomplete(tmp_path) is None
-    (tmp_path / "model.safetensors").rename(
-        tmp_path / "pytorch_model.bin"
-    )  # as by a save in the other format
+    (tmp_path / "model.safetensors").unlink()  # as by a save in the other format
+    shutil.copyfile(WEIGHTS / "clean-bin/checkpoint/pytorch_model.bin", tmp_path / "pytorch_model.bin")
     assert incomplete(tmp_path) is None
     (tmp_path / "pytorch_model.bin").unlink()
     assert incomplete(tmp_path) == "no weights of a model"
@@ -216,8 +219,8 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
 def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: Path) -> None:
     for name in ("checkpoint_9", "checkpoint_10", "checkpoint_x", "notes", "checkpoint_010"):
         (tmp_path / name).mkdir()
-        for file in ("model.safetensors", "random_states_0.pkl"):
-            (tmp_path / name / file).write_bytes(b"x")
+        write_safetensors(tmp_path / name / "model.safetensors", {"a": b"x"})
+        (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
     (tmp_path / "checkpoint_11").write_text("a file")
     assert [candidate.number for candidate in candidates(tmp_path)] == [10, 9]
     best = newest_whole(candidates(tmp_path))
@@ -229,7 +232,7 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "random_states_0.pkl").write_bytes(b"x")
     assert incomplete(tmp_path) == "no weights of a model"
-    (tmp_path / "model.safetensors").write_bytes(b"x")
+    write_safetensors(tmp_path / "model.safetensors", {"a": b"x"})
     assert incomplete(tmp_path) is None
     (tmp_path / ".ckptfix").mkdir()
     (tmp_path / ".ckptfix" / UNFINISHED).touch()

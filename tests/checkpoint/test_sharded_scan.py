@@ -9,8 +9,9 @@ from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.checkpoint.sharded import ShardedState, belongs, rank_of
+from ckptfix.checkpoint.sharded_names import optimizers_in
 from ckptfix.checkpoint.sharded_pairing import first_unequal_item, pair_sharded
-from ckptfix.checkpoint.sharded_scan import optimizers_in, scan_sharded
+from ckptfix.checkpoint.sharded_scan import scan_sharded
 from tests.weights.dcp_making import save
 
 

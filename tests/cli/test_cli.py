@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def test_next_is_not_a_repair_that_does_nothing(tmp_path: Path, capsys: pytest.C
 def test_every_advice_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("optimizer.bin", "optimizer_1.bin", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"):
         torch.save({"state": {}, "param_groups": []}, tmp_path / name)
+    write_safetensors(tmp_path / "model.safetensors", {"a": b"1"})
     assert run(["check", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "--keep optimizers=N" in out
@@ -160,7 +162,22 @@ def test_an_undo_that_is_refused_says_how_to_go_on(folder: Path, capsys: pytest.
     write_safetensors(folder / "model.safetensors", {"newer": b"save"})
     capsys.readouterr()
     assert run(["undo", str(folder)]) == 3
-    assert f"rm -r {folder / '.ckptfix'}" in capsys.readouterr().err
+    (folder / ".ckptfix/manifest.json").write_text("{}")
+    (advice,) = re.findall(r"as they are now: (rm -r .*?)(?:;|$)", capsys.readouterr().err, re.MULTILINE)
+    subprocess.run(["sh", "-c", advice], check=True)
+    assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+    assert run(["undo", str(folder)]) == 2
+
+
+def test_what_is_to_be_typed_begins_with_no_dash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-x").mkdir()
+    write_safetensors(Path("-x/model.safetensors"), {"a": b"1"})
+    assert run(["verify", "--", "-x"]) == 0
+    assert "next: ckptfix seal ./-x" in capsys.readouterr().out
+    assert run(["seal", "./-x"]) == 0
 
 
 def test_output_refuses_what_stands_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

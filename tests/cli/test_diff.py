@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.cli import run
+from ckptfix import diff
+from ckptfix.cli import report, run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 
@@ -42,11 +44,11 @@ def test_the_table(files: "tuple[str, str]", capsys: pytest.CaptureFixture[str])
     ]
     assert "only in A" in out
     assert "bytes equal  " not in out
-    assert "different: 3 bytes equal, 3 values differ, 1 only in A" in out
+    assert "different: 3 equal in bytes, 3 with other values, 1 only in A" in out
     assert run(["diff", *files, "--all"]) == 1
     assert "layers.{0,4...5}.w" in capsys.readouterr().out
     assert run(["diff", files[0], files[0]]) == 0
-    assert "equal: 7 bytes equal" in capsys.readouterr().out
+    assert "equal: 7 equal in bytes" in capsys.readouterr().out
 
 
 def test_json_is_one_object_at_every_status(
@@ -140,4 +142,24 @@ def test_a_model_of_values_that_cannot_be_compared(
     out = capsys.readouterr().out
     assert "  2 tensors, bytes equal\n" in out
     assert "  no tensor that can be compared\n" in out
-    assert "not proven equal: 2 bytes equal" in out
+    assert "not proven equal: 2 equal in bytes" in out
+
+
+def test_json_is_printed_tensor_by_tensor(
+    files: "tuple[str, str]", monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = diff(*files)
+    whole = json.dumps({"version": 1, **result.as_json(), "status": 1}) + "\n"
+    monkeypatch.setattr(report, "_BLOCK", 100)
+    printed: list[str] = []
+    monkeypatch.setattr(click, "echo", lambda text, **options: printed.append(text))
+    assert run(["diff", *files, "--json"]) == 1
+    assert "".join(printed) + "\n" == whole
+    assert max(map(len, printed)) < 1000, "one tensor at a time is in memory"
+
+
+@pytest.mark.parametrize("many", [[], [1], [{"a": []}, {"a": ["x", {}]}]])
+def test_an_iterator_is_printed_as_a_list(many: "list[object]", capsys: pytest.CaptureFixture[str]) -> None:
+    report.Report(as_json=True).finish({"many": iter(many), "inside": {"b": iter(many), "c": 1}}, 0)
+    expected = {"version": 1, "many": many, "inside": {"b": many, "c": 1}, "status": 0}
+    assert capsys.readouterr().out == json.dumps(expected) + "\n"

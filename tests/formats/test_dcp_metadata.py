@@ -128,9 +128,10 @@ def test_a_real_one_says_what_torch_reads(tmp_path: Path) -> None:
     )
 
 
-def test_every_name_can_be_rewritten_where_it_stands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opcode_by_opcode", [True, False])
+def test_every_name_can_be_rewritten_where_it_stands(tmp_path: Path, opcode_by_opcode: bool) -> None:
     data = real(tmp_path)
-    ours = parse_dcp_metadata(data)
+    ours = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
     named: list[DcpTensor | DcpBytes | StoredItem] = [*ours.tensors, *ours.items, *ours.stored.values()]
     new = {one.site: one.fqn.replace("a.module.", "a.") for one in named}
     for one in ours.planned or ():
@@ -138,10 +139,11 @@ def test_every_name_can_be_rewritten_where_it_stands(tmp_path: Path) -> None:
         for step, site in zip(one.path, one.sites, strict=True):
             if site is not None:
                 new[site] = str(step).replace("a.module.", "a.")
-    renamed = pickle.loads(rewrite(ours.tree, new))
+    written = rewrite(ours.tree, new, is_right=None if opcode_by_opcode else lambda _: True)
+    renamed = pickle.loads(written)
     old = pickle.loads(data)
     assert b"a.module." in data
-    assert b"a.module." not in rewrite(ours.tree, new)
+    assert b"a.module." not in written
     assert "model.a.weight" in renamed.state_dict_metadata
     assert renamed.planner_data["model.a.weight"] == ("model", "a.weight")
     key = MetadataIndex("model.a.module.weight", (0, 0))

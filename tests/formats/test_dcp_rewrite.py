@@ -15,7 +15,7 @@ from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_bytes import listed_names, read_item, renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata, StoredItem, parse_dcp_metadata
 from ckptfix.formats.dcp_rewrite import Place, Steps, paths_of, rewrite_metadata
-from ckptfix.formats.pickle_rewrite import number_behind, rewrite_numbers
+from ckptfix.formats.pickle_rewrite import number_behind, rewrite
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Text, pairs
 from ckptfix.storage.reading import open_reader
@@ -89,7 +89,7 @@ def test_a_number_behind_its_key(old: int, new: int, protocol: int) -> None:
     value = {"offset": old, "long": "x" * 70_000, "length": 7, "again": ["length", "offset"]}
     tree = parse(pickle.dumps(value, protocol))
     (site,) = [key.site for key, _ in pairs(tree.root) if type(key) is Text and key.value == "offset"]
-    again = pickle.loads(rewrite_numbers(tree, {number_behind(tree, site): new}))
+    again = pickle.loads(rewrite(tree, {}, {number_behind(tree, site): new}, is_right=lambda _: True))
     assert again == value | {"offset": new}
 
 

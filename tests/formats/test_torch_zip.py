@@ -370,17 +370,32 @@ def test_zeros_behind_the_end_are_trailing_bytes_however_many(tmp_path: Path, ze
     assert [tensor.fqn for tensor in file.state_dicts[0].tensors] == ["a"]
 
 
+@pytest.mark.parametrize(
+    "junk", [70_000, *((1 << 20) - near for near in (-1, 0, 21, 22, 41, 42, 43)), (3 << 20) + 5]
+)
+def test_other_bytes_behind_the_end_are_trailing_bytes_further_than_torch_looks(
+    tmp_path: Path, junk: int
+) -> None:
+    data = saved({"a": torch.ones(2)})
+    noise = b"PK\5\6 is no end record" + bytes(range(256)) * (junk // 256 + 1)
+    file = parsed(tmp_path, data + noise[:junk])
+    assert file.trailing == junk
+    assert [tensor.fqn for tensor in file.state_dicts[0].tensors] == ["a"]
+    with pytest.raises(RuntimeError, match="central directory"):
+        torch.load(io.BytesIO(data + noise[:junk]))
+
+
 def test_without_an_end_record_both_causes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved({"a": torch.ones(2)})
     with pytest.raises(
-        TruncatedError, match=r"last 64 KiB: it was cut, at byte .* or more than that follows"
+        TruncatedError, match=r"last 16 MiB: it was cut, at byte .* or more than that follows"
     ):
-        parsed(tmp_path, data + b"x" * 70_000)
+        parsed(tmp_path, data + b"x" * (17 << 20))
     with pytest.raises(TruncatedError, match="the last 70000 of which are zeros: it was cut"):
         parsed(tmp_path, data[:-100] + bytes(70_000))
     monkeypatch.setattr("ckptfix.formats.zip_directory.MAX_ZEROS", 1 << 20)
     with pytest.raises(TruncatedError, match="are zeros"):
-        parsed(tmp_path, data + bytes(3 << 20))
+        parsed(tmp_path, data + bytes(17 << 20))
 
 
 def test_a_packed_pickle_is_unpacked_only_if_it_is_small(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_every_outcome(tmp_path: Path) -> None:
     assert outcomes(tolerant)["layers.2.w"] is Outcome.WITHIN
     assert outcomes(tolerant)["layers.1.w"] is Outcome.VALUES
     assert "2 only in" not in report.summary
-    assert "4 bytes equal" in report.summary
+    assert "4 equal in bytes" in report.summary
     assert "compared as float64" in report.notes[0]
     document = json.loads(json.dumps(report.as_json(), allow_nan=False))
     assert document["notes"] == list(report.notes)
@@ -208,7 +208,7 @@ def test_other_layouts(tmp_path: Path) -> None:
     plain["t"][399, 299] += 2
     save_file(plain, tmp_path / "b.safetensors")
     report = diff(tmp_path / "a.bin", tmp_path / "b.safetensors")
-    assert report.summary == "2 bytes equal, 1 values differ"
+    assert report.summary == "2 equal in bytes, 1 with other values"
     tally = by_name(report)["t"].tally
     assert tally is not None
     assert (tally.differing, tally.elements) == (1, 120_000)

@@ -4,11 +4,12 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from ckptfix import diff
-from ckptfix.operations.diff.page import html_page
+from ckptfix.operations.diff.page import _figure, html_page
 
 HOSTILE = '"><script>alert(1)</script>\x1b[31m\u202e'
 
@@ -65,10 +66,10 @@ def test_the_map(tmp_path: Path) -> None:
     by_title = {title.split(": ", 1)[0]: (css, words) for css, title, words in page.cells if title}
     assert by_title["layers.0.q.weight"] == ("eq", "=")
     assert by_title["layers.1.q.weight"] == ("h5", "9e-4")
-    assert by_title["layers.2.q.weight"] == ("h8", "2e0")
+    assert by_title["layers.2.q.weight"] == ("h8", "2")
     assert by_title["layers.3.q.weight"] == ("no", "≠")
     assert by_title["layers.4.q.weight"] == ("no", "A")
-    assert by_title["layers.4.up.weight"] == ("h8", "0!")
+    assert by_title["layers.4.up.weight"] == ("h8", "!")
     assert by_title["norm"] == ("no", "A")
     assert by_title["the worst of 3"] == ("h3", "8e-6")
     assert "experts.*.w" in text
@@ -106,3 +107,38 @@ def test_text_has_contrast_in_both_modes(tmp_path: Path) -> None:
     for background, colour in pairs:
         light, dark = sorted((luminance(background), luminance(colour)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{colour} on {background}: WCAG AA asks for 4.5"
+
+
+def test_it_fits_a_narrow_window(tmp_path: Path) -> None:
+    long = "x" * 500
+    text, page = page_of(tmp_path, {f"layers.0.{long}": torch.ones(1)}, {f"layers.0.{long}": torch.zeros(1)})
+    assert '<meta name="viewport" content="width=device-width' in text
+    assert page.tags.count("table") == text.count('<div class="scroll"><table'), (
+        "a wide table scrolls by itself"
+    )
+    assert f'<th scope="col" title="{long}"><span>{long}</span></th>' in text
+    assert "max-height: 18rem; overflow: hidden; text-overflow: ellipsis" in text
+
+
+def test_the_legend_names_every_kind_of_cell(tmp_path: Path) -> None:
+    text, _ = page_of(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
+    chips = re.findall(r'<li class="(\w+)">([^<]+)</li>', text)
+    assert {css for css, _ in chips} == {"eq", "no", *(f"h{level}" for level in range(9))}
+    assert ("h1", "up to 1e-7") in chips
+    assert ("h7", "up to 1e-1") in chips
+
+
+@pytest.mark.parametrize(
+    ("relative", "words"),
+    [
+        (0.0, "0"),
+        (3.4e-7, "3e-7"),
+        (0.02, "2e-2"),
+        (0.1234, "0.12"),
+        (1.26, "1.3"),
+        (31.4, "31"),
+        (5e4, "5e4"),
+    ],
+)
+def test_figures_are_short(relative: float, words: str) -> None:
+    assert _figure(relative) == words

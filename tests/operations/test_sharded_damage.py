@@ -181,6 +181,7 @@ def test_a_bytes_item_that_would_run_code(tmp_path: Path) -> None:
         tmp_path / OPTIMIZER,
         {"optimizer": {"state": {}, "param_groups": [{"params": ["module.module.w"], "lr": Call()}]}},
     )
+    save(tmp_path / MODEL, {"model": {"module.module.w": torch.zeros(2)}})
     marker.unlink(missing_ok=True)
     found = check(tmp_path).findings
     assert {finding.code for finding in found} == {"unsafe-pickle", "nested-prefix"}

@@ -74,6 +74,26 @@ def test_a_flipped_bit_is_found_with_data(tmp_path: Path) -> None:
     assert read > 4000
 
 
+@pytest.mark.parametrize("name", ["optimizer.lr", "step"])
+def test_a_flipped_bit_in_what_is_no_tensor_is_found_with_data(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "whole"
+    state = {"model": {"a": torch.arange(8.0)}, "optimizer": {"lr": 0.25}, "step": 7}
+    save(folder, state)
+    assert check(folder, data=True).findings == ()
+    place = place_of(folder, name)
+    path = folder / place.relative_path
+    data = bytearray(path.read_bytes())
+    value = (
+        data.index(b"\x80\x02", place.offset) + 3
+    )  # behind the protocol, and the opcode that the number is of
+    data[value] ^= 1
+    path.write_bytes(data)
+    (finding,) = check(folder, data=True).findings
+    assert isinstance(finding, CrcMismatch)
+    assert finding.tensors == (name,)
+    assert finding.record.endswith("data.pkl")
+
+
 def test_a_directory_that_is_gone_is_found_with_data(tmp_path: Path) -> None:
     folder = tmp_path / "whole"
     save(folder, {"model": {"a": torch.arange(1000.0)}})

@@ -9,13 +9,17 @@ from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.links import links_below
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
+from ckptfix.checkpoint.salvaged import REPORT
 from ckptfix.checkpoint.sharded import ShardedState, is_empty
 from ckptfix.checkpoint.sharded_pairing import ShardedPairing, first_unequal_item
 from ckptfix.checkpoint.sharded_scan import scan_sharded
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.operations.diagnose.deepspeed import DeepSpeedState, diagnose_deepspeed, without_deepspeed
 from ckptfix.operations.diagnose.entries import Numbered, Verdict, diagnose_entries
 from ckptfix.operations.diagnose.files import diagnose_files
 from ckptfix.operations.diagnose.names import diagnose_names
+from ckptfix.operations.diagnose.saves import diagnose_save
 from ckptfix.operations.diagnose.sharded import (
     diagnose_shard_files,
     diagnose_sharded_models,
@@ -33,8 +37,19 @@ from ckptfix.operations.findings import (
     IdenticalModels,
     IdenticalStates,
     IndexMismatch,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TrailingBytes,
+    TruncatedFile,
 )
-from ckptfix.wording import count_of
+from ckptfix.weights.deepspeed_files import BESIDE
+from ckptfix.wording import list_names
+
+_OF_CONTENT = (MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile)
+"""The findings that say why a file is not there, or not of the size that it was saved with."""
 
 _OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
 """The findings for which a file may be dropped or moved."""
@@ -52,6 +67,7 @@ class Diagnosis:
 
     folder: CheckpointFolder
     sharded: tuple[ShardedState, ...]
+    deepspeed: tuple[DeepSpeedState, ...]
     groups: tuple[ModelFiles, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
@@ -99,13 +115,16 @@ def diagnose(
 
     drops = frozenset(drops)
     sharded = scan_sharded(folder)
-    findings = diagnose_entries(folder, compare, drops)
+    deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
+    named = without_deepspeed(folder)
+    findings = diagnose_entries(named, compare, drops)
     findings += diagnose_sharded_models(sharded, compare, Role.MODEL in drops)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
-    groups = group_files(folder)
-    findings += diagnose_names(folder, groups, doubled)
+    groups = group_files(named)
+    findings += diagnose_names(named, groups, doubled)
     findings += diagnose_sharded_names(sharded, doubled)
     findings += diagnose_shard_files(sharded)
+    findings += (finding for state in deepspeed for finding in state.findings)
     findings += diagnose_items(folder.root, sharded, data=data, progress=progress)
     shards = diagnose_shards(groups) if folder.only is None else []
     rebuilt = {
@@ -113,6 +132,9 @@ def diagnose(
     }
     findings += shards
     findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
+    damaged = {finding.path for finding in findings if isinstance(finding, _OF_CONTENT)}
+    of_save, unchecked = diagnose_save(folder, sharded, damaged)
+    findings += of_save
     order = {kind: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
@@ -125,24 +147,31 @@ def diagnose(
     return Diagnosis(
         folder=folder,
         sharded=sharded,
+        deepspeed=deepspeed,
         groups=groups,
         findings=tuple(findings),
-        not_checked=_not_checked(folder, sharded, findings, data=data),
+        not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *unchecked),
         verdicts=verdicts,
         links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
     )
 
 
 def _not_checked(
-    folder: CheckpointFolder, sharded: Iterable[ShardedState], findings: list[Finding], *, data: bool
+    folder: CheckpointFolder,
+    sharded: Iterable[ShardedState],
+    deepspeed: Sequence[DeepSpeedState],
+    findings: list[Finding],
+    *,
+    data: bool,
 ) -> tuple[str, ...]:
-    checked = {state.path for state in sharded}
+    checked = {state.path for state in sharded} | {state.path for state in deepspeed}
     words = [
         f"{path}/ ({kind}): {'empty' if is_empty(folder.root / path) else 'not looked into'}"
         for path, kind in folder.subfolders.items()
         if path not in checked
     ]
     words += unchecked_sharded(sharded)
+    words += (unread for state in deepspeed for unread in state.unread)
     words += [
         f"{component.path}: {component.problem.message}"
         for component in folder.components
@@ -153,14 +182,17 @@ def _not_checked(
         comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
         words.append(f"{comparisons} read samples only; --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits)")
-    if not data and any(isinstance(component.content, TorchFile) for component in folder.components):
+    files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
+    has_checksums = any(isinstance(file.container, TorchZip) for file in files)
+    if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):
         words.append("checksums of tensor records in torch zip files (--data checks them)")
-    if not data and any(state.metadata is not None and state.metadata.tensors for state in sharded):
+    if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
         words.append("checksums of the items in .distcp files (--data checks them)")
-    known = {path for state in sharded for path in state.files}
-    strays = [path for path in folder.strays if path not in known]
+    known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
+    known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
+    strays = [str(path) for path in folder.strays if path not in known]
     if strays and folder.only is None:
-        words.append(f"{count_of(len(strays), 'file')} of no checkpoint beside it")
+        words.append(f"other files beside it: {list_names(strays)}")
     return tuple(words)
 
 

@@ -1,5 +1,6 @@
 """Single files: what could not be read, what stands after the end, checksums, and what pickles name."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -16,11 +17,17 @@ from ckptfix.operations.findings import (
     NoFormatMetadata,
     NotATensorFile,
     TrailingBytes,
+    TrainerPickle,
     TruncatedFile,
     UnloadablePickle,
     UnsafePickle,
 )
 from ckptfix.storage.reading import open_reader
+from ckptfix.weights.deepspeed_files import is_deepspeed_file
+
+TRAINERS_OWN = re.compile(r"rng_state(_[0-9]+)?\.pth|training_args\.bin")
+"""What transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of them, and
+nothing reads the second but who asks for all of it."""
 
 CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
 """Roles whose honest files hold classes of their own: Accelerate pickles the sampler object, and loads custom
@@ -53,7 +60,10 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
     """Return what there is to say of a file that could not be read; nothing of one that is only not supported."""
     match problem.kind:
         case ProblemKind.TRUNCATED:
-            return [TruncatedFile(path=path, have=problem.have, need=problem.need, detail=problem.message)]
+            have, need, in_header = problem.have, problem.need, problem.in_header
+            return [
+                TruncatedFile(path=path, have=have, need=need, detail=problem.message, in_header=in_header)
+            ]
         case ProblemKind.NOT_A_TENSOR_FILE:
             return [NotATensorFile(path=path, content=problem.message)]
         case ProblemKind.MALFORMED:
@@ -89,12 +99,16 @@ def _torch(
 
 def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     unsafe, unknown = [], []
+    is_deepspeed = is_deepspeed_file(component.path.name)
     for module, name in file.tree.globals:
         match classify(module, name):
             case GlobalSafety.UNSAFE:
                 unsafe.append(f"{module}.{name}")
             case GlobalSafety.UNKNOWN:
-                unknown.append((module, name))
+                if not (
+                    is_deepspeed and module.startswith("deepspeed.")
+                ):  # it loads its files without a list
+                    unknown.append((module, name))
             case GlobalSafety.SAFE_IN_RNG_STATE:
                 if (
                     component.role is Role.UNKNOWN
@@ -109,6 +123,8 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
+    if TRAINERS_OWN.fullmatch(component.path.name):
+        return [TrainerPickle(path=component.path, globals=names or opcodes)]
     helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
     return [
         UnloadablePickle(

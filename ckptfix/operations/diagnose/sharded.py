@@ -56,8 +56,11 @@ def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
             yield f"{state.own_ranks[0]}: the metadata of a rank of its own, of a save without collectives"
+        alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
-            yield f"{state.metadata_path}: the names in {fqn!r}: {why}"
+            alike.setdefault(why, []).append(fqn)
+        for why, names in alike.items():
+            yield f"{state.metadata_path}: the names in {list_names(names)}: {why}"
 
 
 def _interrupted(state: ShardedState) -> list[Finding]:
@@ -75,9 +78,7 @@ def _interrupted(state: ShardedState) -> list[Finding]:
 
 
 def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
-    items: dict[PurePosixPath, list[StoredItem]] = {}
-    for item in metadata.stored.values():
-        items.setdefault(state.path / item.path, []).append(item)
+    items = {state.path / path: held for path, held in metadata.items_by_file().items()}
     yield from _missing(state, items)
     for path, held in items.items():
         file = state.files.get(path)
@@ -99,6 +100,7 @@ def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
 
 def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) -> Iterator[Finding]:
     """Yield a finding for each rank of which nothing is there, and for each other file that is missing."""
+    tensors = {item.fqn for held in items.values() for item in held if item.offsets is not None}
     of_rank: dict[int | PurePosixPath, list[PurePosixPath]] = {}
     for path in items:
         rank = rank_of(path)
@@ -108,7 +110,10 @@ def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) 
         if isinstance(key, int) and len(absent) == len(paths):
             held = [item for path in absent for item in items[path]]
             names = tuple(dict.fromkeys(item.fqn for item in held))
-            yield MissingRank(path=absent[0], rank=key, files=len(absent), items=len(held), holds=names)
+            elsewhere = len(tensors.difference(names))
+            yield MissingRank(
+                path=absent[0], rank=key, files=len(absent), items=len(held), holds=names, elsewhere=elsewhere
+            )
             continue
         for path in absent:
             names = tuple(dict.fromkeys(item.fqn for item in items[path]))

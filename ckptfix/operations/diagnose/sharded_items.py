@@ -1,7 +1,7 @@
-"""The tensors of DCP folders: does each item begin as one, and do its bytes have their checksums?
+"""The items of DCP folders: does each tensor begin as one, and do the bytes of all have their checksums?
 
-Only the first bytes of an item are read, or all of its bytes with ``data``. What may stand there: a zip archive of
-``torch.save``, or safetensors (``formats.dcp_items``).
+Only the first bytes of a tensor are read, or with ``data`` all bytes of every item. What may stand there: a zip archive
+of ``torch.save``, or for a tensor safetensors (``formats.dcp_items``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ def diagnose_items(
     """
     findings: list[Finding] = []
     for state in states:
-        for path, items in _by_file(state).items():
+        for path, items in _by_file(state, data=data).items():
             if path in state.broken:
                 continue
             try:
@@ -43,17 +43,24 @@ def diagnose_items(
     return findings
 
 
-def _by_file(state: ShardedState) -> Mapping[PurePosixPath, list[StoredItem]]:
-    """Return the tensors' items in each file that is there, in the order in which they lie."""
+def _by_file(state: ShardedState, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
+    """Return the items in each file that is there, in the order in which they lie: all with ``data``, else tensors."""
     found: dict[PurePosixPath, list[StoredItem]] = {}
-    for item in state.metadata.stored.values() if state.metadata is not None else ():
-        path = state.path / item.path
+    by_file = state.metadata.items_by_file() if state.metadata is not None else {}
+    for name, items in by_file.items():
+        path = state.path / name
         file = state.files.get(path)
-        is_whole = file is not None and item.offset + item.length <= file.size
-        if is_whole and item.offsets is not None and item.length and not item.transforms:
-            found.setdefault(path, []).append(item)
-    for items in found.values():
-        items.sort(key=lambda item: item.offset)
+        size = -1 if file is None else file.size
+        held = [
+            item
+            for item in items
+            if (data or item.offsets is not None)
+            and item.offset + item.length <= size
+            and item.length
+            and not item.transforms
+        ]
+        if held:
+            found[path] = sorted(held, key=lambda item: item.offset)
     return found
 
 
@@ -64,9 +71,10 @@ def _of_file(
     for item in items:
         if item.offset not in begins:
             begins[item.offset] = reader.read(item.offset, min(_HEAD, reader.size - item.offset))
-    bad = [item for item in items if not _begins_as_one(begins[item.offset])]
+    tensors = [item for item in items if item.offsets is not None]
+    bad = [item for item in tensors if not _begins_as_one(begins[item.offset])]
     if bad:
-        yield _no_tensors(reader, path, items, bad)
+        yield _no_tensors(reader, path, tensors, bad)
     if data and not bad:
         yield from _changed(reader, path, items, begins, progress)
 
@@ -83,8 +91,8 @@ def _no_tensors(
         return NotATensorFile(path=path, content=words)
     names = list_names(dict.fromkeys(item.fqn for item in bad))
     detail = (
-        f"{count_of(len(bad), 'item')} of {len(items)} with tensors begin as nothing that torch writes, the first at "
-        f"byte {bad[0].offset}: {names}"
+        f"{len(bad)} of {count_of(len(items), 'item')} with tensors {'begins' if len(bad) == 1 else 'begin'} as "
+        f"nothing that torch writes, the first at byte {bad[0].offset}: {names}"
     )
     return MalformedFile(path=path, detail=detail)
 

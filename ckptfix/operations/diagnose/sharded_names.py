@@ -27,6 +27,9 @@ from ckptfix.operations.findings import (
     WrapperPrefix,
 )
 
+STATE_DICT = "state dict"
+"""The kind of a place where names are the keys of tensors."""
+
 
 class _Place(NamedTuple):
     """A place of names in one of the folders."""
@@ -77,26 +80,41 @@ def _reference(unit: list[_Place]) -> _Place:
 def _has_bare(reference: _Place, unit: list[_Place]) -> bool:
     known = _unwrapped(reference)
     return any(
-        place.scope.kind != "state dict" and not place.scope.chain and known.issuperset(place.scope.names)
+        place.scope.kind != STATE_DICT and not place.scope.chain and known.issuperset(place.scope.names)
         for place in unit
     )
 
 
+def unwrapped_names(scope: NameScope) -> Iterator[str]:
+    """Yield the names of a place without the wrappers that all of them begin with."""
+    return map(KeyMap(remove=scope.chain), scope.names)
+
+
 def _unwrapped(place: _Place) -> frozenset[str]:
-    strip = KeyMap(remove=place.scope.chain)
-    return frozenset(map(strip, place.scope.names))
+    return frozenset(unwrapped_names(place.scope))
 
 
-def _judge(reference: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Finding]:
-    chain = reference.scope.chain
-    known = _unwrapped(reference)
-    target = chain
-    if is_nested(chain):
-        target = () if to_bare else collapse(chain)
+def _own_model(place: _Place, models: list[tuple[_Place, frozenset[str]]], reference: _Place) -> _Place:
+    """Return the model that an optimizer is of: one with the very names that it has, else the reference."""
+    if place.scope.kind == STATE_DICT:
+        return reference
+    return next((one for one, names in models if names.issuperset(place.scope.names)), reference)
+
+
+def _judge(first: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Finding]:
+    models = [first, *(place for place in unit if place is not first and place.scope.kind == STATE_DICT)]
+    names = {id(model): _unwrapped(model) for model in models}
+    exact = [(model, frozenset(model.scope.names)) for model in models]
     for place in unit:
+        reference = _own_model(place, exact, first)
+        chain, known = reference.scope.chain, names[id(reference)]
+        target = chain
+        if is_nested(chain):
+            is_alike = reference is first or names[id(first)] >= known
+            target = () if to_bare and is_alike else collapse(chain)
         path, scope = place.state.metadata_path, place.scope
         belongs = _unwrapped(place) <= known  # the optimizer is that model's
-        is_follower = place is reference or scope.kind != "state dict"  # else a model of its own, an average
+        is_follower = place is reference or scope.kind != STATE_DICT  # else a model of its own, an average
         if (
             belongs
             and is_follower
@@ -119,10 +137,10 @@ def _judge(reference: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Fin
                 path=path,
                 scope=str(scope),
                 chain=scope.chain,
-                target=target if belongs else collapse(scope.chain),
+                target=target if belongs and (is_follower or to_bare) else collapse(scope.chain),
                 names=len(scope.names),
             )
-        elif scope.kind == "state dict" and (scope.chain or inner_wrappers(scope.names)):
+        elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):
             yield WrapperPrefix(path=path, scope=str(scope), chain=scope.chain, names=len(scope.names))
 
 

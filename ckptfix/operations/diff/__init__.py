@@ -1,7 +1,7 @@
 """Two checkpoints side by side, whatever their formats: which tensors are the same, and how far apart the others are.
 
-``matching`` says what belongs together, ``reading`` and ``comparing`` read both sides, ``report`` is the answer,
-``table`` and ``page`` lay it out for people.
+``weights.pairing`` and ``matching`` say what belongs together, ``reading`` and ``comparing`` read both sides,
+``report`` is the answer, ``table`` and ``page`` lay it out for people.
 """
 
 import math
@@ -12,10 +12,11 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diff.comparing import Comparison, Pair
-from ckptfix.operations.diff.matching import Matched, match_names, pair_models
+from ckptfix.operations.diff.matching import Matched, match_names
 from ckptfix.operations.diff.report import DiffReport, ModelDiff, Outcome, TensorDiff
 from ckptfix.weights.elements.differing import Tally, Tolerance, has_numbers
-from ckptfix.weights.opening import open_checkpoint
+from ckptfix.weights.opening import open_checkpoint, other_files
+from ckptfix.weights.pairing import crossed, crossing, moved, pair_models
 from ckptfix.weights.stored import StoredCheckpoint, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
 
@@ -55,10 +56,12 @@ def diff(
         b=os.fspath(b),
         models=models,
         tolerance=tolerance,
+        crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
         is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *_not_compared("A", left),
             *_not_compared("B", right),
+            *_moved(drafts),
             *_opaque(drafts),
             *_too_small(models),
         ),
@@ -160,13 +163,22 @@ def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
 
 def _not_compared(side: str, checkpoint: StoredCheckpoint) -> Iterator[str]:
     """Yield in words what of one side was left out as a whole."""
-    if checkpoint.others:
-        names = list_names(str(path) for path in checkpoint.others)
-        yield f"{count_of(len(checkpoint.others), 'other file')} in {side}: {names}"
+    if others := other_files(checkpoint):
+        yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if weights.left:
             label = weights.label.partition("[")[0] if weights.path else weights.label
             yield f"what {label} in {side} holds beside what was compared: {list_names(weights.left)}"
+
+
+def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
+    """Yield in words which models at other positions were compared; where that is no difference in itself."""
+    told = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
+    for a, b in moved((draft.a, draft.b) for draft in drafts):
+        if id(a) in told:
+            continue
+        pair = f"{a.label} in A was compared with {b.label} in B"
+        yield f"positions of models: {pair}: their names fit, or no other was left"
 
 
 def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
@@ -174,8 +186,7 @@ def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
     for draft in drafts:
         for side, weights in (("A", draft.a), ("B", draft.b)):
             if weights is not None and weights.opaque:
-                count = count_of(len(weights.opaque), "value")
-                yield f"{count} of {weights.label} in {side} that no tensor is: {list_names(weights.opaque)}"
+                yield f"what is no plain tensor in {weights.label} in {side}: {list_names(weights.opaque)}"
 
 
 def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:

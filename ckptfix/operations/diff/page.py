@@ -18,14 +18,20 @@ _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --page: #ffffff; --line: #d0d7de; --bad: #b42318; --good: #1a7f37; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
        color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; overflow-wrap: anywhere; }
-h3 { font-size: 1rem; overflow-wrap: anywhere; }
-table { border-collapse: collapse; } caption { text-align: left; padding: .3rem 0; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } h3 { font-size: 1rem; }
+h1, h2, h3, p, li { overflow-wrap: anywhere; }
+table { border-collapse: collapse; }
 th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left; vertical-align: top; }
 td { overflow-wrap: anywhere; } .figure { text-align: right; white-space: nowrap; }
+.names { min-width: 12rem; } .kind { min-width: 6rem; }
 .scroll { overflow-x: auto; } .map td { text-align: center; white-space: nowrap; font-size: .8rem; min-width: 2.6rem; }
 .map th { font-weight: 500; font-size: .85rem; } .map thead th { vertical-align: bottom; }
-.map thead th span { writing-mode: vertical-rl; transform: rotate(180deg); white-space: nowrap; }
+.map [scope=row], .map thead th:first-child { position: sticky; left: 0; background: var(--page); }
+.map [scope=row] { max-width: 60vw; overflow-wrap: anywhere; }
+.map thead th span { writing-mode: vertical-rl; transform: rotate(180deg); white-space: nowrap; display: block;
+       max-height: 18rem; overflow: hidden; text-overflow: ellipsis; }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem; padding: 0; list-style: none; font-size: .8rem; }
+.legend li { border: 1px solid var(--line); padding: .1rem .5rem; }
 .bad { color: var(--bad); } .good { color: var(--good); }
 .eq { background: #e3f3e8; color: #14532d; } .no { background: #e6defc; color: #35157f; }
 .h0 { background: #f6f8fa; color: #1f2328; } .h1 { background: #fff7ec; color: #1f2328; }
@@ -55,6 +61,7 @@ def html_page(report: DiffReport) -> str:
         f"<p>A: {html_text(report.a)}<br>B: {html_text(report.b)}</p>",
         f'<p><strong class="{"bad" if report.status else "good"}">{html_text(verdict)}</strong>: '
         f"{html_text(report.summary)}</p>",
+        *([f"<p>{html_text(report.positions)}</p>"] if report.positions else []),
         _legend(),
     ]
     for model in report.models:
@@ -67,17 +74,20 @@ def html_page(report: DiffReport) -> str:
 
 
 def _legend() -> str:
-    cells = [("eq", "=", "bytes equal"), ("h0", "0", "other bytes, the same values")]
-    for level in range(1, _LEVELS + 1):
-        words = f"up to 1e{level - 8}" if level < _LEVELS else "more than 0.1"
-        cells.append((f"h{level}", f"{words}", "relative norm"))
-    cells += [("no", "A", "only in A"), ("no", "B", "only in B"), ("no", "≠", "shape differs")]
-    row = "".join(f'<td class="{css}" title="{html_text(title)}">{text}</td>' for css, text, title in cells)
-    words = (
-        "Colour: ||a - b|| / ||a|| of each tensor. =: bytes equal; 0: other bytes, the same values; A, B: only there; "
-        "≠: other shape; !: NaN or Inf on a side where the other has another value"
-    )
-    return f'<div class="scroll"><table class="map"><caption>{html_text(words)}</caption><tr>{row}</tr></table></div>'
+    cells = [("eq", "= bytes equal"), ("h0", "0 other bytes, the same values")]
+    cells += [(f"h{level}", f"up to 1e{level - _LEVELS}") for level in range(1, _LEVELS)]
+    cells += [
+        (f"h{_LEVELS}", "more than 0.1"),
+        (f"h{_LEVELS}", "! NaN or Inf on a side where the other is not so"),
+    ]
+    cells += [
+        ("no", "A only in A"),
+        ("no", "B only in B"),
+        ("no", "≠ other shape, or numbers of less than a byte"),
+    ]
+    items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
+    words = "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each cell stands for:"
+    return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
 
 
 def _model(model: ModelDiff) -> Iterator[str]:
@@ -107,7 +117,8 @@ def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterat
         grid.setdefault(number, {}).setdefault(kind, []).append(one)
     kinds = list(dict.fromkeys(kind for _, kind, _ in cells))
     shown, left = sorted(grid)[:_MOST_ROWS], max(0, len(grid) - _MOST_ROWS)
-    heads = "".join(f'<th scope="col"><span>{html_text(kind)}</span></th>' for kind in kinds[:_MOST_COLUMNS])
+    names = [html_text(kind) for kind in kinds[:_MOST_COLUMNS]]
+    heads = "".join(f'<th scope="col" title="{name}"><span>{name}</span></th>' for name in names)
     body = []
     for number in shown:
         row = "".join(_cell(grid[number].get(kind, [])) for kind in kinds[:_MOST_COLUMNS])
@@ -141,7 +152,7 @@ def _cell(tensors: Sequence[TensorDiff]) -> str:
     if worst.tally is None and worst.outcome in (Outcome.VALUES, Outcome.DTYPE):
         text = "≠"  # numbers of less than a byte
     elif worst.tally is not None and worst.tally.apart:
-        text += "!"
+        text = f"{text}!" if _relative(worst) else "!"
     title = _about(worst)
     if len(tensors) > 1:
         title = f"the worst of {len(tensors)}: {title}"
@@ -194,7 +205,9 @@ def _difference(row: Row) -> str:
         figures = (f"{row.largest:.3g}", f"{row.relative:.3g}", share, str(row.apart or ""))
     cells = "".join(f'<td class="figure">{text}</td>' for text in figures)
     texts = (row.outcome.value, row.names, row.kind)
-    return f"<tr>{''.join(f'<td>{html_text(text)}</td>' for text in texts)}{cells}</tr>"
+    classes = ("outcome", "names", "kind")
+    words = (f'<td class="{css}">{html_text(text)}</td>' for css, text in zip(classes, texts, strict=True))
+    return f"<tr>{''.join(words)}{cells}</tr>"
 
 
 def _relative(one: TensorDiff) -> float:
@@ -202,8 +215,12 @@ def _relative(one: TensorDiff) -> float:
 
 
 def _figure(relative: float) -> str:
-    """Return a relative norm in few characters: 3e-5."""
+    """Return a relative norm in few characters: 3e-5, 0.25, 31."""
     if relative == 0 or math.isinf(relative):
         return "0" if relative == 0 else "∞"
+    if 0.1 <= relative < 1000:
+        return (
+            f"{relative:.2f}" if relative < 1 else f"{relative:.2g}" if relative < 10 else f"{relative:.0f}"
+        )
     mantissa, exponent = f"{relative:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"

@@ -44,6 +44,11 @@ class Finding:
         return self.action is Action.FIX and self.severity is not Severity.NOTE
 
     @property
+    def is_salvageable(self) -> bool:
+        """Whether no repair helps, and ``salvage`` gets out the tensors that are whole."""
+        return False
+
+    @property
     def advice(self) -> str:
         """What to do next, "" where a plain repair does it. ``DIR`` stands for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""

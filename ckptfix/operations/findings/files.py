@@ -1,4 +1,4 @@
-"""Files, indexes and pickles that are not what they should be."""
+"""Files and indexes that are not what they should be."""
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -19,6 +19,12 @@ class TruncatedFile(Finding):
     have: int
     need: int | None
     detail: str
+    in_header: bool = False
+
+    @property
+    def is_salvageable(self) -> bool:
+        """Without a header nothing says which bytes are a tensor."""
+        return not self.in_header
 
     def __str__(self) -> str:
         return f"{self.path} is truncated: {self.detail}"
@@ -37,7 +43,9 @@ class TrailingBytes(Finding):
     severity = Severity.WARNING
     action = Action.ASK
     option = "--allow trailing-bytes"
-    meaning = "bytes after the end of the file's own content; safetensors refuses such a file"
+    meaning = (
+        "bytes after the end of the file's own content; safetensors refuses such a file, torch beyond 64 KiB"
+    )
 
     end: int
     extra: int
@@ -56,6 +64,11 @@ class NotATensorFile(Finding):
     meaning = "the file is something else: a git-LFS pointer, an HTML page, zeros, empty, or another format"
 
     content: str
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The items in the other files of a DCP folder are whole."""
+        return self.path.suffix == ".distcp"
 
     def __str__(self) -> str:
         return f"{self.path} is {self.content}"
@@ -83,6 +96,11 @@ class MalformedFile(Finding):
 
     detail: str
 
+    @property
+    def is_salvageable(self) -> bool:
+        """The other items of a DCP folder are whole."""
+        return self.path.suffix == ".distcp"
+
     def __str__(self) -> str:
         return f"{self.path} is malformed: {self.detail}"
 
@@ -105,6 +123,11 @@ class MissingShard(Finding):
     tensors: int
     others: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other shards are whole."""
+        return True
 
     def __str__(self) -> str:
         more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
@@ -142,6 +165,11 @@ class IndexMismatch(Finding):
         """Whether the headers alone say what the index should be, so that a plain repair writes it."""
         return not self.lost and not self.doubled and self.rivals == 1
 
+    @property
+    def is_salvageable(self) -> bool:
+        """What the shards hold is whole."""
+        return bool(self.lost)
+
     def __str__(self) -> str:
         if self.rivals > 1:
             return f"{self.path} names none of {self.rivals} sets of shards that are there: which is right is not clear"
@@ -150,10 +178,14 @@ class IndexMismatch(Finding):
         if self.problem is not None and self.is_fixable:
             return f"{self.path} cannot be read, its shards are there: {self.problem}"
         if self.lost:
-            return f"{self.path} names {len(self.lost)} tensors that no shard holds: {list_names(self.lost)}"
+            lost = count_of(len(self.lost), "tensor")
+            return f"{self.path} names {lost} that no shard holds: {list_names(self.lost)}"
         if self.doubled:
             return f"{len(self.doubled)} tensors of {self.path} are in two shards: {list_names(self.doubled)}"
-        return f"{self.path}: {self.misplaced} tensors are in another shard, {self.unlisted} are not listed"
+        return (
+            f"{self.path} sends {count_of(self.misplaced, 'tensor')} to another shard than holds it, and lacks "
+            f"{self.unlisted}"
+        )
 
     @property
     def advice(self) -> str:
@@ -197,6 +229,11 @@ class CrcMismatch(Finding):
     record: str
     tensors: tuple[str, ...]
 
+    @property
+    def is_salvageable(self) -> bool:
+        """The other tensors are whole."""
+        return bool(self.tensors)
+
     def __str__(self) -> str:
         used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
         return f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
@@ -219,57 +256,6 @@ class NoFormatMetadata(Finding):
 
     def __str__(self) -> str:
         return f'{self.path}: the header has no "format", which transformers asks for'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsafePickle(Finding):
-    """A pickle that names something which can run code."""
-
-    code = "unsafe-pickle"
-    severity = Severity.ERROR
-    action = Action.TELL
-    meaning = (
-        "the pickle calls something that can run code (os.system, eval, ...); it is never executed nor edited"
-    )
-
-    globals: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.path} calls {', '.join(self.globals[:3])}: loading it can run any code"
-
-    @property
-    def advice(self) -> str:
-        """Nothing legitimate needs these."""
-        return "do not load it with weights_only=False; find out where it came from"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnloadablePickle(Finding):
-    """A pickle that torch.load refuses since torch 2.6 unless told otherwise."""
-
-    code = "unloadable-pickle"
-    severity = Severity.WARNING
-    action = Action.TELL
-    meaning = "the pickle needs a class or an opcode outside torch's weights_only list; torch.load refuses it since 2.6"
-
-    globals: tuple[str, ...]
-    remedy: str
-    opcodes: tuple[str, ...] = ()
-    plain: bool = False
-
-    def __str__(self) -> str:
-        needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
-        needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
-        needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
-        return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
-
-    @property
-    def advice(self) -> str:
-        """The exact line, as the names stand in the file."""
-        if self.remedy:
-            return f"if you trust the file: {self.remedy}"
-        how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
-        return f"if you trust the file: read it with {how} and save it again with torch.save, without what it needs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

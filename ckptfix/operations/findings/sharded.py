@@ -33,21 +33,26 @@ class MismatchedNames(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptedSave(Finding):
-    """Data without the metadata that is written last, or metadata that was never put in its place."""
+    """Data without the metadata that is written last, or a file that was never put in its place."""
 
     code = "interrupted-save"
     severity = Severity.WARNING
     action = Action.TELL
     meaning = (
-        "a DCP save was cut short: `.metadata`, which is written last, is missing or still `.metadata.tmp`"
+        "a save or a copy was cut short: a file still has its temporary name, or DCP's `.metadata`, written last, is "
+        "missing"
     )
 
-    files: int
-    unfinished: bool
-    over_another: bool
-    ranks: tuple[int, ...]
+    files: int = 0
+    unfinished: bool = False
+    over_another: bool = False
+    ranks: tuple[int, ...] = ()
+    leftover: bool = False
+    """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
 
     def __str__(self) -> str:
+        if self.leftover:
+            return f"{self.path} was left by a save or a copy that was cut short"
         data = count_of(self.files, ".distcp file")
         if self.over_another:
             return f"{self.path} is left over beside .metadata and {data}: a save over an older one was cut short"
@@ -60,6 +65,8 @@ class InterruptedSave(Finding):
     @property
     def advice(self) -> str:
         """Which chunk is where stands in the metadata alone."""
+        if self.leftover:
+            return "copy the whole checkpoint again, or use an older one; delete the file when all is there"
         if self.over_another:
             return (
                 "the files may be of two saves: use another checkpoint, or delete the .metadata.tmp when you know that "
@@ -83,8 +90,19 @@ class MissingRank(Finding):
     files: int
     items: int
     holds: tuple[str, ...]
+    detail: str = ""
+    """What says so where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
+    elsewhere: int = 0
+    """How many tensors the rank holds nothing of."""
+
+    @property
+    def is_salvageable(self) -> bool:
+        """With FSDP a rank holds a part of every tensor, and so it is with DeepSpeed."""
+        return self.elsewhere > 0
 
     def __str__(self) -> str:
+        if self.detail:
+            return f"{self.path} is missing: {self.detail}"
         what = f"{count_of(self.files, 'file')} of rank {self.rank}"
         lost = f"{count_of(self.items, 'item')}: {list_names(self.holds)}"
         return f"{self.path}: nothing of rank {self.rank} is there; .metadata names {what}, with {lost}"
@@ -106,6 +124,11 @@ class IncompleteTensor(Finding):
 
     tensor: str
     detail: str
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other tensors are whole."""
+        return True
 
     def __str__(self) -> str:
         return f"{self.path}: {self.tensor!r}: {self.detail}"

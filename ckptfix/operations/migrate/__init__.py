@@ -6,22 +6,23 @@ it (with ``copying``, ``filling`` and ``hashing``), ``proving`` reads it back, `
 """
 
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.migrate.checking import Recorded
 from ckptfix.operations.migrate.options import make_options
-from ckptfix.operations.migrate.placing import check_paths, ensure_as_planned, removed_at
+from ckptfix.operations.migrate.placing import check_paths, ensure_apart, ensure_as_planned, removed_at
 from ckptfix.operations.migrate.planning import MigrationPlan, make_plan
 from ckptfix.operations.migrate.producing import produce
 from ckptfix.operations.migrate.proving import open_new, prove
 from ckptfix.operations.migrate.receipt import MigrateReceipt, receipt_of
-from ckptfix.operations.migrate.recording import record, source_manifest
+from ckptfix.operations.migrate.recording import outdated, record, source_manifest
+from ckptfix.operations.migrate.remarks import not_checked_of, unfit_optimizers
+from ckptfix.operations.migrate.soundness import passed_on
 from ckptfix.operations.migrate.sources import Watch, ensure_complete, ensure_finished, files_read
 from ckptfix.operations.migrate.staging import put_in_place, staging_for
 from ckptfix.operations.policy import Keys
@@ -73,19 +74,22 @@ def migrate(
         check_paths(path, output, options)
         watch = Watch(path)
         source = open_checkpoint(path, original=options.original)
+        if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
+            raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
         ensure_finished(source)
         plan = make_plan(source, path, output, options)
+        warnings = (*passed_on(path), *unfit_optimizers(plan))
+    ensure_apart(plan)
     plan = replace(plan, removed=removed_at(plan))
-    manifest, lost = source_manifest(plan)
+    manifest = source_manifest(plan)
     if manifest is not None:
         plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
     watch.check(files_read(plan))
-    if lost is not None:
-        plan = replace(plan, left_out=(*plan.left_out, lost))
     recorded = Recorded(plan)
     is_guarded = manifest is not None and manifest.is_of_a_save
-    not_checked = (*_not_checked(plan, is_guarded=is_guarded), *recorded.not_checked())
-    planned = receipt_of(plan, not_checked=not_checked, dry_run=True)
+    not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
+    warnings = (*warnings, *outdated(plan))
+    planned = receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
     if on_plan is not None:
         on_plan(planned)
     if dry_run:
@@ -97,33 +101,9 @@ def migrate(
         if options.verify:
             prove(plan, new, staging.new, produced, progress)
         if manifest is not None:
-            record(plan, manifest, new, staging.new, produced)
+            warnings += record(plan, manifest, new, staging.new, produced)
         watch.check(files_read(plan))
         if options.overwrite:
             ensure_as_planned(plan)
         put_in_place(staging, overwrite=options.overwrite)
-    return receipt_of(plan, not_checked=not_checked, verified=options.verify)
-
-
-def _not_checked(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
-    words = []
-    if not plan.options.verify:
-        words.append("that the new files hold what the old ones do (--no-verify)")
-    names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
-    roles = {parsed.role for parsed in names if parsed is not None}
-    if plan.options.keys is not None and Role.OPTIMIZER in roles:
-        words.append(
-            "names of parameters inside of optimizers, which are carried over as they are; next: ckptfix repair "
-            f"{shlex.quote(str(plan.output))} --keys {plan.options.keys.value}"
-        )
-    if (
-        plan.source.is_save_state
-        and plan.options.to is Format.TORCH
-        and not is_guarded
-        and any(one.format is Format.SAFETENSORS for one in plan.source.weights)
-    ):
-        words.append(
-            "whether tied weights had other names: save_state leaves those out of safetensors files, there is no "
-            "manifest of a guarded save that has them, and load_state of pytorch_model.bin looks for every name"
-        )
-    return tuple(words)
+    return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)

@@ -12,15 +12,14 @@ from typing import NamedTuple
 
 from ckptfix.errors import OperationError
 from ckptfix.operations.migrate.naming import is_lone
-from ckptfix.operations.sealing.listing import listed_files
+from ckptfix.storage.listing import list_folder
+from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.weights.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.weights.stored import Format, StoredCheckpoint
 
 _SHARDED = re.compile(r"pytorch_model_fsdp_[0-9]+")
 """Where FSDP keeps a model; what is left in one is of a model that is converted from elsewhere."""
-
-_OF_DEEPSPEED = ("latest", "zero_to_fp32.py")
-"""What DeepSpeed puts beside its folders: the name of one, and a script that converts it."""
 
 _NOWHERE = {
     errno.ENOENT: "a symbolic link to nothing",
@@ -48,16 +47,18 @@ class Beside:
 def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Beside:
     """Return what becomes of all that holds no weights of the source. ``new``: the files that are written.
 
-    Folders behind links are carried as folders. Raises OperationError for a folder that cannot be listed: what it
+    Folders behind links are carried as folders; what ckptfix keeps in a folder below goes with it where every file of
+    that folder is carried. Raises OperationError for a folder that cannot be listed: what it
     holds would be lost without a word.
     """
     if source.only is not None:
         return Beside()
     used = {str(file) for one in source.weights for file in one.files}
-    listed = {PurePosixPath(name): why for name, why in listed_files(source.root).items() if name not in used}
+    listing = list_folder(source.root)
+    listed = {PurePosixPath(name): why for name, why in listing.files.items() if name not in used}
     if is_lone(source):
         reason = "no weights of a model, and only those are migrated here"
-        return Beside(left_out=tuple(LeftOut(str(path), reason) for path in listed))
+        return Beside(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
     folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath(".")}
     taken = partial(_taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders)
     carried: list[PurePosixPath] = []
@@ -73,6 +74,16 @@ def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Besi
             )
         else:
             left.append(LeftOut(str(path), why))
+    changed = {
+        parent for name in {*listing.files} - set(map(str, carried)) for parent in PurePosixPath(name).parents
+    }
+    for journal in map(PurePosixPath, listing.journals):
+        files = _journal_files(source.root, journal)
+        if files is not None and journal.parent not in changed and taken(journal) is None:
+            carried += files
+        else:
+            why = "it speaks of the files of its folder, which are not carried over as they are"
+            left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]
     return Beside(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
 
@@ -92,8 +103,10 @@ def _taken(
         return "a new file takes its place"
     if folders.intersection(path.parents):
         return "a new folder takes its place"
-    if str(path) in _OF_DEEPSPEED and any(one.format is Format.DEEPSPEED for one in source.weights):
+    if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):
         return "it is for the DeepSpeed folder that is converted"
+    if path in BESIDE and any(is_deepspeed_file(one.name) for one in rivals):
+        return "it is for the DeepSpeed folder, which is not carried over"
     return None
 
 
@@ -105,6 +118,28 @@ def _not_a_file(path: Path) -> str | None:
             raise
         return _NOWHERE[error.errno]
     return None if stat.S_ISREG(mode) else "no regular file"
+
+
+def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:
+    """Return the files of what ckptfix keeps in a folder below, but for a lock; None when it made not all of them.
+
+    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for what cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    if (root / journal).is_symlink():
+        return None
+    found = []
+    for where, folders, names in os.walk(root / journal, onerror=fail):
+        if any(os.path.islink(os.path.join(where, name)) for name in folders):
+            return None
+        paths = [PurePosixPath(os.path.relpath(os.path.join(where, name), root)) for name in sorted(names)]
+        if not all(stat.S_ISREG(os.lstat(root / path).st_mode) for path in paths):
+            return None
+        found += [path for path in paths if path != journal / LOCK]
+    return found
 
 
 def _empty_folders(root: Path) -> Iterator[PurePosixPath]:

@@ -5,46 +5,65 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.operations.migrate.filling import Stopped
 from ckptfix.operations.migrate.hashing import damaged
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
+from ckptfix.operations.sealing import recorded as sealing
 from ckptfix.operations.sealing.contents import lasting_label
+from ckptfix.operations.sealing.recorded import readable_manifest
+from ckptfix.operations.target import Target
 from ckptfix.storage.paths import command
 from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
-from ckptfix.weights.stored import Weights
+from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of
 
 _BLOCK = 1 << 20
+_ZIP = b"PK\3\4"
+_OTHER_BYTES = "has other bytes than its manifest says"
 
 
 class Recorded:
-    """What the manifest beside a source says: tensor -> digest, of each model, and file -> sha256."""
+    """What the manifest beside a source says: tensor -> digest, of each model, and file -> sha256.
+
+    Raises OperationError when its names are not those of the tensors that are there.
+    """
 
     def __init__(self, plan: MigrationPlan) -> None:
-        manifest = _manifest(plan.source.root)
+        root = plan.source.root
+        manifest = readable_manifest(root)
         self._plan = plan
-        self._sha256 = dict(manifest.sha256) if manifest is not None else {}
-        by_label = {entry.file: entry.digests for entry in manifest.models} if manifest is not None else {}
-        self._digests = tuple(
-            dict(_by_new_name(old, model, by_label.get(lasting_label(old, plan.source.root), {})))
-            for old, model in zip(plan.source.weights, plan.models, strict=True)
-        )
+        self._has_other_dtypes = plan.options.original
+        recorded = sealing.Recorded(manifest, Target(root, plan.source.only))
+        self._sha256 = recorded.sha256
+        labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
+        self._digests: list[dict[str, str]] = [{} for _ in labelled]
+        number = {one.label: position for position, one in enumerate(labelled)}
+        for place, digest in recorded.digests(labelled, ()).items():
+            if place.label not in number:
+                self._raise(f"{place.label} is in its manifest, and not there any more")
+            self._digests[number[place.label]][place.fqn] = digest
+        for one, digests in zip(labelled, self._digests, strict=True):
+            for name in sorted(digests.keys() ^ one.named().keys()) if digests else ():
+                what = "in its manifest, and not there any more" if name in digests else "not in its manifest"
+                self._raise(f"{one.label}: {name!r} is {what}")
 
     @property
     def has_digests(self) -> bool:
         """Whether it says anything of a tensor that is migrated."""
-        return any(self._digests)
+        return any(self._digests) and not self._has_other_dtypes
 
     def not_checked(self) -> Iterator[str]:
         """Yield in words what it speaks of and is not compared."""
         converted = sum(
-            model.sources[name].convert is not None
-            for model, recorded in zip(self._plan.models, self._digests, strict=True)
-            for name in recorded
+            model.sources[new].convert is not None or self._has_other_dtypes
+            for model, digests in zip(self._plan.models, self._digests, strict=True)
+            for old, new in _new_names(model).items()
+            if old in digests
         )
         if converted:
             yield (
@@ -54,15 +73,19 @@ class Recorded:
 
     def compare(self, digests: tuple[Mapping[str, str], ...]) -> None:
         """Raise OperationError naming a tensor that was read and is not what was recorded."""
-        for model, recorded, read in zip(self._plan.models, self._digests, digests, strict=True):
-            for name, (old, digest) in recorded.items():
-                if model.sources[name].convert is None and read[name] != digest:
-                    self._raise(f"{model.label}: {old!r}")
+        for model, recorded, read in zip(
+            self._plan.models, self._digests, digests if self.has_digests else (), strict=self.has_digests
+        ):
+            new = _new_names(model)
+            for name, digest in recorded.items():
+                source = new[model.before.ties.get(name, name)]
+                if model.sources[source].convert is None and read[source] != digest:
+                    self._raise(f"{model.label}: {name!r} {_OTHER_BYTES}")
 
     def compare_file(self, name: str, sha256: str) -> None:
         """Raise OperationError when a file that was carried over is not what was recorded."""
         if self._sha256.get(name, sha256) != sha256:
-            self._raise(name)
+            self._raise(f"{name} {_OTHER_BYTES}")
 
     def speaks_of(self, name: str) -> bool:
         """Whether it has the sha256 of a file."""
@@ -71,25 +94,15 @@ class Recorded:
     def _raise(self, what: str) -> None:
         root = self._plan.source.root
         raise OperationError(
-            f"{root}: {what} has other bytes than its manifest says: damaged, or changed since; nothing was written; "
+            f"{root}: {what}: damaged, or changed since; nothing was written; "
             f"next: {command('verify', root)}, or, if it is as it should be: {command('seal', root, '', '--force')}"
         )
 
 
-def _manifest(root: Path) -> Manifest | None:
-    try:
-        return read_manifest(root)
-    except (FormatError, OSError):
-        return None  # the receipt says so
-
-
-def _by_new_name(
-    old: Weights, model: PlannedModel, recorded: Mapping[str, str]
-) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield new name -> old name and digest, of each tensor that the manifest speaks of; their order stays."""
-    for before, after in zip(old.tensors, model.weights.tensors, strict=False) if recorded else ():
-        if before.fqn in recorded:
-            yield after.fqn, (before.fqn, recorded[before.fqn])
+def _new_names(model: PlannedModel) -> dict[str, str]:
+    """Return old name -> new name of the tensors of a model; behind them may stand copies of ties."""
+    pairs = zip(model.before.tensors, model.weights.tensors, strict=False)
+    return {before.fqn: after.fqn for before, after in pairs}
 
 
 def loose_records(model: PlannedModel) -> Iterator[tuple[Piece, int]]:
@@ -108,6 +121,30 @@ def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
             found = zlib.crc32(block, found)
     if found != crc:
         raise damaged(piece, found, crc)
+
+
+def check_archive(path: Path, stop: threading.Event) -> None:
+    """Read a file that is carried over, if it is a zip file of torch.
+
+    Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
+    """
+
+    def report(_: int) -> None:
+        if stop.is_set():
+            raise Stopped
+
+    with open_reader(path) as reader:
+        if reader.size < len(_ZIP) or reader.read(0, len(_ZIP)) != _ZIP:
+            return
+        try:
+            archive = read_zip(reader)
+        except FormatError:
+            return  # some other archive, as custom objects may be
+        for record in crc_mismatches(archive, reader, every_record=True, progress=report):
+            raise OperationError(
+                f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
+                f"nothing was written; next: {command('check', path, '', '--data')}"
+            )
 
 
 def sha256_of(path: Path, stop: threading.Event) -> str:

@@ -22,10 +22,24 @@ from ckptfix.weights.files.parts import Literal, NewTensor, OutputFile
 from ckptfix.weights.files.safetensors_files import safetensors_files
 from ckptfix.weights.files.torch_files import torch_files
 from ckptfix.weights.stored import Format, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.wording import list_names
+from ckptfix.weights.tie_records import unwritable
+from ckptfix.wording import count_of, list_names
 
 _SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
 """How the scales of quantized weights are called: ``weight_scale_inv``, ``input_scale``."""
+
+_MADE_PLAIN = {
+    "quantized": "call dequantize() on them",
+    "sparse": "call to_dense() on them",
+    "conjugated": "call resolve_conj().resolve_neg() on them",
+    "complex32": "convert them to complex64",
+    "float4": "view them as uint8",
+    "meta device": "give them their data",
+}
+_TO_PLAIN = "make plain tensors of them"
+
+_OF_INDEXES = {"metadata", "total_size", "total_parameters"}
+"""What every index says of itself, and what follows from the tensors."""
 
 _MOST_BYTES = 1 << 60
 """A tensor of a few bytes can be expanded to any size; the formats count in 64 bits."""
@@ -33,12 +47,13 @@ _MOST_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedModel:
-    """One model: ``weights`` under their new names, and the files that they become.
+    """One model: ``before`` as it is stored, ``weights`` under their new names, and the files that they become.
 
     ``sources``: new name -> where its bytes come from; ties are not in it.
     """
 
     label: str
+    before: Weights = field(repr=False)
     weights: Weights
     files: tuple[OutputFile, ...] = field(repr=False)
     sources: Mapping[str, Source] = field(repr=False)
@@ -108,7 +123,7 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
         carried=tuple(path for path in beside.carried if not (is_rewritten and path == NAME)),
         rewritten=(OutputFile(path=NAME, parts=(Literal(data),)),) if is_rewritten else (),
         empty=beside.empty,
-        left_out=(*_not_weights(source.weights), *_words(source.weights, options.to), *beside.left_out),
+        left_out=(*_not_weights(source.weights), *_words(models, options.to), *beside.left_out),
     )
 
 
@@ -129,6 +144,8 @@ def _most(source: StoredCheckpoint, options: Options, *, is_file: bool) -> int |
 def _model(
     weights: Weights, stem: str, options: Options, config: Config, most: int | None, suffix: str
 ) -> PlannedModel:
+    if weights.unread:
+        raise _not_carried(weights)
     if weights.nested:
         raise OperationError(
             f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, beside tensors that "
@@ -136,7 +153,7 @@ def _model(
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.opaque)}: no tensors but objects in a pickle, which cannot be "
+            f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a pickle, which cannot be "
             "carried over without running it; to leave them out: --drop-opaque"
         )
     if options.dtype is not None:
@@ -156,7 +173,20 @@ def _model(
         files = _files(options.to, stem, [source.new for source in sources.values()], new, most, suffix)
     except UnsupportedFormat as error:
         raise OperationError(f"{weights.label}: {error}") from error
-    return PlannedModel(label=weights.label, weights=new, files=files, sources=sources)
+    return PlannedModel(label=weights.label, before=weights, weights=new, files=files, sources=sources)
+
+
+def _not_carried(weights: Weights) -> OperationError:
+    """Return the error of tensors that are kept in a way of torch's own; left out, they would be weights lost."""
+    kind = next(iter(weights.unread.values()))
+    names = [name for name, other in weights.unread.items() if other == kind]
+    more = len(weights.unread) - len(names)
+    also = f", and {count_of(more, 'tensor')} of other kinds" if more else ""
+    remedy = next((remedy for word, remedy in _MADE_PLAIN.items() if word in kind), _TO_PLAIN)
+    return OperationError(
+        f"{weights.label}: {list_names(names)}: {kind}, which only torch itself can store{also}; next: load it with "
+        f"torch, {remedy}, and save it again"
+    )
 
 
 def _with_copies(weights: Weights) -> Weights:
@@ -203,10 +233,18 @@ def _files(
     to: Format, stem: str, tensors: Sequence[NewTensor], weights: Weights, most: int | None, suffix: str
 ) -> tuple[OutputFile, ...]:
     if to is Format.SAFETENSORS:
-        return safetensors_files(stem, tensors, weights.ties, most=most, metadata=weights.metadata)
+        return safetensors_files(
+            stem, tensors, weights.ties, most=most, metadata=weights.metadata, index_words=weights.index_words
+        )
     if to is Format.TORCH:
         return torch_files(
-            stem, tensors, weights.ties, most=most, versions=weights.versions, suffix=suffix or ".bin"
+            stem,
+            tensors,
+            weights.ties,
+            most=most,
+            versions=weights.versions,
+            suffix=suffix or ".bin",
+            index_words=weights.index_words,
         )
     return dcp_files(PurePosixPath(stem), tensors, weights.ties, most=most)
 
@@ -225,10 +263,32 @@ def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
     return left
 
 
-def _words(all_weights: Sequence[Weights], to: Format) -> Iterator[LeftOut]:
-    """Yield the metadata of safetensors files that the new format has no place for; "format" speaks of the old one."""
-    for one in all_weights if to is not Format.SAFETENSORS else ():
-        if words := sorted(key for key in one.metadata if key != "format"):
+def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
+    """Yield the words in headers and indexes that the new files do not hold; "format" speaks of the old one."""
+    for model in models:
+        label, weights = model.label, model.weights
+        if weights.views:
             yield LeftOut(
-                f"{one.label}: {list_names(words)}", "metadata, which only safetensors files have a place for"
+                f"{label}: {list_names(weights.views)}",
+                "that they are parts of one storage: each gets one of its own; their bytes stay",
             )
+        if weights.disputed:
+            yield LeftOut(
+                f"{label}: {list_names(weights.disputed)}", "metadata that differs from shard to shard"
+            )
+        if to is Format.SAFETENSORS:
+            words = unwritable(weights.metadata, weights.ties, model.sources)
+            why = "metadata that would be read as the name of a tied tensor"
+        else:
+            words = weights.metadata.keys() - {"format"}
+            why = "metadata, which only safetensors files have a place for"
+        if words:
+            yield LeftOut(f"{label}: {list_names(sorted(words))}", why)
+        if not any(file.path.suffix == ".json" for file in model.files):
+            metadata = weights.index_words.get("metadata")
+            said = {*weights.index_words, *(metadata if isinstance(metadata, Mapping) else ())} - _OF_INDEXES
+            if said:
+                yield LeftOut(
+                    f"{label}: {list_names(sorted(said))}",
+                    "what the index says besides: the new model has no index",
+                )

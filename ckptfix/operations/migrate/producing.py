@@ -12,11 +12,18 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import ChangedError, OperationError
-from ckptfix.operations.migrate.checking import Recorded, check_record, loose_records, sha256_of
+from ckptfix.operations.migrate.checking import (
+    Recorded,
+    check_archive,
+    check_record,
+    loose_records,
+    sha256_of,
+)
 from ckptfix.operations.migrate.copying import write_file
 from ckptfix.operations.migrate.filling import Stopped
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
-from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.operations.migrate.staging import despite_interrupts
+from ckptfix.storage.atomic import DISK_FULL, create_file, sync_file, sync_folder
 from ckptfix.storage.copying import copy_range, supports_reflink
 from ckptfix.weights.digests import digest_head
 from ckptfix.weights.files.parts import Literal, OutputFile
@@ -73,15 +80,21 @@ def produce(
             jobs.append(pool.submit(work.carry, path))
         for model in plan.models if plan.options.verify else ():
             jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
+        for path in plan.carried if plan.options.verify else ():
+            jobs.append(pool.submit(check_archive, plan.source.root / path, stop))
         jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
-        _finish(jobs, stop)
+        try:
+            _finish(jobs, stop)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise _full(plan, error) from error
+            raise
     for path in plan.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
+    _keep_modes(plan, folder)
     if work.with_digests:
         _add_empty(plan, produced)
     recorded.compare(produced.digests)
-    if not plan.is_file and plan.source.only is None:
-        os.chmod(folder, stat.S_IMODE(os.stat(plan.source.root).st_mode) & _MODE | stat.S_IRWXU)
     for where, _, _ in os.walk(folder):
         sync_folder(Path(where))
     return produced
@@ -134,7 +147,7 @@ class _Work:
                 copy_range(read, 0, written, 0, status.st_size, progress=_stopping(self.stop, self.report))
                 os.fchmod(written, stat.S_IMODE(status.st_mode) & _MODE)
                 os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
-                os.fsync(written)
+                sync_file(written)
             finally:
                 os.close(written)
         finally:
@@ -153,9 +166,30 @@ class _Work:
             produced.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
 
 
+def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
+    """Give the folders that are made again the permissions that they had; the owner may always go on."""
+    if plan.is_file or plan.source.only is not None:
+        return
+    made = {parent for path in plan.carried for parent in path.parents}
+    made |= {one for path in plan.empty for one in (path, *path.parents)}
+    for path in made | {PurePosixPath(".")}:
+        os.chmod(folder / path, stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU)
+
+
 def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
-    """Return the permissions of the first file that a model comes from: others may read what they could before."""
-    return stat.S_IMODE(os.stat(plan.source.root / model.weights.files[0]).st_mode) & 0o666 | stat.S_IRUSR
+    """Return the permissions of the first file that a model comes from: others may read what they could before.
+
+    Those that could not get into a folder that it lies in, and that is not made again, could not read it.
+    """
+    first = plan.source.root / model.weights.files[0]
+    mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
+    folders = [plan.source.root / parent for parent in model.weights.files[0].parents]
+    if not plan.is_file:
+        folders.pop()  # the folder itself, whose permissions the new one gets
+    for folder in folders if plan.source.only is None else ():
+        entered = os.stat(folder).st_mode
+        mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(0o006 if not entered & stat.S_IXOTH else 0)
+    return mode | stat.S_IRUSR
 
 
 def _stopping(stop: threading.Event, progress: Progress | None) -> Progress:
@@ -188,6 +222,15 @@ def _check_space(plan: MigrationPlan, folder: Path, shares: bool) -> None:
         )
 
 
+def _full(plan: MigrationPlan, error: OSError) -> OperationError:
+    """Return the error of a disk that had room when the work began, and was filled by somebody else."""
+    need = plan.bytes_to_write
+    return OperationError(
+        f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was written there; "
+        "next: make room on that disk, or name a place on another one, and run it again"
+    )
+
+
 @contextmanager
 def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
     """Yield threads, and what tells them to stop; they have ended when this returns."""
@@ -197,7 +240,7 @@ def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
         yield pool, stop
     finally:
         stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        despite_interrupts(lambda: pool.shutdown(wait=True, cancel_futures=True))
 
 
 def _finish(jobs: list[Future[None]], stop: threading.Event) -> None:

@@ -25,10 +25,10 @@ class MigrateReceipt:
     """What a migration did, or, of a dry run, would do.
 
     ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
-    ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what was lost in
-    converting, in words. ``removed``: files that were at the output and are not any more, relative to it, "." for the
-    output itself. ``bytes_to_write``: the size of all of it. ``verified``: every tensor was read back and its digest
-    compared.
+    ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what is wrong with
+    the source and so with its copy, and what was lost in converting, in words. ``removed``: files that were at the
+    output and are not any more, relative to it, "." for the output itself. ``bytes_to_write``: the size of all of it.
+    ``verified``: every tensor was read back and its digest compared.
     """
 
     path: Path
@@ -71,9 +71,14 @@ class MigrateReceipt:
 
 
 def receipt_of(
-    plan: MigrationPlan, *, not_checked: tuple[str, ...], verified: bool = False, dry_run: bool = False
+    plan: MigrationPlan,
+    *,
+    warnings: tuple[str, ...] = (),
+    not_checked: tuple[str, ...],
+    verified: bool = False,
+    dry_run: bool = False,
 ) -> MigrateReceipt:
-    """Return the receipt of a plan that was carried out, or, in a dry run, was not."""
+    """Return the receipt of a plan that was carried out, or, in a dry run, was not. ``warnings``: of the source."""
     return MigrateReceipt(
         path=plan.path,
         output=plan.output,
@@ -91,7 +96,7 @@ def receipt_of(
         carried=tuple(map(str, plan.carried)),
         left_out=plan.left_out,
         rewritten=tuple(str(file.path) for file in plan.rewritten),
-        warnings=() if dry_run else tuple(_overflows(plan)),
+        warnings=(*warnings, *(() if dry_run else _overflows(plan))),
         removed=plan.removed,
         bytes_to_write=plan.bytes_to_write,
         not_checked=not_checked,

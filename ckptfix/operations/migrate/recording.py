@@ -1,39 +1,48 @@
 """The manifest of a migrated checkpoint: what the source's says, made true of the new files."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, read_manifest
-from ckptfix.errors import FormatError
-from ckptfix.operations.migrate.beside import LeftOut
+from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
+from ckptfix.errors import FormatError, OperationError
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.migrate.producing import Produced
 from ckptfix.operations.sealing.contents import lasting_label
+from ckptfix.operations.sealing.recorded import readable_manifest
 from ckptfix.storage.atomic import create_file, sync_folder
-from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command
 from ckptfix.weights.stored import Format, Weights
 
 _Value = TypeVar("_Value")
 
 
-def source_manifest(plan: MigrationPlan) -> tuple[Manifest | None, LeftOut | None]:
-    """Return the manifest that the new checkpoint's is made from, or why one that is there cannot be."""
-    if plan.source.only is not None or plan.is_file:
-        return None, None
+def source_manifest(plan: MigrationPlan) -> Manifest | None:
+    """Return the manifest that the new checkpoint's is made from, None when there is none, or of a lone file.
+
+    Raises OperationError, with what to do, for one that cannot be read: nothing could be compared with it.
+    """
+    path = plan.source.root / MANIFEST
     try:
-        return read_manifest(plan.source.root), None
-    except (FormatError, OSError) as error:
-        return None, LeftOut(MANIFEST, f"it cannot be read: {error}")
+        manifest = readable_manifest(plan.source.root)
+    except OSError as error:
+        raise OperationError(
+            f"{path} cannot be read: {error.strerror}; next, to be allowed to: chmod u+rX "
+            f"{shlex.join(map(str, (path.parent, path)))}"
+        ) from error
+    return None if plan.source.only is not None or plan.is_file else manifest
 
 
 def record(
     plan: MigrationPlan, old: Manifest, new: tuple[Weights, ...], folder: Path, produced: Produced
-) -> None:
+) -> tuple[str, ...]:
     """Write the manifest of the new checkpoint in ``folder``, durably. ``new``: its models as they were found there.
 
-    Digests of tensors are written when they are known: after a verified migration. Raises OSError.
+    Digests of tensors are written when they are known: after a verified migration. Returns in words what was left out,
+    as a manifest that long would not be read. Raises OperationError when nothing that could be would help; OSError.
     """
     carried = set(map(str, plan.carried))
     sizes = {str(file.path): file.size for model in plan.models for file in model.files}
@@ -47,10 +56,47 @@ def record(
         files=_kept(old.files, carried) | sizes if old.is_of_a_save else {},
         sha256=_kept(old.sha256, carried) | produced.sha256 if old.sha256 else {},
     )
+    words: tuple[str, ...] = ()
+    data = manifest.to_bytes()
+    if len(data) > MAX_MANIFEST:
+        data, words = _shortened(plan, manifest, len(data))
     (folder / JOURNAL).mkdir()
-    create_file(folder / MANIFEST, manifest.to_bytes())
+    create_file(folder / MANIFEST, data)
     sync_folder(folder / JOURNAL)
     sync_folder(folder)
+    return words
+
+
+def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[bytes, tuple[str, ...]]:
+    """Return a manifest without the digests of tensors, and in words that it has none."""
+    data = replace(manifest, models=tuple(replace(one, digests={}) for one in manifest.models)).to_bytes()
+    too_long = f"would take {length} bytes, {MAX_MANIFEST} are read at most"
+    if len(data) > MAX_MANIFEST:
+        raise OperationError(
+            f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of tensors; nothing was "
+            f"written; next, to migrate without it: mv {shlex.quote(str(plan.source.root / MANIFEST))} ELSEWHERE"
+        )
+    return data, (f"{plan.output / MANIFEST} has no digests of tensors: with them it {too_long}",)
+
+
+def outdated(plan: MigrationPlan) -> Iterator[str]:
+    """Yield in words which manifests above the output do not speak of what is written there, and what to type."""
+    output = plan.output.absolute()
+    names = ["."] if plan.is_file else [str(file.path) for model in plan.models for file in model.files]
+    for folder in output.parents:
+        manifest = None
+        with suppress(FormatError, OSError):  # who reads it next says so
+            manifest = read_manifest(folder)
+        if manifest is None:
+            continue
+        below = output.relative_to(folder)
+        written = {str(below / name) for name in (*names, *plan.removed)}
+        is_changed = not written.isdisjoint({*manifest.sha256, *manifest.files})
+        if manifest.sha256 or is_changed:
+            yield (
+                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not speak of'} what is written to "
+                f"{below}; next, to make it true: {command('seal', folder, '', *(['--force'] if is_changed else []))}"
+            )
 
 
 def _kept(recorded: Mapping[str, _Value], carried: set[str]) -> dict[str, _Value]:

@@ -3,17 +3,18 @@
 import os
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.latest import mixed
-from ckptfix.checkpoint.manifest import MANIFEST, Manifest, missing_files
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest, is_repaired, missing_files
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.operations.migrate.standing import is_part_of_a_checkpoint
+from ckptfix.storage.listing import listed_files
+from ckptfix.storage.paths import command
 from ckptfix.storage.transaction import State, transactions
 from ckptfix.weights.stored import StoredCheckpoint
 
@@ -25,28 +26,38 @@ class Watch:
     """
 
     def __init__(self, path: Path) -> None:
-        self._root = path if path.is_dir() else path.parent
-        self._before = dict(_looks(self._root, below=path.is_dir()))
+        self._is_folder = path.is_dir()
+        self._root = path if self._is_folder else path.parent
+        self._names = self._listed()
+        looks = ((name, _look(self._root / name)) for name in self._names)
+        self._before = {name: look for name, look in looks if look is not None}
+        self._folders = {PurePosixPath(name).parent for name in self._names} | {PurePosixPath(".")}
 
     def check(self, files: Iterable[str]) -> None:
-        """Raise ChangedError when one of these is no longer what it was: the result would be of neither."""
+        """Raise ChangedError when one of these is no longer what it was: the result would be of neither.
+
+        Or when a file has come, since all were looked at, that a checkpoint consists of: the result would lack it.
+        """
         for name in files:
             now = _look(self._root / name)
             if now is None or self._before.setdefault(name, now) != now:
-                raise ChangedError(
-                    f"{self._root / name} changed while it was read; nothing was written; run again when nothing "
-                    "writes to it"
-                )
+                raise self._changed(f"{self._root / name} changed while it was read")
+        for name in self._listed() - self._names if self._is_folder else ():
+            if self._belongs(PurePosixPath(name)):
+                raise self._changed(f"{self._root / name} came while the others were read")
 
+    def _belongs(self, path: PurePosixPath) -> bool:
+        """Whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
+        is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
+        return is_part or (path.parent in self._folders and is_part_of_a_checkpoint(path.name))
 
-def _looks(root: Path, *, below: bool) -> Iterator[tuple[str, Fingerprint]]:
-    for where, folders, names in os.walk(root, followlinks=False):
-        if not below:
-            folders.clear()
-        for name in names:
-            path = os.path.join(where, name)
-            if (look := _look(path)) is not None:
-                yield os.path.relpath(path, root), look
+    def _changed(self, what: str) -> ChangedError:
+        return ChangedError(f"{what}; nothing was written; run again when nothing writes to it")
+
+    def _listed(self) -> frozenset[str]:
+        if not self._root.is_dir():
+            return frozenset()  # whoever opens it says so
+        return frozenset(listed_files(self._root) if self._is_folder else os.listdir(self._root))
 
 
 def _look(path: str | Path) -> Fingerprint | None:
@@ -83,9 +94,7 @@ def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
     Returns the other files that were sealed and are gone: the user's own. A repair by a version that did not keep
     sizes true leaves those of the save: then only names are compared.
     """
-    journal = os.listdir(root / JOURNAL)
-    is_repaired = any(name.endswith(".done") for name in journal)
-    wrong = missing_files(root, replace(manifest, files={}) if is_repaired else manifest)
+    wrong = [] if is_repaired(root) else missing_files(root, manifest)
     gone = [name for name in manifest.sha256 if name not in manifest.files and not (root / name).exists()]
     wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
     if wrong:

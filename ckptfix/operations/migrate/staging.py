@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +54,18 @@ def staging_for(output: Path, *, is_file: bool) -> Iterator[Staging]:
         (folder / _NEW).mkdir()
         yield Staging(folder, output, is_file)
     finally:
-        _clear(folder, output)
+        despite_interrupts(lambda: _clear(folder, output))
         if lock is not None:
             os.close(lock)
+
+
+def despite_interrupts(clean: Callable[[], object]) -> None:
+    """Clean up to the end, also when the user interrupts that, too; the interrupt is raised after it."""
+    try:
+        clean()
+    except KeyboardInterrupt:
+        clean()
+        raise
 
 
 def put_in_place(staging: Staging, *, overwrite: bool) -> None:
@@ -81,7 +90,7 @@ def put_in_place(staging: Staging, *, overwrite: bool) -> None:
 
 def _replace_empty_folder(staging: Staging) -> None:
     try:
-        if staging.output.is_symlink():
+        if staging.is_file or staging.output.is_symlink():  # a file would take the place of any file
             raise NotADirectoryError
         os.rename(staging.whole, staging.output)  # of a folder onto one that is not empty the kernel refuses
     except OSError:

@@ -11,9 +11,9 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import WRAPPERS, KeyMap, collisions, common_wrappers
 from ckptfix.checkpoint.sharded import ShardedState
-from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY
+from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.operations.diagnose.sharded_names import is_flat, unit_of
+from ckptfix.operations.diagnose.sharded_names import STATE_DICT, is_flat, unit_of, unwrapped_names
 from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.sharded_editing import new_paths
 from ckptfix.wording import list_names
@@ -40,6 +40,7 @@ def objections(
             yield from _of_other_models(state, maps.get(state.path, {}))
         yield from _left_over(states, maps)
         yield from _parted(states, maps)
+        yield from _unclear(states, maps)
 
 
 def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
@@ -83,7 +84,8 @@ def _keys_beside(state: ShardedState, scope: NameScope, key_map: KeyMap) -> tupl
         for path in paths_of(state.metadata).values()
         if len(path) > depth and tuple(map(str, path[:depth])) == scope.path
     }
-    return tuple(step for step in steps if step not in names and key_map(step) != step)
+    own = names | flattened_keys(steps)  # of those an optimizer's place speaks
+    return tuple(step for step in steps if step not in own and key_map(step) != step)
 
 
 def _unread(state: ShardedState) -> Iterator[str]:
@@ -97,13 +99,37 @@ def _unread(state: ShardedState) -> Iterator[str]:
 
 
 def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
-    """Yield which state dicts beside the model would change: what they are is known to the script alone."""
-    for scope in state.scopes:
-        if scope.kind == "state dict" and not scope.is_model and (scope.path, scope.kind) in maps:
-            yield (
-                f"{state.metadata_path} holds several state dicts, {scope} among them: which of them are models, and "
-                "which names an optimizer shares with them, is not clear"
-            )
+    """Yield why several state dicts of one folder do not change together: what they are only the script knows."""
+    dicts = [scope for scope in state.scopes if scope.kind == STATE_DICT]
+    first = next((scope for scope in dicts if scope.is_model), dicts[0] if dicts else None)
+    for scope in dicts:
+        key_map = maps.get((scope.path, scope.kind))
+        lead = maps.get((first.path, first.kind)) if first is not None else None
+        if key_map is None or (scope is first and scope.is_model):
+            continue
+        words = f"{state.metadata_path} holds several state dicts, {scope} among them"
+        if not scope.chain:
+            yield f"{words}: its names have no wrapper, so that nothing shows that it is a model"
+        elif lead is None:
+            yield f"{words}, and {first} would stay as it is: whether the two were wrapped alike is not clear"
+        elif lead.insert != key_map.insert:
+            yield f"{words}, and {first} would get other wrappers: which of them are real is not clear"
+
+
+def _unclear(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+    """Yield which optimizer could be of several models, has the names of none, and would not fit all of them."""
+    places = [(state, scope) for state in states for scope in state.scopes if scope.names]
+    models = [(state, scope) for state, scope in places if scope.kind == STATE_DICT]
+    for state, scope in places if len(models) > 1 else ():
+        if scope.kind == STATE_DICT or (scope.path, scope.kind) not in maps.get(state.path, {}):
+            continue
+        names = frozenset(unwrapped_names(scope))
+        own = [(other, model) for other, model in models if names <= frozenset(unwrapped_names(model))]
+        if any(frozenset(model.names).issuperset(scope.names) for _, model in own):
+            continue
+        new = frozenset(_renamed(state, scope, maps))
+        if len(own) > 1 and not all(new <= frozenset(_renamed(other, model, maps)) for other, model in own):
+            yield f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is not clear"
 
 
 def _left_over(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
@@ -158,7 +184,7 @@ def _parted(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMa
     """Yield which names of an optimizer are those of its model, and would no longer be."""
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     for state, model in places:
-        if not model.is_model:
+        if model.kind != STATE_DICT:
             continue
         known, renamed = frozenset(model.names), frozenset(_renamed(state, model, maps))
         for other, scope in places:

@@ -8,9 +8,10 @@ import shlex
 from pathlib import Path
 
 from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.salvaged import REPORT
 from ckptfix.errors import OperationError
 from ckptfix.operations.output import check_output
-from ckptfix.operations.salvage.found import REPORT, Sorted
+from ckptfix.operations.salvage.found import Sorted
 from ckptfix.operations.salvage.receipt import SalvageReceipt, SavedFile
 from ckptfix.operations.salvage.sorting import sort_out
 from ckptfix.operations.salvage.writing import plan_file, write_all_beside
@@ -28,9 +29,10 @@ def salvage(
 ) -> SalvageReceipt:
     """Write what is whole of a damaged file or folder into the new folder ``output``, with ``salvage.json`` beside.
 
-    A tensor is whole when all its bytes are in the file where its header says; none is guessed. Files that are whole
-    are copied untouched. ``keep_damaged``: keep what is all there but does not have its checksum, too. ``progress``
-    gets bytes read and written. The new folder is there whole, and proved, or not at all.
+    A tensor is whole when all its bytes are in the file where its header says, and have the digest that the manifest of
+    the source has for them, if it has one; none is guessed. Files that are whole are copied untouched.
+    ``keep_damaged``: keep what is all there but does not have its checksum or digest, too. ``progress`` gets bytes read
+    and written. The new folder is there whole, and proved, or not at all.
 
     Raises UsageError for paths that make no sense, OperationError when nothing can be saved or too little space is
     left, OSError.
@@ -57,6 +59,9 @@ def salvage(
         lost=tuple(found.lost),
         doubtful=tuple(found.doubtful),
         damaged=tuple(found.damaged),
+        left_out=tuple(found.left_out),
+        notes=tuple(found.notes),
+        unindexed=tuple(dict.fromkeys(str(index.parent) for index in found.unindexed)),
         not_checked=tuple(found.not_checked),
     )
     write_all_beside(found, files, new, receipt, progress)
@@ -67,7 +72,6 @@ def _nothing(path: Path, found: Sorted) -> str:
     """Say why nothing can be saved."""
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""
-    return (
-        f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: ckptfix check "
-        f"{shlex.quote(str(path))}"
+    return f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: " + (
+        found.advice or f"ckptfix check {shlex.quote(str(path))}"
     )

@@ -3,18 +3,16 @@
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from ckptfix.operations.salvage.naming import Stems
 from ckptfix.weights.salvaging import Lost, SavedDict
-
-REPORT = "salvage.json"
-"""Where the new folder says what was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfModel:
-    """One state dict that is not whole: where its tensors come from, and the stem of the file to write."""
+    """One state dict that is not whole: where its tensors come from, and what the new file is called."""
 
     source: str
-    stem: str
+    stems: Stems
     found: SavedDict
 
 
@@ -22,7 +20,10 @@ class PartOfModel:
 class Sorted:
     """``copied``: files that are whole or none of ours, relative to the root. ``components``: how many are ours.
 
-    ``doubtful``: what is kept and ends in zeros. ``unchecked``: whether something was kept that has no checksum.
+    ``doubtful``: what is kept and ends in zeros, or is no longer as it was sealed and may be so on purpose.
+    ``left_out``: what is in the source and not meant for the new folder, in words. ``notes``: how what was saved is
+    called, in words. ``unindexed``: where the index of whole shards is missing, or cannot be used. ``advice``: what to
+    do when nothing is as the manifest says, "" else. ``unchecked``: whether something was kept that has no checksum.
     """
 
     root: Path
@@ -33,6 +34,10 @@ class Sorted:
     doubtful: list[Lost] = field(default_factory=list)
     damaged: list[Lost] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unindexed: list[PurePosixPath] = field(default_factory=list)
+    advice: str = ""
     unchecked: bool = False
 
     def copy(self, path: PurePosixPath) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.weights.salvaging import Lost, SavedDict
 from ckptfix.weights.stored import StoredTensor
 
@@ -34,12 +35,19 @@ def joined(
             else:
                 ties[name] = first[kept]
         lost += (gone for gone in one.lost if gone.name is None or listed.get(gone.name, file) == file)
+    metadata = {key: text for _, one in dicts for key, text in one.metadata.items()}
+    for file, one in dicts:
+        for key in [key for key, text in one.metadata.items() if metadata.get(key, text) != text]:
+            del metadata[key]
+            reason = f"what it says of {key!r} is not what other files of the model say"
+            lost.append(Lost(file, METADATA_KEY, reason))
     whole = SavedDict(
         tensors=tuple(tensors.values()),
         ties=ties,
         versions={name: version for _, one in dicts for name, version in one.versions.items()},
         lost=tuple(_with_copy(gone, copies) for gone in lost),
         unchecked=frozenset(name for _, one in dicts for name in one.unchecked),
+        metadata=metadata,
         damaged=tuple(
             damaged
             for file, one in dicts

@@ -2,8 +2,10 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ckptfix.storage.paths import command
 from ckptfix.weights.salvaging import Lost
 
 
@@ -26,7 +28,9 @@ class SalvageReceipt:
     """``saved``: new files. ``copied``: files that were whole, untouched. ``damaged``: kept all the same, as asked for.
 
     ``doubtful``: what was kept, has no checksum and ends in zeros, as the end of a file does that was not written
-    before a crash, and a tensor that was never trained. ``not_checked``: in words.
+    before a crash, and a tensor that was never trained; and files beside the models that are not as they were sealed.
+    ``left_out``: what of the source is not meant for a new folder, in words. ``not_checked``: in words. ``notes``: how
+    what was saved is called. ``unindexed``: folders in the new one with shards that no loader finds without an index.
     """
 
     source: str
@@ -37,6 +41,9 @@ class SalvageReceipt:
     doubtful: tuple[Lost, ...]
     damaged: tuple[Lost, ...]
     not_checked: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    unindexed: tuple[str, ...] = ()
 
     @property
     def status(self) -> int:
@@ -48,7 +55,13 @@ class SalvageReceipt:
         """What can be said when nothing is lost, "" when something is."""
         if self.status:
             return ""
-        return "nothing missing was found" if self.not_checked or self.doubtful else "everything was whole"
+        is_proven = not (self.not_checked or self.doubtful or self.unindexed)
+        return "everything was whole" if is_proven else "nothing missing was found"
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """What to type before the new folder can be loaded."""
+        return tuple(command("repair", Path(self.output) / where) for where in self.unindexed)
 
     @property
     def tensors(self) -> int:
@@ -65,5 +78,8 @@ class SalvageReceipt:
             "lost": [one._asdict() for one in self.lost],
             "doubtful": [one._asdict() for one in self.doubtful],
             "damaged": [one._asdict() for one in self.damaged],
+            "left_out": list(self.left_out),
+            "notes": list(self.notes),
+            "next": list(self.next_steps),
             "not_checked": list(self.not_checked),
         }

@@ -4,15 +4,16 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.salvaged import REPORT
 from ckptfix.errors import OperationError, UnsupportedFormat
 from ckptfix.operations.migrate.copying import Source, write_file
 from ckptfix.operations.migrate.staging import put_in_place, staging_for
-from ckptfix.operations.salvage.found import REPORT, PartOfModel, Sorted
+from ckptfix.operations.salvage.found import PartOfModel, Sorted
 from ckptfix.operations.salvage.receipt import SalvageReceipt
 from ckptfix.storage.atomic import create_file, sync_tree
 from ckptfix.storage.building import build
@@ -43,17 +44,22 @@ def plan_file(part: PartOfModel) -> PlannedFile:
 
     Raises OperationError when neither can hold it.
     """
-    found = part.found
+    found, stems = part.found, part.stems
     new = [NewTensor(one.fqn, one.dtype, one.shape, one.nbytes) for one in found.tensors]
-    try:
-        (output,) = safetensors_files(part.stem, new, found.ties)
-    except UnsupportedFormat as refused:
+    kinds: list[Callable[[], tuple[OutputFile, ...]]] = [
+        lambda: safetensors_files(stems.safetensors, new, found.ties, metadata=found.metadata),
+        lambda: torch_files(stems.torch, new, found.ties, versions=found.versions),
+    ]
+    refused = []
+    for make in reversed(kinds) if stems.is_torch else kinds:
         try:
-            (output,) = torch_files(part.stem, new, found.ties, versions=found.versions)
+            (output,) = make()
         except UnsupportedFormat as error:
-            raise OperationError(f"{part.source}: no file can hold it: {refused}; {error}") from error
-    sources = {one.fqn: Source(made, one) for made, one in zip(new, found.tensors, strict=True)}
-    return PlannedFile(part=part, output=output, sources=sources)
+            refused.append(str(error))
+        else:
+            sources = {one.fqn: Source(made, one) for made, one in zip(new, found.tensors, strict=True)}
+            return PlannedFile(part=part, output=output, sources=sources)
+    raise OperationError(f"{part.source}: no file can hold it: {'; '.join(refused)}")
 
 
 def write_all_beside(

@@ -1,27 +1,37 @@
 """Compare a checkpoint with another one of any format, whose tensors have the same names."""
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.errors import OperationError
+from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.sealing.contents import Contents, Place, read_contents
 from ckptfix.operations.sealing.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.report import Item, Kind
-from ckptfix.operations.target import find_target
-from ckptfix.weights.stored import StoredTensor, Weights
+from ckptfix.operations.target import find_checkpoints, find_target
+from ckptfix.storage.paths import MANIFEST
+from ckptfix.weights.deepspeed_files import BESIDE
+from ckptfix.weights.pairing import crossed, crossing, moved, pair_models
+from ckptfix.weights.stored import Format, StoredTensor, Weights
+from ckptfix.wording import list_names
+
+_BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothing else of it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """An item for every file and tensor of either side, the results of the first side, and what was left out."""
+    """An item for every file and tensor of either side, the results of the first side, and what was left out.
+
+    ``crossed``: which models stand in each other's place, in words, "" when none do.
+    """
 
     items: tuple[Item, ...]
     hashed: Mapping[str | Place, Hashed]
     not_checked: tuple[str, ...]
+    crossed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +45,17 @@ class _Pair:
 def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progress | None) -> Comparison:
     """Compare what was read of a checkpoint with the one at ``path``.
 
-    Models are paired by position, tensors by name. Raises UsageError when nothing is at ``path``, OperationError when
-    its weights cannot be read, or a file of either side changed meanwhile.
+    Models are paired as ``pair_models`` does, tensors by name; a file of a model counts by its tensors alone.
+    Raises UsageError when nothing is at ``path``, or no weights are on one side alone, OperationError when its weights
+    cannot be read, or a file of either side changed meanwhile.
     """
     other = read_contents(find_target(path))
     for side in (contents, other):
         for label, why in side.unreadable.items():
             raise OperationError(f"{side.root / label} cannot be compared: {why}")
-    pairs = [_Pair(*one) for one in zip_longest(contents.weights, other.weights)]
+    if bool(contents.weights) != bool(other.weights):
+        raise UsageError(_without_weights(other if contents.weights else contents))
+    pairs = [_Pair(*one) for one in pair_models(contents.weights, other.weights)]
     alike = _same_names(contents, other)
     jobs: dict[tuple[bool, str | Place], Job] = {}
     for side, is_ours in ((contents, True), (other, False)):
@@ -63,15 +76,47 @@ def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progre
         raise OperationError(f"{other.root}: {bad} cannot be read: {results[False, bad].problem}")
     files = list(_files(contents, other, alike, results))
     tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
-    told = (
-        ["the manifest; leave out --against"] if (contents.root / ".ckptfix/manifest.json").exists() else []
-    )
-    if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
-        told.append(
-            f"tensors under other names: no name is the same; next: ckptfix diff {contents.root} {path}"
-        )
+    told = list(_told(contents, other, pairs, files, tensors))
+    swapped = list(crossed((pair.ours, pair.theirs) for pair in pairs))
     ours = {key: one for (is_ours, key), one in results.items() if is_ours}
-    return Comparison(items=(*files, *tensors), hashed=ours, not_checked=tuple(told))
+    return Comparison(
+        items=(*files, *tensors),
+        hashed=ours,
+        not_checked=tuple(told),
+        crossed=crossing(swapped, str(contents.root), str(other.root)),
+    )
+
+
+def _told(
+    contents: Contents, other: Contents, pairs: list[_Pair], files: list[Item], tensors: list[Item]
+) -> Iterator[str]:
+    """Yield in words what was not compared, and what was compared although it may not belong together."""
+    if (contents.root / MANIFEST).exists():
+        yield "the manifest; leave out --against"
+    both = [(pair.ours, pair.theirs) for pair in pairs]
+    swapped = {id(one) for one, _ in crossed(both)}
+    for here, there in moved(both):
+        if id(here) not in swapped:
+            compared = f"{here.label} was compared with {other.root / there.label}"
+            yield f"positions of models: {compared}: their names fit, or no other was left"
+    yield from _beside_tensors(contents, other, files)
+    if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
+        sides = shlex.join(str(side.root / (side.only or "")) for side in (contents, other))
+        yield f"tensors under other names: no name is the same; next: ckptfix diff {sides}"
+
+
+def _without_weights(side: Contents) -> str:
+    """Say that a side has no weights, and which folders below it have."""
+    found = [str(one) for one in _below(side.root)] if side.only is None else []
+    where = f", but {list_names(found)}; give a folder with weights" if found else ""
+    return f"{side.root / (side.only or '')} holds no weights of a model{where}"
+
+
+def _below(root: Path) -> Iterator[Path]:
+    try:
+        yield from (one for one in find_checkpoints(root) if one != root)
+    except UsageError:  # there is none
+        return
 
 
 def _same_names(contents: Contents, other: Contents) -> list[str]:
@@ -97,14 +142,14 @@ def _files(
     alike: list[str],
     results: Mapping[tuple[bool, str | Place], Hashed],
 ) -> Iterator[Item]:
+    of_models, of_others = _compared_by_tensor(contents), _compared_by_tensor(other)
     for name in alike:
-        ours, theirs = results.get((True, name)), results.get((False, name))
-        if ours is None or theirs is None:
-            sizes = f"has {contents.files[name].size} bytes here, {other.files[name].size} there"
-            yield _item(Kind.FILE, name, name, Outcome.DIFFER, Change.CHANGED, sizes)
+        item = _same_name(name, contents, other, results)
+        if item.change is not None and name in of_models and name in of_others:
+            yield _item(Kind.FILE, name, name, Outcome.NOT_CHECKED, item.change, _BY_TENSOR)
         else:
-            yield _compared(Kind.FILE, name, name, ours, theirs)
-    compared = _compared_by_tensor(contents) | _compared_by_tensor(other)
+            yield item
+    compared = of_models | of_others
     whole = contents.only is None and other.only is None  # of one file, its name says nothing
     for mine, yours, change, words in (
         (contents, other, Change.EXTRA, "is only here"),
@@ -119,9 +164,36 @@ def _files(
                 yield _item(Kind.FILE, name, name, outcome, change, words)
 
 
+def _same_name(
+    name: str, contents: Contents, other: Contents, results: Mapping[tuple[bool, str | Place], Hashed]
+) -> Item:
+    """Return the item of a file that both sides have, by its bytes."""
+    ours, theirs = results.get((True, name)), results.get((False, name))
+    if ours is not None and theirs is not None:
+        return _compared(Kind.FILE, name, name, ours, theirs)
+    sizes = f"has {contents.files[name].size} bytes here, {other.files[name].size} there"
+    return _item(Kind.FILE, name, name, Outcome.DIFFER, Change.CHANGED, sizes)
+
+
+def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) -> Iterator[str]:
+    """Yield in words what lies beside the tensors in files of the models that are not the same in every byte."""
+    same = {item.name for item in files if item.outcome is Outcome.MATCH}
+    for side in (contents, other):
+        for weights in side.weights:
+            where = weights.label if side is contents else side.root / weights.label
+            if same.issuperset(map(str, weights.files)):
+                continue
+            if weights.left:
+                yield f"what {where} holds beside its tensors: {list_names(weights.left)}"
+            if weights.opaque and side is other:  # of this side it is said whatever is compared
+                yield f"what is no plain tensor in {where}: {list_names(weights.opaque)}"
+
+
 def _compared_by_tensor(contents: Contents) -> set[str]:
     """Return the files of the models, with their indexes: in another format or other shards there are others."""
-    return {str(path) for weights in contents.weights for path in weights.files}
+    found = {str(path) for weights in contents.weights for path in weights.files}
+    is_deepspeed = any(weights.format is Format.DEEPSPEED for weights in contents.weights)
+    return found | set(map(str, BESIDE)) if is_deepspeed else found
 
 
 def _tensors(

@@ -1,6 +1,7 @@
 """Every file and tensor of a checkpoint beside what its manifest recorded."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.operations.sealing.contents import Contents, Place
@@ -58,10 +59,31 @@ def _tensor_judgements(
     digests = recorded.digests(contents.weights, contents.unreadable)
     if digests:
         found = named_results(contents, hashed)
-        yield from judge(digests, {place: one.digest for place, one in found.items()})
+        digests_found = {place: one.digest for place, one in found.items()}
+        zeros = _zeros(contents, found) if digests_found != digests else set()
+        yield from judge(digests, digests_found, name_of=_fqn, plain=zeros)
         return
     for weights in contents.weights:
         yield from (Judgement(Place(weights.label, name), Outcome.NOT_CHECKED) for name in weights.named())
+
+
+def _fqn(place: Place) -> str:
+    return place.fqn
+
+
+def _file_name(path: str) -> str:
+    return PurePosixPath(path).name
+
+
+def _zeros(contents: Contents, found: Mapping[Place, Hashed]) -> set[str]:
+    """Return the digests of the tensors that are zero in every byte."""
+    return {
+        one.digest
+        for weights in contents.weights
+        for name, tensor in weights.named().items()
+        for one in (found.get(Place(weights.label, name)),)
+        if one is not None and one.digest and one.zeros >= tensor.nbytes
+    }
 
 
 def _file_items(
@@ -73,10 +95,14 @@ def _file_items(
         if isinstance(key, str) and (key in recorded.sha256 or key not in recorded.sizes)
     }
     sizes = {name: (state.size, recorded.sizes.get(name)) for name, state in contents.files.items()}
-    judged = judge(recorded.sha256, {name: one.digest for name, one in found.items()})
+    empty = {one.digest for name, one in found.items() if one.zeros >= contents.files[name].size}
+    digests = {name: one.digest for name, one in found.items()}
+    judged = judge(recorded.sha256, digests, name_of=_file_name, plain=empty)
     known = [one for one in judged if one.change is not Change.EXTRA]
     yield from describe_files(known, recorded.sha256, found, sizes, whole)
-    told = {one.key for one in known} | {one.other for one in known if one.change is Change.RENAMED}
+    told = {one.key for one in known} | {
+        one.other for one in known if one.change in (Change.RENAMED, Change.MOVED)
+    }
     for name in sorted((contents.files.keys() | recorded.sizes.keys() | recorded.repaired) - told):
         yield _file_without_digest(name, contents, recorded)
     for name, why in contents.special.items():

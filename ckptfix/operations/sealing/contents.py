@@ -15,8 +15,8 @@ from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.operations.sealing.listing import listed_files
 from ckptfix.operations.target import Target
+from ckptfix.storage.listing import listed_files
 from ckptfix.weights.opening import open_checkpoint
 from ckptfix.weights.single import file_weights
 from ckptfix.weights.stored import Format, Weights
@@ -151,7 +151,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str]]:
 
 def lasting_label(weights: Weights, root: Path) -> str:
     """Return what a model is called: a folder that is the checkpoint itself is ".", as it may get another name."""
-    names = {"", root.name, Path(os.path.abspath(root)).name}
+    names = {"", root.name, Path(os.path.abspath(root)).name, root.resolve().name}
     name, bracket, rest = weights.label.partition("[")
     is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
     if is_folder and name in names and not (name and (root / name).is_dir()):

@@ -36,8 +36,9 @@ def describe_tensors(
             if have is not None and change is not Change.EXTRA and files.get(where) is Outcome.DIFFER:
                 text += f"; the digest of {where} differs, too"
         yield Item(
-            kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change, text=text
-        )
+            kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change, text=text,
+            other="" if one.other is None else homes.get(one.other, one.other.label),
+        )  # fmt: skip
 
 
 def describe_files(
@@ -61,7 +62,10 @@ def describe_files(
             text = _file(change, one, recorded, have, sizes.get(one.key, (0, None)))
             if one.key in whole and change in (Change.CHANGED, Change.ZERO_TAIL):
                 text += "; every tensor in it matches, so the difference is in its header or between tensors"
-        yield Item(kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text)
+        yield Item(
+            kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text,
+            other=one.other or "",
+        )  # fmt: skip
 
 
 def _with_tail(one: Judgement[Place] | Judgement[str], have: Hashed | None) -> Change | None:
@@ -79,6 +83,8 @@ def _tensor(change: Change, one: Judgement[Place], recorded: Mapping[Place, str]
             return f"its bytes differ, and its last {zeros} are zero: {_digests(have, want)}"
         case Change.RENAMED:
             return f"renamed: what was recorded of it is now {one.other}"
+        case Change.MOVED:
+            return f"moved: it is now in {one.other.label if one.other is not None else '?'}"
         case _:
             return _elsewhere(change, one.other, _digests(have, want))
 
@@ -101,6 +107,8 @@ def _file(
             return f"{sizes}differs, and its last {zeros} bytes are zero: {_digests(have, want)}"
         case Change.RENAMED:
             return f"renamed: it is now {one.other}"
+        case Change.MOVED:
+            return f"moved: it is now {one.other}"
         case _:
             return _elsewhere(change, one.other, _digests(have, want))
 

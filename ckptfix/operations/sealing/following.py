@@ -8,7 +8,6 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -20,8 +19,9 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.checkpoint.sharded import ShardedState
 from ckptfix.checkpoint.sharded_scan import scan_sharded
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import METADATA_NAME
+from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
 from ckptfix.formats.dcp_names import model_names
+from ckptfix.operations.sharded_editing import new_paths
 from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Step
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import KEPT, Literal, Recipe
@@ -92,40 +92,50 @@ def _renamed_sharded(
     entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> Iterator[ManifestEntry]:
     """Give the entries of DCP folders the new names of their tensors."""
-    found: dict[str, tuple[ShardedState, KeyMap]] = {}
+    found: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
     if any(path.name == METADATA_NAME for path in renames):
         for state in scan_sharded(folder):
-            action, scope = renames.get(state.metadata_path), state.model
-            key_map = action.maps.get((scope.path, scope.kind)) if action and scope else None
-            if key_map is not None:
+            action = renames.get(state.metadata_path)
+            if action is not None and state.metadata is not None:
                 labels = {
                     str(state.path)
                 }  # "." when the checkpoint itself is one, in older manifests its name
                 if not state.path.parts:
                     labels.add(folder.root.resolve().name)
-                found |= dict.fromkeys(labels, (state, key_map))
+                new = _new_names(state, state.metadata, action)
+                found |= dict.fromkeys(labels, (state.metadata, new))
     for entry in entries:
-        state_and_map = found.get(entry.file) or found.get(entry.file.partition("[")[0])
-        if state_and_map is None:
+        metadata_and_names = found.get(entry.file) or found.get(entry.file.partition("[")[0])
+        if metadata_and_names is None:
             yield entry
             continue
-        state, rename = state_and_map
-        model = model_names(state.metadata) if state.metadata is not None else None
+        metadata, new = metadata_and_names
+        model = model_names(metadata)
         names = model.names if model is not None else {}
         tensors = [
             (names[one.fqn], one.dtype, one.shape)
-            for one in (state.metadata.tensors if state.metadata is not None else ())
+            for one in metadata.tensors
             if one.fqn in names and one.dtype is not None
         ]
         keys = entry.keys
         if keys == key_fingerprint(tensors):
-            keys = key_fingerprint((rename(fqn), dtype, shape) for fqn, dtype, shape in tensors)
+            keys = key_fingerprint((new.get(fqn, fqn), dtype, shape) for fqn, dtype, shape in tensors)
         yield replace(
             entry,
             keys=keys,
-            digests={rename(fqn): digest for fqn, digest in entry.digests.items()},
-            aliases={rename(name): rename(kept) for name, kept in entry.aliases.items()},
+            digests={new.get(fqn, fqn): digest for fqn, digest in entry.digests.items()},
+            aliases={new.get(name, name): new.get(kept, kept) for name, kept in entry.aliases.items()},
         )
+
+
+def _new_names(state: ShardedState, metadata: DcpMetadata, action: RewriteNames) -> dict[str, str]:
+    """Return the new names of the tensors of a DCP folder's model by the old ones, as the manifest has them."""
+    model = model_names(metadata)
+    if model is None:
+        return {}
+    paths = new_paths(state, metadata, action.maps)
+    depth = len(model.prefix)
+    return {name: ".".join(map(str, paths[fqn][depth:])) for fqn, name in model.names.items() if fqn in paths}
 
 
 def _renamed(

@@ -32,7 +32,11 @@ class Recorded:
         self.is_sealed = manifest is not None and bool(manifest.sha256)
         entries = manifest.models if manifest is not None else ()
         self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
-        self.aliases = {entry.file: entry.aliases.keys() - entry.digests.keys() for entry in entries}
+        by_the_save = manifest is not None and manifest.is_of_a_save  # others saw them in the files' headers
+        self.aliases = {
+            entry.file: (entry.aliases.keys() if by_the_save else set()) - entry.digests.keys()
+            for entry in entries
+        }
         self.sha256 = dict(manifest.sha256) if manifest is not None else {}
         self.sizes = dict(manifest.files) if manifest is not None else {}
         self.only = target.only

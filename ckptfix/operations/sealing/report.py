@@ -24,7 +24,8 @@ class Item:
 
     ``name``: the relative path, or the tensor's name. ``where``: of a tensor, the file that holds it, or held it.
     ``change``: what happened to it, None where it matches and where nothing is known. ``text``: the sentence, "" for
-    a match.
+    a match. ``other``: the file that it was swapped with, or is now; of a tensor, the file that holds what it was
+    swapped with, or holds it now; "" when there is none.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Item:
     outcome: Outcome
     change: Change | None = None
     text: str = ""
+    other: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Return the item as JSON values."""
@@ -43,6 +45,7 @@ class Item:
             "outcome": self.outcome.value,
             "change": None if self.change is None else self.change.value,
             "message": self.text,
+            "other": self.other,
         }
 
 
@@ -52,7 +55,8 @@ class VerifyReport:
 
     ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
     ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
-    ``not_checked``: in words. ``unfinished``: what could not be read, in words.
+    ``crossed``: which models stand there in each other's place, in words, "" when none do. ``not_checked``: in words.
+    ``unfinished``: what could not be read, in words.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class VerifyReport:
     values: tuple[ValueFinding, ...] = ()
     sealed: bool = False
     against: Path | None = None
+    crossed: str = ""
     not_checked: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
 
@@ -73,6 +78,7 @@ class VerifyReport:
         """
         if (
             any(item.outcome is Outcome.DIFFER for item in self.items)
+            or self.crossed
             or status_of(self.findings)
             or any(one.severity is not Severity.NOTE for one in self.values)
         ):
@@ -93,6 +99,7 @@ class VerifyReport:
             "against": None if self.against is None else str(self.against),
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "items": [item.as_json() for item in self.items],
+            "crossed": self.crossed,
             "values": [value.as_json() for value in self.values],
             "not_checked": list(self.not_checked),
             "unfinished": list(self.unfinished),

@@ -18,14 +18,14 @@ from ckptfix.checkpoint.manifest import (
 )
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.operations.findings import Finding, InterruptedSave, Severity
+from ckptfix.operations.findings import Finding, Severity
 from ckptfix.operations.sealing.comparing import compare
 from ckptfix.operations.sealing.contents import Contents, Place, read_contents
 from ckptfix.operations.sealing.hashing import Hashed
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
 from ckptfix.operations.sealing.report import Item
-from ckptfix.operations.sealing.verify import hash_recorded, structure
+from ckptfix.operations.sealing.verify import forbids_seal, hash_recorded, structure
 from ckptfix.operations.target import find_target
 from ckptfix.storage.atomic import create_file, sync_folder
 from ckptfix.storage.edits import Replace
@@ -84,8 +84,9 @@ def seal(
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; what else it says stays.
 
-    A folder in which ``check`` finds an error, whose save was cut short, or that differs from its manifest, is not
-    sealed unless ``force`` is on. CRCs that its files have are compared: a flipped bit is not sealed as good.
+    A folder in which ``check`` finds an error, whose save was cut short, or in which something that its manifest lists
+    is gone or changed, is not sealed unless ``force`` is on; files that were added are. CRCs that its files have are
+    compared: a flipped bit is not sealed as good.
     Where repairs can still be undone, the sealing is a step that ``undo`` takes back before them.
 
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
@@ -102,7 +103,7 @@ def seal(
         )
     all_findings, _ = structure(contents, target, data=True, progress=progress)
     findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
-    if any(map(_forbids, findings)) and not force:
+    if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
     with folder_lock(target.root):
         if any(one.state is State.PENDING for one in transactions(target.root)):
@@ -139,11 +140,6 @@ def seal(
         special=tuple(f"{name}: {why}" for name, why in contents.special.items()),
         transaction=number,
     )
-
-
-def _forbids(finding: Finding) -> bool:
-    """Whether a folder with this should not be sealed: an error, or a save that was cut short."""
-    return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 
 def _sealed(old: Manifest | None, contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Manifest:
@@ -191,14 +187,16 @@ def _write(root: Path, manifest: Manifest) -> int | None:
     with suppress(FileNotFoundError):  # from a run that was killed
         os.unlink(new)
     create_file(new, data)
-    if not transactions(root):
-        os.replace(new, path)
-        sync_folder(root / JOURNAL)
-        sync_folder(root)
-        return None
+    try:
+        if not transactions(root):
+            os.replace(new, path)
+            sync_folder(root / JOURNAL)
+            sync_folder(root)
+            return None
+        mode = stat.S_IMODE(os.stat(new).st_mode)
+    finally:
+        new.unlink(missing_ok=True)
     # The files as they are before a repair need the manifest as it was then: an undo takes this one back first.
-    mode = stat.S_IMODE(os.stat(new).st_mode)
-    os.unlink(new)
     edit = Replace(
         path=PurePosixPath(MANIFEST),
         content=Recipe(pieces=(Literal(data),), mode=mode),

@@ -5,10 +5,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import UsageError
 from ckptfix.operations.check import check
-from ckptfix.operations.findings import Finding
+from ckptfix.operations.findings import (
+    Finding,
+    InterruptedSave,
+    Severity,
+)
 from ckptfix.operations.sealing.against import compare_with
 from ckptfix.operations.sealing.comparing import compare
 from ckptfix.operations.sealing.contents import Contents, Place, read_contents
@@ -17,11 +22,11 @@ from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
 from ckptfix.operations.sealing.report import VerifyReport
 from ckptfix.operations.sealing.values import ValueFinding, judge_values
 from ckptfix.operations.target import Target, find_target
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.wording import count_of, list_names
 
-_COVERED = ("values of tensors", "of no checkpoint beside it")
-"""How what ``check`` leaves to ``verify`` begins and ends: values, and files that are no part of a checkpoint."""
+_COVERED = ("values of tensors", "digests in ", "other files beside it")
+"""How what ``check`` leaves to ``verify`` begins: values, digests, and files that are no part of a checkpoint."""
 
 
 def verify(
@@ -41,21 +46,28 @@ def verify(
     """
     target = find_target(path)
     contents = read_contents(target)
-    findings, unseen = structure(contents, target, data=data, progress=progress)
+    findings: tuple[Finding, ...]
+    unseen: tuple[str, ...]
     manifest = None if against is not None else readable_manifest(target.root)
+    try:
+        findings, unseen = structure(contents, target, data=data, progress=progress)
+    except UsageError:
+        if manifest is None or not (manifest.sha256 or manifest.files):
+            raise
+        findings, unseen = (), ()  # what it lists is missing, each file is named
     if against is not None:
         comparison = compare_with(contents, Path(against), data=data, progress=progress)
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
+        crossed = comparison.crossed
     else:
         recorded = Recorded(manifest, target)
         done = hash_recorded(contents, recorded, data=data, progress=progress)
         items, hashed = tuple(compare(contents, recorded, done)), done
         lost = tuple(_lost(contents, recorded, data=data))
-        told = ()
+        told, crossed = (), ""
         if manifest is None:
-            seal = command("seal", target.root)
-            told = (f"digests: no manifest: nothing to compare with; next: {seal}",)
+            told = (f"digests: no manifest: nothing to compare with{_to_seal(target, findings)}",)
     values = tuple(found_values(contents, hashed)) if data else ()
     return VerifyReport(
         path=target.path,
@@ -65,9 +77,31 @@ def verify(
         values=values,
         sealed=manifest is not None,
         against=None if against is None else Path(against),
+        crossed=crossed,
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, data=data)),
         unfinished=(*(f"{key}: {one.problem}" for key, one in hashed.items() if one.problem), *lost),
     )
+
+
+def _to_seal(target: Target, findings: tuple[Finding, ...]) -> str:
+    """Say what to type next where there is no manifest: a seal, or first what mends the damage that it refuses."""
+    serious = [one for one in findings if one.severity is not Severity.NOTE]
+    if any(one.is_fixable for one in serious):
+        return f"; next: {command('repair', target.root, target.only or '')}"
+    if any(one.is_salvageable for one in serious):
+        return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
+    if any(map(forbids_seal, serious)):
+        return ", and a damaged folder is not sealed"
+    if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
+        return "; the last save was interrupted: save again"
+    if target.only is not None:
+        return f"; to seal all files of its folder: {command('seal', target.root)}"
+    return f"; next: {command('seal', target.root)}"
+
+
+def forbids_seal(finding: Finding) -> bool:
+    """Whether a folder with this should not be sealed: an error, or a save that was cut short."""
+    return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 
 def structure(
@@ -83,10 +117,8 @@ def structure(
         if contents.weights or contents.unreadable:
             return (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
         raise
-    unseen = (words for words in report.not_checked if not words.startswith(_COVERED[0]))
-    return report.findings, tuple(
-        f"structure: {words}" for words in unseen if not words.endswith(_COVERED[1])
-    )
+    unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
+    return report.findings, tuple(f"structure: {words}" for words in unseen)
 
 
 def hash_recorded(
@@ -143,6 +175,6 @@ def _not_looked_at(contents: Contents, hashed: Mapping[str | Place, Hashed], *, 
             yield f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their file"
     for weights in contents.weights:
         if weights.opaque:
-            yield f"{len(weights.opaque)} values in {weights.label} that are no tensors"
+            yield f"what is no plain tensor in {weights.label}: {list_names(weights.opaque)}"
     for label, why in contents.unreadable.items():
         yield f"tensors of {label}: {why}"

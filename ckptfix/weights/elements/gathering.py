@@ -5,35 +5,25 @@ from math import prod
 from typing import Any
 
 import numpy
-from numpy.lib.stride_tricks import as_strided
 
-from ckptfix.errors import ChangedError
 from ckptfix.storage.pieces import OpenFiles
+from ckptfix.weights.elements.strides import box_bytes, element_dtype, read_box
 from ckptfix.weights.layouts import Contiguous, Strided, Tile, Tiled
 
 
-def gathered(layout: Strided, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the elements of a strided tensor in row-major order. Its storage is mapped, not read into memory."""
+def gathered(layout: Strided, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the elements of a strided tensor in row-major order, as many at a time as ``buffer`` has."""
     if 0 in layout.shape:
         return
-    for part in _parts(_mapped(layout), len(buffer) // layout.width):
-        yield memoryview(numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8))
-
-
-def _mapped(layout: Strided) -> Any:
-    """Return a strided tensor as an array over its file."""
-    path, offset, length = layout.storage
-    try:
-        storage: Any = numpy.memmap(
-            path, dtype=f"V{layout.width}", mode="r", offset=offset, shape=length // layout.width
-        )
-    except ValueError as error:  # numpy's word for a file that is too short
-        raise ChangedError(f"{path} changed while it was read: {error}") from error
-    strides = tuple(
-        step * layout.width if length > 1 else 0  # a file can claim any stride where none is ever taken
-        for step, length in zip(layout.stride, layout.shape, strict=True)
-    )
-    return as_strided(storage[layout.first :], shape=layout.shape, strides=strides, writeable=False)
+    most = len(buffer) // layout.width * layout.width
+    many = min(max(box_bytes(layout), most) // layout.width, prod(layout.shape))
+    room: Any = numpy.empty(many, element_dtype(layout.width))
+    for begin, lengths in _boxes(layout.shape, many):
+        box = room[: prod(lengths)]
+        read_box(layout, begin, box.reshape(lengths), files)
+        data = memoryview(box.view(numpy.uint8))
+        for done in range(0, len(data), most):
+            yield data[done : done + most]
 
 
 def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
@@ -44,7 +34,7 @@ def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[m
     begins = numpy.array([tile.offsets for tile in tiles], numpy.int64)
     ends = begins + numpy.array([tile.lengths for tile in tiles], numpy.int64)
     for begin, lengths in _boxes(layout.shape, len(buffer) // layout.width):
-        box: Any = numpy.empty(lengths, f"V{layout.width}")
+        box: Any = numpy.empty(lengths, element_dtype(layout.width))
         end = numpy.add(begin, lengths)
         for number in numpy.flatnonzero(((begins < end) & (begin < ends)).all(axis=1)):
             _place(box, begin, tiles[number], layout.width, files)
@@ -84,7 +74,7 @@ def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: Open
         for firsts in (begin, tile.offsets)
     )
     if isinstance(tile.layout, Strided):
-        box[place] = _mapped(tile.layout)[inside]
+        read_box(tile.layout, tuple(part.start for part in inside), box[place], files)
         return
     skip = (
         0  # the box is cut along one dimension and has all of those behind it: its part of a tile is one run
@@ -93,7 +83,7 @@ def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: Open
         skip = skip * length + part.start
     data = memoryview(bytearray(prod(lengths) * width))
     _read(tile.layout, skip * width, data, files)
-    box[place] = numpy.frombuffer(data, f"V{width}").reshape(lengths)
+    box[place] = numpy.frombuffer(data, element_dtype(width)).reshape(lengths)
 
 
 def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> None:
@@ -104,18 +94,3 @@ def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> Non
             files.fill(view[:take], path, offset + skip)
             view = view[take:]
         skip = max(0, skip - length)
-
-
-def _parts(view: Any, most: int) -> Iterator[Any]:
-    """Cut an array along its first dimensions into parts of at most ``most`` elements, in order."""
-    if view.size <= most:
-        yield view
-        return
-    inner = view.size // len(view)
-    if inner > most:
-        for one in view:
-            yield from _parts(one, most)
-        return
-    many = most // inner
-    for begin in range(0, len(view), many):
-        yield view[begin : begin + many]

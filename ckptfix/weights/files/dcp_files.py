@@ -150,22 +150,21 @@ class _MetadataWriter:
     """Writes ``.metadata`` opcode by opcode: objects for 100,000 tensors would take a gigabyte."""
 
     def __init__(self) -> None:
-        self._pickle = PickleWriter()
+        self._pickle = PickleWriter(protocol=4)
         self._names: dict[str, int] = {}
-        self._sizes: dict[tuple[int, ...], int] = {}
 
     def write(self, named: Sequence[tuple[str, tuple[str, ...], _Placed]]) -> bytes:
         """Return the pickle of a ``Metadata``."""
         pickle = self._pickle
         self._begin(_METADATA)
         pickle.value("state_dict_metadata")
-        pickle.opcodes(_EMPTY_DICT)
+        self._kept(_EMPTY_DICT)
         pickle.batches(named, lambda one: self._tensor(one[0], one[2].tensor))
         pickle.value("planner_data")
-        pickle.opcodes(_EMPTY_DICT)
+        self._kept(_EMPTY_DICT)
         pickle.batches(named, lambda one: self._path(one[0], one[1]))
         pickle.value("storage_data")
-        pickle.opcodes(_EMPTY_DICT)
+        self._kept(_EMPTY_DICT)
         pickle.batches(named, lambda one: self._place(one[0], one[2]))
         for name, value in (("storage_meta", None), ("version", _VERSION)):
             pickle.value(name)
@@ -176,7 +175,14 @@ class _MetadataWriter:
     def _begin(self, cls: Global) -> None:
         """Push an instance and begin its attributes, which ``_END`` sets."""
         self._pickle.named(cls.module, cls.name)
-        self._pickle.opcodes(EMPTY_TUPLE + NEWOBJ + _EMPTY_DICT + MARK)
+        self._kept(EMPTY_TUPLE + NEWOBJ)
+        self._kept(_EMPTY_DICT)
+        self._pickle.opcodes(MARK)
+
+    def _kept(self, opcodes: bytes) -> None:
+        """Push what the pickler keeps in the memo, though nothing refers to it: so the fast reader knows it."""
+        self._pickle.opcodes(opcodes)
+        self._pickle.put()
 
     def _name(self, name: str) -> None:
         number = self._names.get(name)
@@ -186,15 +192,12 @@ class _MetadataWriter:
             self._pickle.get(number)
 
     def _size(self, attribute: str, numbers: tuple[int, ...]) -> None:
+        """Push a size anew, as torch does: the fast reader knows none that it did not read itself."""
         self._pickle.value(attribute)
-        memo = self._sizes.get(numbers)
-        if memo is not None:
-            self._pickle.get(memo)
-            return
         self._pickle.named(_SIZE.module, _SIZE.name)
         self._pickle.sizes(numbers)
-        self._pickle.opcodes(_TUPLE1 + REDUCE)
-        self._sizes[numbers] = self._pickle.put()
+        self._kept(_TUPLE1)
+        self._kept(REDUCE)
 
     def _tensor(self, name: str, tensor: NewTensor) -> None:
         pickle = self._pickle
@@ -202,14 +205,16 @@ class _MetadataWriter:
         self._begin(_TENSOR)
         pickle.value("properties")
         pickle.named(_PROPERTIES.module, _PROPERTIES.name)
-        pickle.opcodes(EMPTY_TUPLE + NEWOBJ + MARK)
+        self._kept(EMPTY_TUPLE + NEWOBJ)
+        pickle.opcodes(MARK)
         pickle.named("torch", DTYPE_NAMES[tensor.dtype])
         for value in (_STRIDED, False, _CONTIGUOUS, False):
             pickle.value(value)
-        pickle.opcodes(TUPLE + BUILD)
+        self._kept(TUPLE)
+        pickle.opcodes(BUILD)
         self._size("size", tensor.shape)
         pickle.value("chunks")
-        pickle.opcodes(_EMPTY_LIST)
+        self._kept(_EMPTY_LIST)
         self._begin(_CHUNK)
         self._size("offsets", (0,) * len(tensor.shape))
         self._size("sizes", tensor.shape)

@@ -1,8 +1,9 @@
-"""Pickles as bytes, opcode by opcode, in the form that CPython's pickler gives protocol 2.
+"""Pickles as bytes, opcode by opcode, in the form that CPython's pickler gives protocol 2 or 4.
 
-Protocol 2 is what ``torch.save`` writes; ``torch.load(weights_only=True)`` reads no opcode of a newer one. The order
-of opcodes, the memo and the batches follow CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same
-bytes. Nothing of Python's own pickle module takes part: classes are names here, and are never imported.
+Protocol 2 is what ``torch.save`` writes; ``torch.load(weights_only=True)`` reads no opcode of a newer one. Protocol 4
+is what DCP has for its metadata. The order of opcodes, the memo and the batches follow CPython 3.11,
+``Modules/_pickle.c``, so that the same values give the same bytes. Nothing of Python's own pickle module takes part:
+classes are names here, and are never imported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from struct import pack
 from typing import Any, TypeVar
 
 from ckptfix.errors import UnsupportedFormat
+from ckptfix.formats.pickle_literals import MAX_TEXT
 
 MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = b"(", b")", b"t", b"R", b"\x81", b"b", b"Q"
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
@@ -54,9 +56,11 @@ class PickleWriter:
     ``value`` writes any value whole; the other methods write single opcodes, for what is written 100,000 times.
     """
 
-    def __init__(self) -> None:
-        """Begin a pickle of protocol 2."""
-        self._data = bytearray(b"\x80\x02")
+    def __init__(self, protocol: int = 2) -> None:
+        """Begin a pickle of protocol 2, or of 4, without its frames, which no reader needs."""
+        self._data = bytearray(b"\x80" + pack("<B", protocol))
+        self._is_new = protocol >= 4
+        self._words: dict[str, int] = {}  # of names of modules, which protocol 4 pushes as strings
         self._puts = 0
         self._globals: dict[tuple[str, str], int] = {}
         self._met: dict[int, tuple[int, Any]] = {}  # the object is kept, lest another gets its id
@@ -72,7 +76,10 @@ class PickleWriter:
     def put(self) -> int:
         """Keep the value on top of the stack in the memo, and return its number there."""
         number = self._puts
-        self._data += b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number)
+        if self._is_new:
+            self._data += b"\x94"
+        else:
+            self._data += b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number)
         self._puts = number + 1
         return number
 
@@ -81,9 +88,17 @@ class PickleWriter:
         self._data += b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number)
 
     def text(self, value: str) -> int:
-        """Push a string and keep it; half of a surrogate pair is written as pickle writes it. Returns its number."""
+        """Push a string and keep it; half of a surrogate pair is written as pickle writes it. Returns its number.
+
+        Raises UnsupportedFormat for one that is longer than what is read back.
+        """
         data = value.encode("utf-8", "surrogatepass")
-        self._data += b"X" + pack("<I", len(data))
+        if len(data) > MAX_TEXT:
+            raise UnsupportedFormat(
+                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, {MAX_TEXT} are read back at most"
+            )
+        is_short = self._is_new and len(data) < 256
+        self._data += b"\x8c" + pack("<B", len(data)) if is_short else b"X" + pack("<I", len(data))
         self._data += data
         return self.put()
 
@@ -120,8 +135,19 @@ class PickleWriter:
         if number is not None:
             self.get(number)
             return
-        self._data += b"c" + module.encode("ascii") + b"\n" + name.encode("ascii") + b"\n"
+        if self._is_new:
+            self._word(module)
+            self._word(name)
+            self._data += b"\x93"
+        else:
+            self._data += b"c" + module.encode("ascii") + b"\n" + name.encode("ascii") + b"\n"
         self._globals[module, name] = self.put()
+
+    def _word(self, word: str) -> None:
+        if word in self._words:
+            self.get(self._words[word])
+        else:
+            self._words[word] = self.text(word)
 
     def value(self, value: Any) -> None:
         """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or Persistent.

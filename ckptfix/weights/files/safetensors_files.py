@@ -12,8 +12,8 @@ from typing import Any
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.weights.files.parts import Data, Literal, NewTensor, OutputFile, Part
-from ckptfix.weights.files.sharding import in_shards, index_file, shard_names
-from ckptfix.weights.tie_records import LISTED, metadata_of
+from ckptfix.weights.files.sharding import NO_WORDS, in_shards, index_file, shard_names
+from ckptfix.weights.tie_records import LISTED, metadata_of, unwritable
 
 _ORDER_TEXT = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64
@@ -31,16 +31,19 @@ def safetensors_files(
     *,
     most: int | None = None,
     metadata: Mapping[str, str] = _NO_METADATA,
+    index_words: Mapping[str, Any] = NO_WORDS,
 ) -> tuple[OutputFile, ...]:
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
     ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does.
-    ``metadata``: of every file, beside those. Raises UnsupportedFormat for a dtype or a name that safetensors does not
-    have.
+    ``metadata``: of every file, beside those, without what is ``unwritable``. ``index_words``: what their index says
+    beside its map. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
     """
     shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
     names = shard_names(stem, ".safetensors", len(shards))
     files = []
+    lost = unwritable(metadata, ties, {tensor.fqn for tensor in tensors})
+    metadata = {key: text for key, text in metadata.items() if key not in lost}
     for name, shard in zip(names, shards, strict=True):
         held = {tensor.fqn for tensor in shard}
         own = {other: kept for other, kept in ties.items() if kept in held}
@@ -51,7 +54,7 @@ def safetensors_files(
         )
         files.append(OutputFile(path=name, parts=parts))
     if len(shards) > 1:
-        files.append(index_file(stem, ".safetensors", shards))
+        files.append(index_file(stem, ".safetensors", shards, index_words))
     return tuple(files)
 
 

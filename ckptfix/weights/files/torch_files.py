@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from struct import pack
+from typing import Any
 
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
@@ -28,7 +29,7 @@ from ckptfix.weights.files.pickle_writing import (
     Global,
     PickleWriter,
 )
-from ckptfix.weights.files.sharding import in_shards, index_file, shard_names
+from ckptfix.weights.files.sharding import NO_WORDS, in_shards, index_file, shard_names
 from ckptfix.weights.files.zip_parts import NewRecord, zip_parts
 
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
@@ -52,12 +53,14 @@ def torch_files(
     most: int | None = None,
     versions: Mapping[str, int] = _NO_VERSIONS,
     suffix: str = ".bin",
+    index_words: Mapping[str, Any] = NO_WORDS,
 ) -> tuple[OutputFile, ...]:
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
     The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the other at the
     end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state dict has; every shard
-    has it whole. Raises UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
+    has it whole. ``index_words``: what their index says beside its map. Raises UnsupportedFormat for a dtype that
+    torch.save has no tensors of, or a pickle that is too long.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
@@ -73,7 +76,7 @@ def torch_files(
             [*shard, *(kept._replace(fqn=other, nbytes=0) for other, kept in own.items())]
             for shard, own in zip(shards, tied, strict=True)
         ]
-        files.append(index_file(stem, suffix, named))
+        files.append(index_file(stem, suffix, named, index_words))
     return tuple(files)
 
 

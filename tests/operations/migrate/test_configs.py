@@ -150,8 +150,8 @@ def test_names_in_a_sharded_optimizer_are_said_to_stay(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x" / "model.safetensors", {"module.w": torch.ones(2)})
     torch.save({}, tmp_path / "x" / "random_states_0.pkl")
     migrate(tmp_path / "x", tmp_path / "a", to="dcp")
-    (tmp_path / "a" / "optimizer_0").mkdir()
-    (tmp_path / "a" / "optimizer_0" / "__0_0.distcp").write_bytes(b"x")
+    write_safetensors(tmp_path / "o.safetensors", {"optimizer.state.w.exp_avg": torch.ones(2)})
+    migrate(tmp_path / "o.safetensors", tmp_path / "a" / "optimizer_0", to="dcp")
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", keys="bare")
     assert any("inside of optimizers" in words for words in receipt.not_checked)
 

@@ -37,7 +37,7 @@ def test_a_folder_of_the_user_is_never_replaced(lone: Path, models: Path) -> Non
     ) as one:
         migrate(lone, models, to="safetensors")
     assert "--overwrite" not in str(one.value)
-    with pytest.raises(UsageError, match=r"would be lost: 'data\.csv', 'src/train\.py'"):
+    with pytest.raises(UsageError, match=r"would be lost: 'data\.csv', 'src/'"):
         migrate(lone, models, to="safetensors", overwrite=True)
     assert names_below(models) == before
     (lone.parent / "folder").mkdir()
@@ -96,6 +96,86 @@ def test_an_empty_folder_is_taken(lone: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         migrate(lone, lone.parent / "d", to="safetensors")
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "b", "c.safetensors", "d"]
+
+
+def test_the_root_of_the_disk_is_refused_without_walking_it(
+    lone: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        seen.append(str(path))
+        return real(path)
+
+    (models.parent / "a").mkdir()
+    write_safetensors(models.parent / "a" / "model.safetensors", {"z": torch.zeros(2)})
+    monkeypatch.setattr("ckptfix.operations.migrate.standing.os.scandir", scandir)
+    monkeypatch.setattr("ckptfix.operations.migrate.placing.os.walk", None)
+    for place in (Path("/"), models):
+        with pytest.raises(UsageError, match="exists; it holds more than a checkpoint; name a place"):
+            migrate(models.parent / "a", place, to="bin")
+    assert seen == ["/", str(models)]
+
+
+@pytest.mark.parametrize("kind", ["a shard", "through a link", "the folder"])
+def test_what_is_read_through_a_link_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    source, real = tmp_path / "src", tmp_path / "real"
+    source.mkdir()
+    real.mkdir()
+    if kind != "the folder":
+        write_safetensors(tmp_path / "a.safetensors", {"a": torch.ones(300), "b": torch.ones(300)})
+        migrate(tmp_path / "a.safetensors", real, to="safetensors", max_shard_size=1300)
+        place = real / "model-00002-of-00002.safetensors"
+        for path in real.iterdir():
+            (source / path.name).symlink_to(path)
+        given = (real if kind == "a shard" else source) / "model.safetensors.index.json"
+    else:
+        write_safetensors(real / "model.safetensors", {"a": torch.ones(3)})
+        (source / "model.safetensors").symlink_to("../real/model.safetensors")
+        given, place = source, real
+    before = {path: path.read_bytes() for path in real.iterdir()}
+    to = "bin" if place == real else "safetensors"
+    with pytest.raises(UsageError, match="is to be migrated; name another place"):
+        migrate(given, place, to=to, dtype="bf16", overwrite=True)
+    assert {path: path.read_bytes() for path in real.iterdir()} == before
+
+
+def test_what_is_carried_or_left_out_through_a_link_is_not_replaced(tmp_path: Path) -> None:
+    source, real = tmp_path / "src", tmp_path / "real"
+    for folder in (source, real):
+        folder.mkdir()
+        write_safetensors(folder / "model.safetensors", {"a": torch.ones(3)})
+    for name in ("config.json", "pytorch_model.bin"):
+        (real / name).write_text("{}")
+        (source / name).symlink_to(real / name)
+        if name != "config.json":
+            (source / name).unlink()
+            torch.save({"b": torch.ones(3)}, real / name)
+            (source / name).symlink_to(real / name)
+            (source / "config.json").unlink()
+        before = names_below(real)
+        with pytest.raises(
+            UsageError, match=f"would be replaced, and .*real/{name}, which .*src/{name} leads to"
+        ):
+            migrate(source, real, to="safetensors", overwrite=True)
+        assert names_below(real) == before
+
+
+def test_nothing_is_written_into_a_folder_that_is_carried_through_a_link(tmp_path: Path) -> None:
+    source, data = tmp_path / "src", tmp_path / "data"
+    source.mkdir()
+    data.mkdir()
+    (data / "notes.txt").write_text("mine")
+    write_safetensors(source / "model.safetensors", {"a": torch.ones(3)})
+    (source / "data").symlink_to(data)
+    with pytest.raises(UsageError, match=r"data/new lies inside .*src/data, which is to be migrated"):
+        migrate(source, data / "new", to="bin")
+    assert names_below(data) == {"notes.txt"}
+    (source / "data").unlink()
+    (source / "one.txt").symlink_to(data / "notes.txt")  # of a file alone its folder is not the source's
+    migrate(source, data / "new", to="bin")
+    assert names_below(data / "new") == {"pytorch_model.bin", "one.txt"}
 
 
 @pytest.mark.parametrize(("link", "real"), [("checkpoints", "store"), ("ck", "disk/checkpoints")])

@@ -1,5 +1,6 @@
 """A migration that is killed, runs out of space or meets something in its way: DST is there whole or not at all."""
 
+import errno
 import hashlib
 import json
 import os
@@ -150,7 +151,7 @@ def test_a_failing_disk_leaves_nothing_behind(source: Path, fault: Fault, call: 
     for at in each_point(action, undo, call):
         outcome, error = strike(action, at, fault)
         failed += outcome is Outcome.RAISED
-        assert outcome is Outcome.FINISHED or error == "OSError"
+        assert outcome is Outcome.FINISHED or error in ("OSError", "OperationError")
         assert contents(source) == before
         if (
             outcome is Outcome.FINISHED or target.exists()
@@ -175,6 +176,26 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     assert os.listdir(source.parent) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "notes.txt"])
+def test_a_disk_that_fills_up_meanwhile_is_named(
+    source: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(f"/new/{name}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    words = rf"b: .* [0-9]+ bytes more were to be written, [0-9]+ are free: '.*/new/{name}'; [0-9]+ bytes .* in all"
+    with pytest.raises(
+        OperationError, match=f"{words}; nothing was written there; next: make room on that disk"
+    ):
+        migrate(source, source.parent / "b", to="safetensors")
+    assert os.listdir(source.parent) == ["a"]
+
+
 def test_nothing_is_written_where_something_stands(source: Path) -> None:
     target = source.parent / "b"
     target.write_text("mine")
@@ -193,7 +214,7 @@ def test_a_folder_without_a_checkpoint_is_never_replaced(
     target = source.parent / "b"
     (target / "photos").mkdir(parents=True)
     (target / "photos" / "1.jpg").write_text("dear")
-    with pytest.raises(UsageError, match=r"would be lost: 'photos/1\.jpg'; --overwrite does not replace it"):
+    with pytest.raises(UsageError, match=r"would be lost: 'photos/'; --overwrite does not replace it"):
         migrate(source, target, to="bin", overwrite=True)
     write_model(target / "model.safetensors")
     monkeypatch.chdir(target)
@@ -242,6 +263,18 @@ def test_what_comes_to_dst_meanwhile_stays(source: Path, monkeypatch: pytest.Mon
         migrate(source, target, to="bin")
     assert names_below(target) == {"theirs"}
     assert sorted(os.listdir(source.parent)) == ["a", "b"]
+
+
+def test_a_file_that_comes_to_dst_meanwhile_stays(source: Path) -> None:
+    target = source.parent / "b.bin"
+
+    def write(count: int) -> None:
+        target.write_text("theirs")
+
+    with pytest.raises(ChangedError, match="has come into being meanwhile"):
+        migrate(source / "model.safetensors", target, to="bin", progress=write)
+    assert target.read_text() == "theirs"
+    assert sorted(os.listdir(source.parent)) == ["a", "b.bin"]
 
 
 def test_in_a_folder_of_checkpoints_nothing_is_staged(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +365,31 @@ def test_permissions_are_those_of_the_source(source: Path) -> None:
     assert (source.parent / "b" / "pytorch_model.bin").stat().st_mode & 0o777 == 0o600
     assert (source.parent / "b" / "pytorch_model_1.bin").stat().st_mode & 0o777 == 0o644
     assert (source.parent / "b").stat().st_mode & 0o777 == 0o750
+
+
+def test_permissions_of_folders_that_are_carried(source: Path) -> None:
+    modes = {"sub": 0o700, "sub/deep": 0o750, "empty": 0o711}
+    for name in modes:
+        (source / name).mkdir()
+    (source / "sub" / "deep" / "x").write_text("x")
+    for name, mode in modes.items():
+        os.chmod(source / name, mode)
+    migrate(source, source.parent / "b", to="bin")
+    assert {name: (source.parent / "b" / name).stat().st_mode & 0o7777 for name in modes} == modes
+
+
+@pytest.mark.parametrize("named", ["b", "b.bin"])
+def test_a_model_in_a_private_folder_stays_private(source: Path, named: str) -> None:
+    folder = source.parent / "c"
+    inner = folder / "pytorch_model_fsdp_0" if named == "b" else folder
+    folder.mkdir()
+    migrate(source / "model.safetensors", inner, to="dcp", overwrite=inner == folder)
+    for path in inner.iterdir():
+        os.chmod(path, 0o644)
+    os.chmod(inner, 0o710)
+    migrate(folder, source.parent / named, to="bin")
+    (new,) = source.parent.glob("b*/*.bin") if named == "b" else (source.parent / named,)
+    assert new.stat().st_mode & 0o777 == 0o640
 
 
 def test_progress_counts_what_is_written_and_what_is_read_back(source: Path) -> None:

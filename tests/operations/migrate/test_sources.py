@@ -113,6 +113,60 @@ def test_a_record_without_its_checksum_is_found(tmp_path: Path, to: str, kind: s
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
+@pytest.mark.parametrize(
+    "name", ["model_2.safetensors", "custom_checkpoint_0.pkl", "config.json", "pytorch_model_fsdp_1/.metadata",
+             "sub/optimizer.bin"]
+)  # fmt: skip
+def test_a_file_of_the_checkpoint_that_comes_meanwhile_is_not_missing(sealed: Path, name: str) -> None:
+    (sealed / "sub").mkdir()
+    (sealed / "sub" / "model.safetensors").write_bytes((sealed / "model.safetensors").read_bytes())
+    assert seal(sealed, force=True).written
+
+    def save(count: int) -> None:
+        (sealed / name).parent.mkdir(exist_ok=True)
+        (sealed / name).write_bytes((sealed / "model.safetensors").read_bytes())
+
+    with pytest.raises(ChangedError, match=rf"a/{name} came while .*nothing was written; run again"):
+        migrate(sealed, sealed.parent / "b", to="bin", progress=save)
+    assert os.listdir(sealed.parent) == ["a"]
+
+
+def test_what_comes_meanwhile_and_is_none_of_the_checkpoint_does_not_matter(sealed: Path) -> None:
+    def write(count: int) -> None:
+        (sealed / "train.log").write_text("step 3")
+        (sealed / "next").mkdir(exist_ok=True)
+        (sealed / "next" / "model.safetensors").write_text("another one")
+        (sealed.parent / "model_2.safetensors").write_text("beside a lone file")
+
+    migrate(sealed, sealed.parent / "b", to="bin", progress=write)
+    (sealed / "next" / "model.safetensors").unlink()
+    migrate(sealed / "model.safetensors", sealed.parent / "b.bin", to="bin", progress=write)
+
+
+def test_a_manifest_that_cannot_be_understood_is_not_passed_over(sealed: Path) -> None:
+    for text in ("{bad", '{"version": 2}'):
+        (sealed / ".ckptfix" / "manifest.json").write_text(text)
+        for given, place in ((sealed, "b"), (sealed / "model.safetensors", "b.bin")):
+            with pytest.raises(
+                OperationError, match=r"manifest\.json .*to go on without it: rm .*manifest\.json"
+            ):
+                migrate(given, sealed.parent / place, to="bin")
+    assert os.listdir(sealed.parent) == ["a"]
+
+
+def test_a_manifest_that_may_not_be_read_is_not_passed_over(
+    sealed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(root))
+
+    monkeypatch.setattr("ckptfix.operations.migrate.recording.readable_manifest", refuse)
+    with pytest.raises(
+        OperationError, match=r"cannot be read: Permission denied; next.*chmod u\+rX .*manifest\.json"
+    ):
+        migrate(sealed, sealed.parent / "b", to="bin")
+
+
 @pytest.mark.parametrize("when", ["copied", "opened"])
 def test_a_save_into_the_source_meanwhile_is_not_mixed_in(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch

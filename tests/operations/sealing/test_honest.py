@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
             raise PermissionError(13, "Permission denied")
         return real(path)
 
-    monkeypatch.setattr("ckptfix.operations.sealing.listing.os.scandir", refusing)
+    monkeypatch.setattr("ckptfix.storage.listing.os.scandir", refusing)
     assert wrong(verify(tmp_path))["sub"][0] == "not checked"
     assert seal(tmp_path).special == ("sub: cannot be listed: Permission denied",)
 

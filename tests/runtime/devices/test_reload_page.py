@@ -103,6 +103,7 @@ def test_nothing_runs_and_nothing_is_loaded() -> None:
         "charset",
         "http-equiv",
         "content",
+        "name",
         "style",
         "class",
     }

@@ -16,6 +16,7 @@ _COLOURS = {
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1f2328; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; } th, td { border: 1px solid #d0d7de; padding: .3rem .6rem; text-align: left; }
 td, p { overflow-wrap: anywhere; vertical-align: top; }
 .outcome { color: #fff; font-weight: 600; white-space: nowrap; }
@@ -152,4 +153,4 @@ def _map_table(device_map: Mapping[str, str]) -> str:
 
 def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
     head = "".join(f"<th>{_text(text)}</th>" for text in heads)
-    return f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>"
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n' + "\n".join(rows) + "\n</table></div>"

@@ -3,8 +3,19 @@
 import os
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptfix.storage.paths import JOURNAL
+
+
+class Listing(NamedTuple):
+    """``files``: all that is no folder, as ``listed_files`` gives it.
+
+    ``journals``: what ckptfix keeps in the folders below, of checkpoints of their own, in order.
+    """
+
+    files: dict[str, str | None]
+    journals: tuple[str, ...]
 
 
 def listed_files(root: Path) -> dict[str, str | None]:
@@ -14,6 +25,12 @@ def listed_files(root: Path) -> dict[str, str | None]:
     listed by another path, or that the checkpoint lies in; None for all else. Each folder is listed once, its own
     place before a link to it. Raises OSError when the folder itself cannot be listed.
     """
+    return list_folder(root).files
+
+
+def list_folder(root: Path) -> Listing:
+    """Return what is below a folder. Raises OSError when the folder itself cannot be listed."""
+    journals: list[str] = []
     found: dict[str, str | None] = {}
     seen: dict[tuple[int, int], str] = {}
     above = {_identity(str(parent)) for parent in Path(os.path.realpath(root)).parents}
@@ -44,7 +61,9 @@ def listed_files(root: Path) -> dict[str, str | None]:
                 found[path] = None
             elif entry.name != JOURNAL:
                 (links if entry.is_symlink() else waiting).append(path)
-    return dict(sorted(found.items()))
+            elif where:
+                journals.append(path)
+    return Listing(dict(sorted(found.items())), tuple(sorted(journals)))
 
 
 def _identity(path: str) -> tuple[int, int]:

@@ -1,0 +1,123 @@
+"""Where names of parameters stand in the metadata of a DCP folder: in state dicts, and in optimizers."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckptfix.checkpoint.folder import NameScope
+from ckptfix.checkpoint.keys import common_wrappers, dotted
+from ckptfix.formats.dcp_metadata import DcpMetadata
+from ckptfix.formats.dcp_names import (
+    GROUPS_KEY,
+    STATE_KEY,
+    flattened_keys,
+    flattened_names,
+    flattened_parts,
+    model_names,
+)
+from ckptfix.formats.dcp_rewrite import Steps, paths_of
+
+FLATTENED = "flattened optimizer"
+"""The kind of a place where each key holds a name and what it says of it: ``state.<fqn>.exp_avg``."""
+
+_EXTRA_STATE = "_extra_state"
+"""The last segment of what ``Module.get_extra_state`` gives, any object, in a state dict."""
+
+
+def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
+    """Yield the places of names in the metadata: each dict of tensors, and the state of each optimizer."""
+    paths = paths_of(metadata)
+    optimizers = optimizers_in(paths.values())
+    yield from _state_dicts(metadata, paths, optimizers)
+    for prefix in optimizers:
+        depth = len(prefix) + 1
+        below = (
+            path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
+        )
+        yield name_scope((*prefix, STATE_KEY), "optimizer state", (path[depth] for path in below))
+    for prefix, keys in _flattened(paths.values()).items():
+        yield name_scope(prefix, FLATTENED, flattened_names(keys))
+
+
+def unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
+    """Yield each item of a flattened optimizer whose key holds no name that a group has: DCP's name, and the key."""
+    paths = paths_of(metadata)
+    for prefix, keys in _flattened(paths.values()).items():
+        known = frozenset(flattened_names(keys))
+        unmatched = {key for key in keys if flattened_parts(key, known) is None}
+        for fqn, path in paths.items() if unmatched else ():
+            step = path[len(prefix)] if len(path) > len(prefix) else None
+            if isinstance(step, str) and step in unmatched and path[: len(prefix)] == prefix:
+                yield fqn, step
+
+
+def _flattened(paths: Iterable[Steps]) -> dict[Steps, list[str]]:
+    """Return the keys of each flattened optimizer, by the keys that lead to the dict that it is in."""
+    every: dict[Steps, dict[str, None]] = {}
+    for path in paths:
+        for depth, step in enumerate(path):
+            if isinstance(step, str) and "." in step:
+                every.setdefault(path[:depth], {})[step] = None
+    found = {prefix: flattened_keys(keys) for prefix, keys in every.items()}
+    return {prefix: [key for key in every[prefix] if key in own] for prefix, own in found.items() if own}
+
+
+def _state_dicts(
+    metadata: DcpMetadata, paths: Mapping[str, Steps], optimizers: Iterable[Steps]
+) -> Iterator[NameScope]:
+    """Yield every dict with tensors in it that is no optimizer's, the model first.
+
+    Tensors tell the wrappers, and the state of modules. Any other object beside them, such as a number of steps, is
+    a name of the model only with the same wrappers: a script may put its own keys between those of a model.
+    """
+    model = model_names(metadata)
+    own = {(*prefix, key) for prefix in optimizers for key in (STATE_KEY, GROUPS_KEY)}
+    tensors: dict[Steps, list[str]] = {}
+    others: dict[Steps, list[str]] = {}
+    for fqns, found in (
+        ([one.fqn for one in metadata.tensors], tensors),
+        ([one.fqn for one in metadata.items], others),
+    ):
+        for fqn in fqns:
+            path = paths[fqn]
+            step = path[-1] if path else None
+            if isinstance(step, str) and not any(path[:depth] in own for depth in range(1, len(path) + 1)):
+                found.setdefault(path[:-1], []).append(step)
+    first = model.prefix if model is not None else None
+    for prefix in sorted(tensors, key=lambda prefix: prefix != first):
+        beside = others.get(prefix, [])
+        flattened = flattened_keys([*tensors[prefix], *beside])
+        names = [name for name in tensors[prefix] if name not in flattened]
+        objects = [name for name in beside if name not in flattened]
+        names += [name for name in objects if name.rpartition(".")[2] == _EXTRA_STATE]
+        begin = dotted(common_wrappers(names))
+        names += [name for name in objects if begin and name.startswith(begin)]
+        if names:
+            yield name_scope(prefix, "state dict", names, is_model=prefix == first)
+
+
+def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
+    """Return the place of these names, each once; numbers are none."""
+    names = tuple(dict.fromkeys(step for step in steps if type(step) is str))
+    if kind != "state dict" and all(map(str.isdecimal, names)):
+        names = ()  # the numbers of Optimizer.state_dict(), which DCP makes strings of
+    return NameScope(tuple(map(str, prefix)), kind, names, common_wrappers(names), is_model)
+
+
+def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
+    """Return the keys that lead to each state dict of an optimizer: where nothing but its two keys is."""
+    every = list(paths)
+    found: dict[Steps, None] = {}
+    for path in every:
+        depth = next(
+            (number for number, step in enumerate(path[:-1]) if step in (STATE_KEY, GROUPS_KEY)), None
+        )
+        if depth is not None:
+            found[path[:depth]] = None
+    if not found:
+        return ()
+    others = {
+        path[:depth]
+        for path in every
+        for depth in range(len(path))
+        if path[:depth] in found and path[depth] not in (STATE_KEY, GROUPS_KEY)
+    }
+    return tuple(prefix for prefix in found if prefix not in others)

@@ -1,0 +1,99 @@
+"""The folder as a whole: files that the save wrote and that are gone, and what a copy that was cut short leaves."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest, is_repaired, not_as_saved, read_manifest
+from ckptfix.checkpoint.salvaged import REPORT, read_losses
+from ckptfix.checkpoint.sharded import ShardedState, belongs
+from ckptfix.checkpoint.unfinished import is_unfinished
+from ckptfix.errors import FormatError
+from ckptfix.operations.diagnose.files import TRAINERS_OWN
+from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
+from ckptfix.storage.paths import JOURNAL, command
+
+_OTHER_STATES = re.compile(r"(optimizer|scheduler)\.pt")
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl")
+
+
+def diagnose_save(
+    folder: CheckpointFolder, states: Sequence[ShardedState], explained: Collection[PurePosixPath]
+) -> tuple[list[Finding], list[str]]:
+    """Return what is wrong with a folder as a save, and in words what of that was not checked.
+
+    ``explained``: damaged files that another finding is about.
+    """
+    findings: list[Finding] = []
+    try:
+        manifest = read_manifest(folder.root)
+        findings += _missing(folder, manifest, explained)
+        unchecked = list(_unchecked(folder, manifest))
+        is_saved = manifest is not None and manifest.is_of_a_save
+        losses = read_losses(folder.root) if folder.only is None and not is_saved else None
+    except (FormatError, OSError) as error:
+        return findings, [f"what the save wrote: {error}"]
+    if losses is not None:
+        findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
+    if folder.only is None:
+        findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
+        findings += _modelless(folder)
+    return findings, unchecked
+
+
+def unfinished(folder: CheckpointFolder, states: Iterable[ShardedState]) -> Iterator[PurePosixPath]:
+    """Yield the files that were to become one of the checkpoint, and are still under a name of their own."""
+    paths = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
+    return (path for path in paths if is_unfinished(path.name))
+
+
+def _missing(
+    folder: CheckpointFolder, manifest: Manifest | None, explained: Collection[PurePosixPath]
+) -> Iterator[Finding]:
+    if manifest is None or is_repaired(folder.root):
+        return
+    for name, saved, have in not_as_saved(folder.root, manifest):
+        if folder.only in (None, name) and PurePosixPath(name) not in explained:
+            yield MissingFile(path=PurePosixPath(name), saved=saved, have=have)
+
+
+def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[str]:
+    if manifest is None:
+        return
+    if manifest.is_of_a_save and is_repaired(folder.root):
+        yield "whether all files of the save are there: a repair changed some since"
+    if manifest.sha256 or any(entry.digests for entry in manifest.models):
+        yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
+
+
+def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
+    """Yield a finding when Accelerate's states of an optimizer are there, and nothing that may be weights."""
+    roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
+    roles |= {component.path: component.role for component in folder.components}
+    optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
+    if optimizer is None or any(map(_may_be_weights, folder.components)):
+        return
+    if any(path.suffix in _OTHER_WEIGHTS for path in folder.strays):
+        return
+    below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
+    if not any(map(_holds_weights, below)):
+        yield MissingModel(path=optimizer)
+
+
+def _may_be_weights(component: Component) -> bool:
+    if component.role is Role.UNKNOWN:  # a script's own, whatever it calls them; the Trainer's states are not
+        name = component.path.name
+        return not (TRAINERS_OWN.fullmatch(name) or _OTHER_STATES.fullmatch(name))
+    return component.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+
+
+def _holds_weights(below: Path) -> bool:
+    """Whether a folder or one below it holds a file that may be weights."""
+    for _, folders, names in os.walk(below):
+        folders[:] = [name for name in folders if name != JOURNAL]
+        if any(parse_file_name(name) or belongs(name) or name.endswith(_OTHER_WEIGHTS) for name in names):
+            return True
+    return False

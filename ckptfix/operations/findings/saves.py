@@ -1,0 +1,73 @@
+"""A folder as a whole: what of a save, a copy or a salvage is not in it."""
+
+from dataclasses import dataclass
+
+from ckptfix.checkpoint.salvaged import Losses
+from ckptfix.operations.findings.base import Action, Finding, Severity
+from ckptfix.wording import count_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingFile(Finding):
+    """A file that is not as the save left it, by the manifest of that save. Sizes in bytes; ``have``: None is gone."""
+
+    code = "missing-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a file that the save wrote, by the manifest beside it, is not there or has another size"
+
+    saved: int
+    have: int | None
+
+    def __str__(self) -> str:
+        there = "is missing" if self.have is None else f"has {count_of(self.have, 'byte')}"
+        return f"{self.path} {there}; the save wrote it with {count_of(self.saved, 'byte')}"
+
+    @property
+    def advice(self) -> str:
+        """The manifest has its size and perhaps its digest, but no byte of it."""
+        return "copy the file again from where the checkpoint came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingModel(Finding):
+    """States of an optimizer without weights of any model."""
+
+    code = "missing-model"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "states of an optimizer, and no weights of any model, in the folder or below it: the copy or save was cut"
+
+    def __str__(self) -> str:
+        return f"{self.path} is there, and no weights of a model, in this folder or below it"
+
+    @property
+    def advice(self) -> str:
+        """``save_state`` writes the model first; a copy may come to it last."""
+        return "copy the whole checkpoint again; if the model is kept elsewhere on purpose, all is well"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Salvaged(Finding):
+    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: what was kept all the same."""
+
+    code = "salvaged"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "`ckptfix salvage` wrote this folder, and `salvage.json` lists what is lost: it is no whole checkpoint"
+
+    tensors: int
+    files: int
+    damaged: int
+
+    def __str__(self) -> str:
+        losses = Losses(self.tensors, self.files, self.damaged)
+        return f"{self.path} says that this was salvaged: {losses}"
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows whether the rest is enough."""
+        return (
+            "do not resume from it as if it were whole: load its weights by themselves, or put back what is lost and "
+            "delete salvage.json"
+        )

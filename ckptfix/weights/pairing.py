@@ -1,0 +1,124 @@
+"""Which model of one checkpoint is which of another."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.keys import (
+    KeyMap,
+    collisions,
+    common_wrappers,
+    inner_wrappers,
+    without_private_wrappers,
+)
+from ckptfix.weights.stored import Format, Weights
+
+_SHOWN = 3
+BARE = KeyMap(remove=())
+"""The map that leaves every name as it is."""
+
+
+def pair_models(
+    left: Sequence[Weights], right: Sequence[Weights]
+) -> Iterator[tuple[Weights | None, Weights | None]]:
+    """Yield models that belong together, in the order of their positions, and with None what is left of each side.
+
+    Together belong those of one path in their files, then those whose names and shapes are the same, at one position or
+    where each side has them once, then those of one position, then what is left when it is one model on each side.
+    """
+    one, other = list(left), list(right)
+    kinds = {} if len(one) == len(other) == 1 else {id(weights): _kind(weights) for weights in (*one, *other)}
+    pairs: list[tuple[Weights | None, Weights | None]] = []
+    for by in (_paths, partial(_same, kinds), partial(_moved, kinds), _positions, _only):
+        places, others = by(one), by(other)
+        for key in places.keys() & others.keys():
+            pairs.append((places[key], others[key]))
+            one = [weights for weights in one if weights is not places[key]]
+            other = [weights for weights in other if weights is not others[key]]
+    pairs += [(weights, None) for weights in one] + [(None, weights) for weights in other]
+    yield from sorted(pairs, key=lambda pair: next(weights.index for weights in pair if weights is not None))
+
+
+def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of the pairs that stand at different positions: the script that loads one would mix up the other."""
+    for one, other in pairs:
+        if one is None or other is None or (one.path and one.path == other.path):
+            continue
+        if one.index != other.index:
+            yield one, other
+
+
+def crossed(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of ``moved`` where both positions are taken on both sides: loading B for A gives the wrong models.
+
+    Where one side has no such position it is a model less, which shows in its tensors.
+    """
+    every = list(pairs)
+    ours = {_slot(one) for one, _ in every if one is not None}
+    theirs = {_slot(other) for _, other in every if other is not None}
+    for one, other in moved(every):
+        here, there = _slot(one), _slot(other)
+        if here != there and here in theirs and there in ours:
+            yield one, other
+
+
+def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B") -> str:
+    """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are called."""
+    shown = [f"{one.label} in {a} is {other.label} in {b}" for one, other in pairs[:_SHOWN]]
+    more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
+    return f"{', '.join(shown + more)}: a load would take the wrong model" if pairs else ""
+
+
+def _slot(weights: Weights) -> int | str:
+    """Return what a loader finds a model by: its position, or the name of its file where that has none."""
+    if weights.format in (Format.DCP, Format.DEEPSPEED):
+        return weights.index
+    name = parse_file_name(weights.files[0].name) if weights.files and not weights.path else None
+    return weights.index if name is not None and name.role is Role.MODEL else weights.label
+
+
+_Kind = frozenset[tuple[str, tuple[int, ...]]]
+"""The names of a model, without wrappers, with their shapes."""
+
+
+def _kind(weights: Weights) -> _Kind:
+    named = weights.named()
+    bare = unwrapping(named)
+    return frozenset((bare(name), tensor.shape) for name, tensor in named.items())
+
+
+def _same(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
+    return {(one.index, kinds[id(one)]): one for one in side if id(one) in kinds}
+
+
+def _moved(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
+    """Return the models by what they are, where one alone is so."""
+    counts = Counter(kinds.get(id(one)) for one in side)
+    return {kinds[id(one)]: one for one in side if id(one) in kinds and counts[kinds[id(one)]] == 1}
+
+
+def _paths(side: Sequence[Weights]) -> dict[object, Weights]:
+    """Return the models in training dicts by the keys that lead to them, where one alone has these."""
+    counts = Counter(weights.path for weights in side)
+    return {weights.path: weights for weights in side if weights.path and counts[weights.path] == 1}
+
+
+def _positions(side: Sequence[Weights]) -> dict[object, Weights]:
+    return {weights.index: weights for weights in side}
+
+
+def _only(side: Sequence[Weights]) -> dict[object, Weights]:
+    return {None: side[0]} if len(side) == 1 else {}
+
+
+def unwrapping(names: Iterable[str]) -> KeyMap:
+    """Return the map that takes all wrappers off, as ``repair --keys bare`` does; none where two names would meet."""
+    names = list(names)
+    outer = KeyMap(remove=common_wrappers(names))
+    candidates = [outer]
+    if inner_wrappers(map(outer, names)):
+        # Private wrappers go first: what they hid may be a wrapper that every name carries.
+        hidden = common_wrappers(map(without_private_wrappers, names))
+        candidates.insert(0, KeyMap(remove=hidden, inner=True))
+    return next((found for found in candidates if not collisions(names, found)), BARE)

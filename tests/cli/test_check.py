@@ -1,0 +1,173 @@
+"""The words of ``check`` and ``repair``: what to type next, and what is said of files that are no part of it."""
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from ckptfix.cli import run
+from fixtures.models import RunSettings
+from tests.operations.builders import write_safetensors
+from tests.weights.dcp_making import save
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CLEAN = FIXTURES / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+Said = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CLEAN, tmp_path / "c"))
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def said(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        status = run([str(argument) for argument in arguments])
+        return status, capsys.readouterr().out
+
+    return said
+
+
+def shorten(path: Path, count: int) -> None:
+    os.truncate(path, path.stat().st_size - count)
+
+
+def test_what_is_whole_of_a_cut_file_is_to_be_salvaged(folder: Path, said: Said, tmp_path: Path) -> None:
+    assert "salvage" not in said("check", folder)[1]
+    shorten(folder / "model.safetensors", 5)
+    next_line = f"next, to get out what is whole: ckptfix salvage {folder} NEW_FOLDER\n"
+    for command in (
+        ["check"],
+        ["repair"],
+        ["repair", "--dry-run"],
+        ["repair", "--output", tmp_path / "copy"],
+    ):
+        status, out = said(*command, folder)
+        assert status == 1
+        assert "truncated-file" in out
+        assert next_line in out
+    assert run(["salvage", str(folder), str(tmp_path / "new")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("golden", "is_salvageable"),
+    [
+        ("truncated-file", True),
+        ("truncated-file-header", False),
+        ("truncated-file-zip", True),
+        ("truncated-file-dcp", True),
+        ("missing-shard", True),
+        ("missing-rank", False),
+        ("incomplete-tensor", True),
+        ("index-mismatch-lost", True),
+        ("index-mismatch", False),
+        ("not-a-tensor-file-html", False),
+        ("malformed-file-overlap", False),
+        ("interrupted-save", False),
+    ],
+)
+def test_salvage_is_named_where_it_helps(
+    golden: str, is_salvageable: bool, said: Said, tmp_path: Path
+) -> None:
+    damaged = FIXTURES / "golden" / golden / "checkpoint"
+    assert ("to get out what is whole" in said("check", damaged)[1]) is is_salvageable
+    if is_salvageable:
+        assert run(["salvage", str(damaged), str(tmp_path / "new")]) == 1
+        assert sum(path.stat().st_size for path in (tmp_path / "new").rglob("*")) > 0
+
+
+def test_salvage_is_named_where_other_ranks_hold_whole_tensors(tmp_path: Path, said: Said) -> None:
+    folder = tmp_path / "two ranks"
+    save(folder, {"model": {"a": torch.ones(4), "b": torch.ones(4)}})
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    for key, place in content.storage_data.items():
+        if key.fqn == "model.b":
+            place.relative_path = "__1_0.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(content, 4))
+    out = said("check", folder)[1]
+    assert "error missing-rank: __1_0.distcp" in out
+    assert f"next, to get out what is whole: ckptfix salvage '{folder}' NEW_FOLDER" in out
+    assert run(["salvage", str(folder), str(tmp_path / "new")]) == 1
+
+
+def test_a_dry_run_shows_what_it_does_not_repair(folder: Path, said: Said) -> None:
+    shorten(folder / "model.safetensors", 5)
+    status, out = said("repair", folder, "--dry-run")
+    assert status == 1
+    assert f"nothing that a repair would change in {folder}" in out
+    assert "error truncated-file: model.safetensors" in out
+
+
+def test_what_recursive_looks_into_is_not_called_unchecked(folder: Path, said: Said) -> None:
+    write_safetensors(folder.parent / "lone.safetensors", {"a": b"1"})
+    (folder.parent / "elsewhere").symlink_to(folder)
+    assert "c/ (a folder): not looked into" in said("check", folder.parent)[1]
+    out = said("check", "--recursive", folder.parent)[1]
+    assert "c/ (a folder): not looked into" not in out
+    assert "elsewhere/ (a folder): not looked into" in out
+
+
+def test_a_broken_link_is_called_one(folder: Path, said: Said) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../../blobs/abc")
+    assert "model.safetensors is a broken link: ../../blobs/abc is not there" in said("check", folder)[1]
+
+
+def test_checksums_are_left_unchecked_only_where_there_are_any(tmp_path: Path, said: Said) -> None:
+    for name, new in (("new.pt", True), ("legacy.pt", False)):
+        torch.save({"a": torch.ones(2)}, tmp_path / name, _use_new_zipfile_serialization=new)
+        assert ("checksums of tensor records" in said("check", tmp_path / name)[1]) is new
+
+
+def test_other_files_are_named(folder: Path, said: Said) -> None:
+    for name in ("config.json", "README.md"):
+        (folder / name).write_text("{}")
+    assert "not checked: other files beside it: 'README.md', 'config.json'\n" in said("check", folder)[1]
+    assert "other files" not in said("verify", folder)[1]
+
+
+def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
+    states = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    for name in ("rng_state.pth", "rng_state_1.pth"):
+        torch.save(states, folder / name)
+    torch.save(RunSettings(0.01), folder / "training_args.bin")
+    status, out = said("check", folder)
+    assert status == 0
+    assert out.count("note trainer-pickle") == 3
+    assert said("verify", folder)[0] == 0
+    torch.save(RunSettings(0.01), folder / "training.bin")
+    assert "unloadable-pickle: training.bin" in said("check", folder)[1]
+
+
+def test_names_that_could_not_be_read_for_one_reason_are_said_once(tmp_path: Path, said: Said) -> None:
+    groups = [{"params": [f"{number}.w"], "lr": 0.1} for number in range(9)]
+    state = {"optimizer": {"state": {}, "param_groups": groups}}
+    save(tmp_path / "optimizer_0", state)
+    save(tmp_path / "pytorch_model_fsdp_0", {"model": {f"{number}.w": torch.ones(1) for number in range(9)}})
+    for path in (tmp_path / "optimizer_0").glob("*.distcp"):
+        path.unlink()
+    out = said("check", tmp_path)[1]
+    assert out.count("the names in") == 1
+
+
+def test_a_dcp_folder_is_not_called_a_dot(tmp_path: Path, said: Said) -> None:
+    model = {name: torch.arange(4000.0) for name in ("0.weight", "1.weight")}
+    save(tmp_path / "whole", {"model": model})
+    (path,) = (tmp_path / "whole").glob("*.distcp")
+    shorten(path, 2000)
+    out = said("salvage", tmp_path / "whole", tmp_path / "new")[1]
+    assert "model.safetensors: 1 tensor" in out
+    assert "from ." not in out
+    assert ".: '" not in out

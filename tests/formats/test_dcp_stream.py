@@ -1,0 +1,241 @@
+"""``.metadata`` by patterns says what it says opcode by opcode, or is read opcode by opcode."""
+
+import pickle
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats import dcp_stream
+from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
+from ckptfix.formats.dcp_places import MATCHED, PACKED, Chunk
+from ckptfix.formats.dcp_rewrite import paths_of, rewrite_metadata
+from ckptfix.formats.dcp_stream import read_stream
+from ckptfix.formats.pickle_tree import Text, attribute, pairs
+
+FIXTURES = sorted(Path(__file__).parents[2].glob("fixtures/dcp-*/*/checkpoint/*/.metadata"))
+
+
+def saved(
+    shapes: Iterable[tuple[int, ...]], ranks: int, *, shared: bool = False, names: tuple[str, ...] = ()
+) -> Metadata:
+    """Return a metadata as a save of several ranks makes it: what each rank tells was pickled alone, and read again."""
+    tensors: dict[str, Any] = {}
+    planned: dict[str, Any] = {}
+    told: list[dict[Any, Any]] = [{} for _ in range(ranks)]
+    for number, shape in enumerate(shapes):
+        fqn = names[number] if names else f"model.module.layer{number}.weight"
+        rows = shape[0] if shape else 1
+        chunks = []
+        for rank in range(ranks if shape else 1):
+            offsets = torch.Size([rank * rows, *[0] * (len(shape) - 1)]) if shape else torch.Size([])
+            sizes = torch.Size(shape)
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+            begin = (number << 33) if number % 3 == 2 else number * 300
+            index = MetadataIndex(fqn, offsets if shared else torch.Size(list(offsets)), rank)
+            told[rank][index] = _StorageInfo(f"__{rank}_0.distcp", begin, 300)
+        whole = torch.Size([rows * ranks, *shape[1:]]) if shape else torch.Size([])
+        tensors[fqn] = TensorStorageMetadata(TensorProperties(torch.float32), whole, chunks)
+        planned[fqn] = tuple(fqn.split(".", 1))
+    storage: dict[Any, Any] = {}
+    for part in told:
+        storage.update(part if shared else pickle.loads(pickle.dumps(part)))
+    tensors["model.step"] = BytesStorageMetadata()
+    storage[MetadataIndex("model.step")] = _StorageInfo("__0_0.distcp", 0, 10)
+    return Metadata(tensors, planned, storage)
+
+
+def same(one: DcpMetadata, other: DcpMetadata) -> None:
+    assert (one.tensors, one.items, one.planned) == (other.tensors, other.items, other.planned)
+    assert list(one.stored.items()) == list(other.stored.items())
+    assert (one.version, one.save_id) == (other.version, other.save_id)
+    assert one.tree.globals == other.tree.globals
+    assert one.tree.frames == other.tree.frames
+    assert list(one.tree.texts) == sorted(
+        set(one.tree.texts) & set(other.tree.texts), key=lambda text: text.site
+    )
+
+
+def packed(metadata: DcpMetadata) -> int:
+    return sum(value is PACKED for _, value in pairs(attribute(metadata.tree.root, "storage_data")))
+
+
+def both(data: bytes) -> DcpMetadata:
+    fast = parse_dcp_metadata(data)
+    same(fast, parse_dcp_metadata(data, opcode_by_opcode=True))
+    return fast
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parts[-4]}-{path.parts[-2]}")
+def test_real_saves(path: Path) -> None:
+    found = both(path.read_bytes())
+    tensors = sum(item.offsets is not None for item in found.stored.values())
+    assert packed(found) >= tensors - 1  # of the first instance of a class every opcode is needed
+
+
+SHAPES = st.lists(
+    st.one_of(st.just(()), st.lists(st.integers(0, 70_000), min_size=1, max_size=6).map(tuple)), max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHAPES, st.integers(1, 4), st.booleans(), st.sampled_from([4, 5]))
+def test_whatever_is_saved(shapes: list[tuple[int, ...]], ranks: int, shared: bool, protocol: int) -> None:
+    both(pickle.dumps(saved(shapes, ranks, shared=shared), protocol))
+
+
+def test_frames_cut_it_anywhere() -> None:
+    """The pickler begins a frame after 64 KiB, wherever that is."""
+    data = pickle.dumps(saved([(3, 5)] * 400, 4), 4)
+    found = both(data)
+    assert len(found.tree.frames) > 3
+    assert 1600 - 3 * len(found.tree.frames) <= packed(found) < 1600
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_older_protocols(protocol: int) -> None:
+    assert packed(both(pickle.dumps(saved([(3, 5)] * 9, 2), protocol))) == 0
+
+
+def renamed(data: bytes) -> bytes:
+    metadata = parse_dcp_metadata(data)
+    new: dict[str, tuple[str | int, ...]] = {
+        fqn: tuple(str(step).replace("module.", "", 1) for step in path)
+        for fqn, path in paths_of(metadata).items()
+        if "module." in fqn
+    }
+    return rewrite_metadata(metadata, new, {}).data
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rename_is_the_same_as_torch_s_own(shared: bool) -> None:
+    found = pickle.loads(renamed(pickle.dumps(saved([(3, 5), (), (7,)], 3, shared=shared), 4)))
+    names = tuple(f"model.layer{number}.weight" for number in range(3))
+    want = saved([(3, 5), (), (7,)], 3, names=names)
+    assert found.state_dict_metadata == want.state_dict_metadata
+    assert found.planner_data == want.planner_data
+    assert list(found.storage_data.items()) == list(want.storage_data.items())
+
+
+def test_a_name_that_is_one_object_with_a_key_of_torch_s() -> None:
+    """A parameter called "offset": pickle writes the string once, for the name and for the attribute."""
+    shapes = [(3,), (4,), (5,)]
+    metadata = saved(shapes, 3, shared=True, names=("offset", "sizes", "weight"))
+    metadata.planner_data = {name: (name,) for name in ("offset", "sizes", "weight")}
+    read = parse_dcp_metadata(pickle.dumps(metadata, 4))
+    new = {name: (f"module.{name}",) for name in ("offset", "sizes", "weight")}
+    found = pickle.loads(rewrite_metadata(read, new, {}).data)
+    assert set(found.state_dict_metadata) == {"module.offset", "module.sizes", "module.weight", "model.step"}
+    assert {key.fqn for key in found.storage_data} == set(found.state_dict_metadata)
+    assert found.state_dict_metadata["module.sizes"] == metadata.state_dict_metadata["sizes"]
+
+
+def edited(edit: Callable[[bytes], bytes]) -> bytes:
+    data = pickle.dumps(saved([(3, 5)] * 4, 4), 4)
+    assert edit(data) != data
+    return edit(data)
+
+
+def entries(data: bytes) -> list[Any]:
+    """Return what the memo holds, None for what is only found opcode by opcode."""
+    reader = dcp_stream._Reader(data)
+    reader.read()
+    found: list[Any] = []
+    for index in range(reader.machine.memo.count):
+        try:
+            found.append(reader.machine.memo[index])
+        except FormatError:
+            found.append(None)
+    return found
+
+
+def test_a_part_of_a_chunk_that_is_used_again() -> None:
+    """The dict of a chunk's attributes: no torch does that, and every opcode is read then."""
+    data = pickle.dumps(saved([(3, 5)] * 9, 2), 4)
+    again = entries(data).index(None)
+    hostile = data[:-1] + b"h" + bytes([again]) + b"0."  # and popped again
+    assert packed(both(data)) > 0
+    assert packed(both(hostile)) == 0
+
+
+def parse_says(data: bytes, *, opcode_by_opcode: bool = False) -> Any:
+    try:
+        found = parse_dcp_metadata(data, opcode_by_opcode=opcode_by_opcode)
+    except FormatError as error:
+        return type(error), str(error)
+    return found.tensors, found.items, found.planned, list(found.stored.items())
+
+
+def test_sizes_and_strings_that_were_passed_over_are_found_again() -> None:
+    data = pickle.dumps(saved([(3, 5), (), (300,)] * 3, 2), 4)
+    values = entries(data)
+    sizes = {value for value in values if type(value) is tuple and all(type(one) is int for one in value)}
+    assert {(3, 5), (), (300,), (0, 0)} <= sizes
+    assert {"model.module.layer8.weight", "__1_0.distcp"} <= {
+        value.value for value in values if type(value) is Text
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"__1_0.distcp", b"../../../abc"),  # leaves the folder
+        (b"K\x03K\x05\x86", b"K\x04K\x05\x86"),  # a chunk beyond its tensor
+        (b"relative_path", b"relative_bath"),
+        (b"offsets", b"offsetz"),
+        (b"__1_0.distcp", b"__1_0.\xff\xfe\xfdtcp"),
+        (b"layer3", b"layer2"),  # twice
+        (b"ChunkStorageMetadata", b"ChunkStorageMetadatb"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_same_words(old: bytes, new: bytes) -> None:
+    data = edited(lambda data: data.replace(old, new))
+    assert isinstance(parse_says(data)[1], str)
+    assert parse_says(data) == parse_says(data, opcode_by_opcode=True)
+
+
+def test_changed_and_cut_bytes() -> None:
+    """Whatever stands there, the two ways agree, and neither crashes."""
+    data = pickle.dumps(saved([(3, 5), (), (9,)], 3), 4)
+    source = random.Random(1)
+    for _ in range(600):
+        changed = bytearray(data)
+        for _ in range(source.choice((1, 1, 2, 5))):
+            changed[source.randrange(2, len(data))] = source.randrange(256)
+        if source.random() < 0.1:
+            del changed[source.randrange(len(data)) :]
+        assert parse_says(bytes(changed)) == parse_says(bytes(changed), opcode_by_opcode=True)
+
+
+def test_more_chunks_than_opcodes_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound on opcodes is for what has no pattern: chunks take memory by their bytes."""
+    data = pickle.dumps(saved([(3, 5)] * 50, 40), 4)
+    monkeypatch.setattr("ckptfix.formats.pickle_stream.MAX_OPCODES", 20_000)
+    assert len(parse_dcp_metadata(data).stored) == 2001
+    with pytest.raises(UnsupportedFormat, match="more than 20000 opcodes"):
+        parse_dcp_metadata(data, opcode_by_opcode=True)
+    monkeypatch.setattr(dcp_stream, "MAX_PLACES", 1000)
+    with pytest.raises(UnsupportedFormat, match="more than 1000 chunks"):
+        parse_dcp_metadata(data)
+
+
+def test_what_is_matched_is_of_few_types() -> None:
+    tree = read_stream(pickle.dumps(saved([(3, 5)] * 3, 2), 4))
+    kinds = {type(key) for key, _ in pairs(attribute(tree.root, "storage_data"))}
+    assert kinds & MATCHED
+    assert Chunk((0, 0), (3, 5)) == ((0, 0), (3, 5))
