@@ -1,5 +1,7 @@
 """pytest looks for hooks and fixtures of all tests here; the simulated devices' are written beside the simulator."""
 
+import signal
+
 import pytest
 
 from tests.simulated import hooks
@@ -12,6 +14,10 @@ __all__ = [
     "pytest_runtest_protocol",
     "simulator",
 ]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background has them ignore interrupts, and all that they start, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,9 @@ def _tensor(change: Change, one: Judgement[Place], recorded: Mapping[Place, str]
             return f"has other bytes than were recorded: {_digests(have, want)}"
         case Change.ZERO_TAIL:
             zeros = have.zeros if have is not None else 0
-            return f"has other bytes than were recorded, and its last {zeros} are zero: {_digests(have, want)}"
+            return (
+                f"has other bytes than were recorded, and its last {zeros} are zero: {_digests(have, want)}"
+            )
         case Change.RENAMED:
             return f"renamed: what was recorded of it is now {one.other}"
         case Change.MOVED:
