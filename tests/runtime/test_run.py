@@ -130,7 +130,8 @@ if __name__ == "__main__":
     prepared = accelerator.prepare(model, optimizer)
     again = accelerator.prepare(model, optimizer)
     count = len(accelerator._models), len(accelerator._optimizers)
-    print(accelerator.num_processes, sys.argv[1:], count, prepared[0] is again[0], flush=True)
+    line = f"{accelerator.num_processes} {sys.argv[1:]} {count} {prepared[0] is again[0]}\\n"
+    os.write(1, line.encode())  # at once: the other process writes there, too
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         os._exit(0)  # at a usual exit gloo's threads abort now and then, with ckptfix and without
