@@ -1,6 +1,7 @@
 """That a source is whole before it is read, and the same afterwards."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -12,11 +13,18 @@ from ckptfix.checkpoint.manifest import MANIFEST, Manifest, is_repaired, missing
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
-from ckptfix.operations.migrate.standing import is_part_of_a_checkpoint
 from ckptfix.storage.listing import listed_files
 from ckptfix.storage.paths import command
 from ckptfix.storage.transaction import State, transactions
 from ckptfix.weights.stored import StoredCheckpoint
+
+_CALLED_SO = re.compile(
+    r"(.+_)?config\.json|.*token.*\.(json|model)|vocab\.(json|txt)|merges\.txt|spiece\.model|"
+    r"(model_)?index\.json|chat_template.*|README\.md|LICENSE.*|\.gitattributes|training_args\.bin|"
+    r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_fp32\.py|"
+    r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
+)
+"""How libraries call what they put beside weights, and the files of DCP: rather too much than too little."""
 
 
 class Watch:
@@ -49,7 +57,7 @@ class Watch:
     def _belongs(self, path: PurePosixPath) -> bool:
         """Whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
         is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
-        return is_part or (path.parent in self._folders and is_part_of_a_checkpoint(path.name))
+        return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
 
     def _changed(self, what: str) -> ChangedError:
         return ChangedError(f"{what}; nothing was written; run again when nothing writes to it")
@@ -58,6 +66,10 @@ class Watch:
         if not self._root.is_dir():
             return frozenset()  # whoever opens it says so
         return frozenset(listed_files(self._root) if self._is_folder else os.listdir(self._root))
+
+
+def _is_called_as_a_part(name: str) -> bool:
+    return parse_file_name(name) is not None or _CALLED_SO.fullmatch(name) is not None
 
 
 def _look(path: str | Path) -> Fingerprint | None:

@@ -1,5 +1,6 @@
 """Where a new checkpoint may go, and what it may take the place of."""
 
+import json
 import os
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_a_folder_of_the_user_is_never_replaced(lone: Path, models: Path) -> Non
     ) as one:
         migrate(lone, models, to="safetensors")
     assert "--overwrite" not in str(one.value)
-    with pytest.raises(UsageError, match=r"would be lost: 'data\.csv', 'src/'"):
+    with pytest.raises(UsageError, match=r"would be lost: 'data\.csv', 'other\.safetensors', 'src/'"):
         migrate(lone, models, to="safetensors", overwrite=True)
     assert names_below(models) == before
     (lone.parent / "folder").mkdir()
@@ -50,12 +51,12 @@ def test_a_folder_of_the_user_is_never_replaced(lone: Path, models: Path) -> Non
 def test_what_goes_away_is_in_the_plan(lone: Path) -> None:
     target = lone.parent / "b"
     target.mkdir()
-    write_safetensors(target / "other.safetensors", {"z": torch.zeros(2)})
+    write_safetensors(target / "model_1.safetensors", {"z": torch.zeros(2)})
     (target / "config.json").write_text("{}")
     (target / "pytorch_model_fsdp_0").mkdir()
     (target / "pytorch_model_fsdp_0" / ".metadata.tmp").write_text("")
     planned = migrate(lone, target, to="safetensors", overwrite=True, dry_run=True)
-    assert planned.removed == ("config.json", "other.safetensors", "pytorch_model_fsdp_0/.metadata.tmp")
+    assert planned.removed == ("config.json", "model_1.safetensors", "pytorch_model_fsdp_0/.metadata.tmp")
     assert planned.as_json()["removed"] == list(planned.removed)
     assert migrate(lone, target, to="safetensors", overwrite=True).removed == planned.removed
     assert names_below(target) == {"model.safetensors"}
@@ -216,3 +217,123 @@ def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is
     monkeypatch.undo()
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "checkpoints"]
     assert os.listdir(checkpoints) == []
+
+
+CHAINS = [
+    "a file",
+    "the source",
+    "a lone file",
+    "a link at the output",
+    "a link at the output, of the source",
+]
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_no_link_on_the_way_to_what_is_read_is_replaced(tmp_path: Path, kind: str) -> None:
+    source, target, real = tmp_path / "src", tmp_path / "dst", tmp_path / "real"
+    real.mkdir()
+    write_safetensors(real / "model.safetensors", {"a": torch.ones(3)})
+    if kind == "a file":
+        source.mkdir()
+        target.mkdir()
+        (target / "model.safetensors").symlink_to("../real/model.safetensors")
+        (source / "model.safetensors").symlink_to("../dst/model.safetensors")
+    elif kind == "the source":
+        target.mkdir()
+        write_safetensors(target / "model.safetensors", {"a": torch.zeros(3)})
+        (target / "pytorch_model.bin").symlink_to("../real")
+        source.symlink_to("dst/pytorch_model.bin")
+    elif kind == "a lone file":
+        target = tmp_path / "dst.safetensors"
+        target.symlink_to("real/model.safetensors")
+        source = tmp_path / "in.safetensors"
+        source.symlink_to("dst.safetensors")
+    else:
+        target.symlink_to("real")
+        if kind == "a link at the output":
+            source.mkdir()
+            (source / "model.safetensors").symlink_to("../dst/model.safetensors")
+        else:
+            source.symlink_to("dst")
+    before = digests_at(source)
+    with pytest.raises(UsageError, match=r"which .* leads to, is to be migrated|is what is to be migrated"):
+        migrate(
+            source, target, to="safetensors" if kind == "a lone file" else "bin", dtype="bf16", overwrite=True
+        )
+    assert digests_at(source) == before
+    assert target.is_symlink() == (kind not in ("a file", "the source"))
+
+
+def test_links_that_lead_through_other_places_are_followed(tmp_path: Path) -> None:
+    source, target, blobs = tmp_path / "src", tmp_path / "dst", tmp_path / "blobs"
+    for folder in (source, target, blobs):
+        folder.mkdir()
+    write_safetensors(blobs / "1", {"a": torch.ones(3)})
+    write_safetensors(target / "model.safetensors", {"a": torch.zeros(3)})
+    (tmp_path / "hop").symlink_to("blobs/../blobs")
+    (source / "model.safetensors").symlink_to("../hop/1")
+    migrate(source, target, to="bin", overwrite=True)
+    assert digests_at(target) == digests_at(source)
+
+
+@pytest.mark.parametrize("named", ["../dst", "absolute", "../hop", "from the working directory"])
+def test_the_model_that_an_adapter_needs_is_never_replaced(
+    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "src", tmp_path / "dst"
+    source.mkdir()
+    target.mkdir()
+    write_safetensors(source / "adapter_model.safetensors", {"l.lora_A.weight": torch.ones(2, 2)})
+    write_safetensors(target / "adapter_model.safetensors", {"l.lora_A.weight": torch.ones(2, 2)})
+    (tmp_path / "hop").symlink_to("dst")
+    if named == "from the working directory":
+        monkeypatch.chdir(tmp_path)
+    name = {"absolute": str(target), "from the working directory": "dst"}.get(named, named)
+    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    with pytest.raises(
+        UsageError, match=r"adapter_config\.json in .*src names it as the model that the adapter"
+    ):
+        migrate(source, target, to="bin", overwrite=True)
+    assert names_below(target) == {"adapter_model.safetensors"}
+    for other in ("bigscience/bloom", "\0", "\ud800", "x" * 5000, 7, ""):
+        (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": other}))
+        assert migrate(source, target, to="bin", overwrite=True, dry_run=True).removed
+
+
+@pytest.mark.parametrize(
+    "content", [b"my thesis" * 10, b"", b'{"text": 1}', b"\x80\x02}q\x00.", b"PK\x03\x04"], ids=len
+)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_lone_file_without_tensors_is_never_replaced(lone: Path, content: bytes, is_link: bool) -> None:
+    target = lone.parent / "thesis.bin"
+    (lone.parent / "text").write_bytes(content)
+    if is_link:
+        target.symlink_to("text")
+    else:
+        target.write_bytes(content)
+    for overwrite, words in (
+        (False, "name a place where nothing is$"),
+        (True, "is no bin file that holds tens"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            migrate(lone, target, to="bin", overwrite=overwrite)
+    assert target.read_bytes() == content
+    assert target.is_symlink() == is_link
+
+
+def test_a_link_to_nothing_is_never_replaced(lone: Path) -> None:
+    target = lone.parent / "b.bin"
+    target.symlink_to("nowhere")
+    with pytest.raises(UsageError, match="is no bin file"):
+        migrate(lone, target, to="bin", overwrite=True)
+    assert os.readlink(target) == "nowhere"
+
+
+@pytest.mark.parametrize("name", ["b", "thesis.docx", "b.safetensors"])
+def test_a_lone_file_is_never_replaced_by_a_folder(lone: Path, name: str) -> None:
+    target = lone.parent / name
+    write_safetensors(target, {"z": torch.zeros(2)})
+    before = target.read_bytes()
+    with pytest.raises(UsageError, match=r"and a folder would take its place|is not of the format 'dcp'"):
+        migrate(lone, target, to="dcp", overwrite=True)
+    assert target.read_bytes() == before

@@ -116,7 +116,7 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
             for path in sorted(target.rglob("*"), reverse=True):
                 path.unlink()
         target.mkdir(exist_ok=True)
-        write_model(target / "pytorch_old.safetensors", fill=9)
+        write_model(target / "model.safetensors", fill=9)
 
     def action() -> None:
         migrate(source, target, to="bin", overwrite=True)
@@ -125,9 +125,9 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
     for at in each_point(action, old)[-16:]:
         assert strike(action, at, Fault.KILL_AFTER)[0] is not Outcome.RAISED
         if exchanges:
-            assert names_below(target) == {"pytorch_old.safetensors"} or whole(target)
+            assert names_below(target) == {"model.safetensors"} or whole(target)
         with staging.staging_for(target, is_file=False):  # as the next run begins
-            assert names_below(target) == {"pytorch_old.safetensors"} or whole(target)
+            assert names_below(target) == {"model.safetensors"} or whole(target)
         assert sorted(os.listdir(source.parent)) == ["a", "b"]
         old()
 
@@ -199,11 +199,21 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
 def test_nothing_is_written_where_something_stands(source: Path) -> None:
     target = source.parent / "b"
     target.write_text("mine")
+    for overwrite, words in (
+        (False, "exists; name a place where nothing is$"),
+        (True, "is no folder, and a folder"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            migrate(source, target, to="bin", overwrite=overwrite)
+        assert target.read_text() == "mine"
+    target.unlink()
+    target.mkdir()
+    write_model(target / "model.safetensors")
     with pytest.raises(
         UsageError, match="exists; name a place where nothing is, or replace it with --overwrite"
     ):
         migrate(source, target, to="bin")
-    assert target.read_text() == "mine"
+    assert names_below(target) == {"model.safetensors"}
     migrate(source, target, to="bin", overwrite=True)
     assert whole(target)
 
@@ -240,6 +250,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(source: Path, tmp_path: Pat
         ("a", "a/b", "lies inside"),
         ("a/model.safetensors", "a", "lies inside .*, which would be replaced"),
         ("a", "c/b", "is no folder"),
+        ("a", "a/..", "name the folder itself"),
     ],
 )
 def test_places_that_make_no_sense(source: Path, given: str, where: str, words: str) -> None:
