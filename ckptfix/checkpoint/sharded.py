@@ -49,9 +49,10 @@ class ShardedState:
     ``name``: its number and role when it is called as Accelerate calls it. ``metadata``: None when it is not there or
     cannot be read (``problem``). ``files``: all regular files, by path from the checkpoint. ``scopes``: where names of
     parameters stand; the path of one leads there in the state dict that was saved. ``listed``: those of them that are a
-    bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: items with names that could
-    not be read, and why. ``said``: every string in the other bytes items. ``broken``: file -> what is wrong with an
-    item in it. ``siblings``: the DCP folders beside the checkpoint when it is one folder of Accelerate's itself.
+    bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items that could
+    not be read, any of which may hold names, and why. ``said``: every string in the other bytes items. ``broken``:
+    file -> what is wrong with an item in it. ``siblings``: the DCP folders beside the checkpoint when it is one folder
+    of Accelerate's itself.
     ``journals``: it has a journal of its own, of repairs that were made of it alone.
     """
 

@@ -1,9 +1,15 @@
 """Where names of parameters stand in the metadata of a DCP folder: in state dicts, and in optimizers."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptfix.checkpoint.folder import NameScope
-from ckptfix.checkpoint.keys import common_wrappers, dotted
+from ckptfix.checkpoint.keys import (
+    common_wrappers,
+    dotted,
+    leading_wrappers,
+    without_private_wrappers,
+)
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_names import (
     GROUPS_KEY,
@@ -103,21 +109,72 @@ def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model
 
 
 def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
-    """Return the keys that lead to each state dict of an optimizer: where nothing but its two keys is."""
+    """Return the keys that lead to each state dict of an optimizer: where nothing but its two keys is.
+
+    ``state`` is also what a script calls anything: a dict of models, what a sampler knows. So without a list of groups
+    beside it, it must hold a dict for each name, and the names must be those of a model, or look like some.
+    """
     every = list(paths)
-    found: dict[Steps, None] = {}
+    found: dict[Steps, list[Steps]] = {}
     for path in every:
-        depth = next(
-            (number for number, step in enumerate(path[:-1]) if step in (STATE_KEY, GROUPS_KEY)), None
+        for depth, step in enumerate(path[:-1]):
+            if step in (STATE_KEY, GROUPS_KEY):
+                found[path[:depth]] = []
+    for path in every if found else ():
+        for depth in range(len(path)):
+            if (below := found.get(path[:depth])) is not None:
+                below.append(path)
+    known = _Leaves(every)
+    accepted: dict[Steps, None] = {}
+    for prefix in sorted(found, key=len):
+        depth, below = len(prefix), found[prefix]
+        if (
+            {path[depth] for path in below} <= {STATE_KEY, GROUPS_KEY}
+            # In an optimizer it is what a parameter is called.
+            and not any(prefix[:shorter] in accepted for shorter in range(depth))
+            and (_has_groups(below, depth) or known.is_state(below, depth + 1))
+        ):
+            accepted[prefix] = None
+    return tuple(prefix for prefix in found if prefix in accepted)
+
+
+def _has_groups(below: Iterable[Steps], depth: int) -> bool:
+    """Whether there is a list of groups, or all of them in one item."""
+    return any(
+        path[depth] == GROUPS_KEY and (len(path) == depth + 1 or type(path[depth + 1]) is int)
+        for path in below
+    )
+
+
+class _Leaves:
+    """How often each key of an item stands in all dicts, without its wrappers."""
+
+    def __init__(self, every: Iterable[Steps]) -> None:
+        self._every = every
+        self._count: Counter[str] | None = None  # few folders need it
+
+    def is_state(self, state: list[Steps], depth: int) -> bool:
+        """Whether these paths, with a name of a parameter at ``depth``, are an optimizer's, with no groups beside."""
+        if any(len(path) < depth + 2 or path[depth - 1] != STATE_KEY for path in state):
+            return False  # a value by itself, as the epoch of a sampler
+        names = {str(path[depth]) for path in state}
+        if all(map(str.isdecimal, names)):
+            return True
+        if self._count is None:
+            self._count = self._counted(self._every)
+        every, own = self._count, self._counted(state)
+        if any("." in key and count > own[key] for key, count in every.items()):
+            return all(every[real] > own[real] for real in map(_real, names))  # of a model beside it
+        return all("." in name for name in names) and all(
+            len(path) == depth + 2 and "." not in str(path[-1]) for path in state
         )
-        if depth is not None:
-            found[path[:depth]] = None
-    if not found:
-        return ()
-    others = {
-        path[:depth]
-        for path in every
-        for depth in range(len(path))
-        if path[:depth] in found and path[depth] not in (STATE_KEY, GROUPS_KEY)
-    }
-    return tuple(prefix for prefix in found if prefix not in others)
+
+    @staticmethod
+    def _counted(paths: Iterable[Steps]) -> Counter[str]:
+        return Counter(_real(path[-1]) for path in paths if path and isinstance(path[-1], str))
+
+
+def _real(name: str) -> str:
+    """Return a name without wrappers, as far as one can tell from it alone."""
+    name = without_private_wrappers(name)
+    return name[len(dotted(leading_wrappers(name))) :]

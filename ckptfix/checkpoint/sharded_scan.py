@@ -189,32 +189,35 @@ class _Items:
             item = metadata.stored.get((one.fqn, None))
             if item is not None and path / item.path in files:
                 by_file.setdefault(item.path, []).append(item)
-            elif self._may_hold_names(one.fqn):
+            elif item is None:
+                self.unread[one.fqn] = "the metadata has no place of it"
+            else:
                 self.unread[one.fqn] = "the file that holds it is missing"
         for file, items in by_file.items():
             try:
                 with open_reader(root / path / file) as reader:
                     left = reader.size
-                    for item in items:
+                    for number, item in enumerate(items):
                         left -= item.length
                         if left < 0 and item.offset + item.length <= reader.size:
                             # No writer does that; and a few bytes could make a scan read terabytes.
                             self.broken[path / file] = (
                                 f"its items lie over each other, {item.fqn!r:.200} among them"
                             )
+                            why = "it lies over other items, or behind one that does"
+                            self.unread |= dict.fromkeys((one.fqn for one in items[number:]), why)
                             break
                         self._read(reader, path / file, item)
             except OSError as error:
                 why = error.strerror or str(error)
-                self.unread |= {one.fqn: why for one in items if self._may_hold_names(one.fqn)}
+                self.unread |= {one.fqn: why for one in items}
                 self.broken[path / file] = f"it cannot be read: {why}"
 
     def _read(self, reader: FileReader, file: PurePosixPath, item: StoredItem) -> None:
         try:
             found = read_item(reader, item)
         except FormatError as error:
-            if self._may_hold_names(item.fqn):
-                self.unread[item.fqn] = str(error)
+            self.unread[item.fqn] = str(error)  # whatever it is called: any object may hold names
             if not isinstance(error, UnsupportedFormat) and item.offset + item.length <= reader.size:
                 self.broken[file] = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
             return
@@ -247,11 +250,6 @@ class _Items:
             return []
         whole = path if path[-1] == GROUPS_KEY else (*path, GROUPS_KEY)
         return [(whole, kind, texts) for kind, texts in grouped_names(file).items()]
-
-    def _may_hold_names(self, fqn: str) -> bool:
-        """Whether an item is of the groups of parameters of an optimizer, or all of them in one."""
-        begin = f"{GROUPS_KEY}."
-        return any(step == GROUPS_KEY or str(step).startswith(begin) for step in self._paths[fqn])
 
     def _names_kind(self, fqn: str) -> str | None:
         """Return "params" or "param_names" for an item that lists the names of a group of parameters."""

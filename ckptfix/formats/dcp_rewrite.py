@@ -5,6 +5,7 @@ A name stands in four places (``metadata.py`` and ``_nested_dict.py`` of torch 2
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -39,6 +40,25 @@ def paths_of(metadata: DcpMetadata) -> dict[str, Steps]:
     planned = {one.fqn: one.path for one in metadata.planned or ()}
     every = (*(tensor.fqn for tensor in metadata.tensors), *(item.fqn for item in metadata.items))
     return {fqn: planned.get(fqn, (fqn,)) for fqn in every}
+
+
+def with_paths(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> DcpMetadata:
+    """Return what a metadata would say of its items with other paths; its bytes and places are as before."""
+    names = {
+        fqn: ".".join(map(str, new_paths[fqn])) if fqn in new_paths else fqn for fqn in paths_of(metadata)
+    }
+    planned = metadata.planned
+    if planned is not None:
+        planned = tuple(
+            one._replace(fqn=names.get(one.fqn, one.fqn), path=new_paths.get(one.fqn, one.path))
+            for one in planned
+        )
+    return replace(
+        metadata,
+        tensors=tuple(one._replace(fqn=names[one.fqn]) for one in metadata.tensors),
+        items=tuple(one._replace(fqn=names[one.fqn]) for one in metadata.items),
+        planned=planned,
+    )
 
 
 def rewrite_metadata(

@@ -65,8 +65,12 @@ def undo(
             )
         done = _done(target.root, wanted)
         if not done:
-            others = ", ".join(sorted({info.target or "the folder" for info in transactions(target.root)}))
-            raise UsageError(f"{target.path}: there is no repair of it to undo; there is one of {others}")
+            others = sorted({info.target or "the folder" for info in transactions(target.root)})
+            if not others:  # a run was killed before it touched anything, and what it left is gone now
+                raise UsageError(f"{target.path}: there is no repair to undo")
+            raise UsageError(
+                f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
+            )
         last = done[-1]
         undo_transaction(target.root, last.number, force=force, progress=progress)
     return _receipt(target.path, last, len(done) - 1, recovered=False)

@@ -60,7 +60,7 @@ def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
         for why, names in alike.items():
-            yield f"{state.metadata_path}: the names in {list_names(names)}: {why}"
+            yield f"{state.metadata_path}: names may be in {list_names(names)}: {why}"
 
 
 def _interrupted(state: ShardedState) -> list[Finding]:

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.folder import NameScope
-from ckptfix.checkpoint.keys import WRAPPERS, KeyMap, collisions, common_wrappers
+from ckptfix.checkpoint.keys import KeyMap, collisions, common_wrappers, without_private_wrappers
 from ckptfix.checkpoint.sharded import ShardedState
+from ckptfix.checkpoint.sharded_names import name_scopes, optimizers_in
 from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys
-from ckptfix.formats.dcp_rewrite import paths_of
+from ckptfix.formats.dcp_rewrite import paths_of, with_paths
 from ckptfix.operations.diagnose.sharded_names import STATE_DICT, is_flat, unit_of, unwrapped_names
 from ckptfix.operations.plan.draft import Draft
+from ckptfix.operations.plan.sharded_old_names import OldNames
 from ckptfix.operations.sharded_editing import new_paths
 from ckptfix.wording import list_names
 
 PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
 """(path, kind) of a place of names -> how they change."""
-
-_KEYS = (STATE_KEY, GROUPS_KEY)
 
 
 def objections(
@@ -32,12 +32,14 @@ def objections(
         if state.path in maps:
             yield from _of_folder(draft, state)
             yield from _of_names(state, maps[state.path])
+            yield from _read_again(state, maps[state.path])
     changing = {unit_of(state) for state in kept if state.path in maps}
     for unit in changing:
         states = [state for state in kept if unit_of(state) == unit]
         for state in states:
             yield from _unread(state)
             yield from _of_other_models(state, maps.get(state.path, {}))
+        yield from _unproven(states, maps)
         yield from _left_over(states, maps)
         yield from _parted(states, maps)
         yield from _unclear(states, maps)
@@ -74,6 +76,75 @@ def _of_names(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
             yield f"keys of something else stand between the names of the model: {list_names(keys)}"
 
 
+def _read_again(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+    """Yield which names would be taken for something else: "state.w" beside options of a group is an optimizer's."""
+    if state.metadata is None:
+        return
+    for scope in state.scopes:
+        new = _mapped(scope, maps)
+        if scope.kind != STATE_DICT and new != list(scope.names) and all(map(str.isdecimal, new)):
+            yield (
+                f"{new[0]!r:.200} in {scope} of {state.metadata_path} would be taken for a number, as an optimizer "
+                "gives them for names"
+            )
+            return
+    listed = state.listed.keys()
+    changed = new_paths(state, state.metadata, maps)
+    places = [place for place in state.scopes if (place.path, place.kind) not in listed]
+    want = {(scope.path, scope.kind): _mapped(scope, maps) for scope in places}
+    paths = paths_of(state.metadata)
+    if renamed_optimizers := set(optimizers_in(paths.values())) ^ set(
+        optimizers_in([changed.get(fqn, path) for fqn, path in paths.items()])
+    ):
+        where = "".join(f"[{step!r}]" for step in min(renamed_optimizers, key=repr))
+        yield f"with other names {where or 'all'} of {state.metadata_path} would be taken for what it is not"
+        return
+    have = {
+        (scope.path, scope.kind): list(scope.names)
+        for scope in name_scopes(with_paths(state.metadata, changed))
+    }
+    scopes = {(scope.path, scope.kind): scope for scope in places}
+    for place in (*want, *(place for place in have if place not in want)):
+        if (old := want.get(place, [])) != (again := have.get(place, [])) or place not in want:
+            lost = sorted(set(old) ^ set(again)) or old or again or [str(place[0])]
+            where = str(scopes.get(place, "")) or "the model"
+            yield (
+                f"{lost[0]!r:.200} would no longer be taken for a name of {where} of {state.metadata_path}: beside the "
+                "other keys it looks like one of an optimizer, or of a model"
+            )
+            return
+
+
+def _mapped(scope: NameScope, maps: PlaceMaps) -> list[str]:
+    key_map = maps.get((scope.path, scope.kind))
+    return list(scope.names if key_map is None else map(key_map, scope.names))
+
+
+def _unproven(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+    """Yield a place whose names would get a wrapper although nothing shows that they are names of parameters."""
+    known = frozenset(
+        without_private_wrappers(name)
+        for state in states
+        for scope in state.scopes
+        if scope.kind == STATE_DICT
+        for name in unwrapped_names(scope)
+    )
+    for state in states:
+        for scope in state.scopes:
+            key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
+            if key_map is None or scope.chain:
+                continue
+            words = f"nothing shows that {scope} of {state.metadata_path} holds names of parameters"
+            if scope.kind == STATE_DICT and not {STATE_KEY, GROUPS_KEY}.isdisjoint(scope.path):
+                yield f"{words}: it is below a key of an optimizer, and they have no wrapper"
+            elif scope.kind != STATE_DICT and known:
+                other = next(
+                    (name for name in scope.names if without_private_wrappers(name) not in known), None
+                )
+                if other is not None:
+                    yield f"{words}: no model has {other!r:.200}"
+
+
 def _keys_beside(state: ShardedState, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
     """Return the keys in the dict of a model that are none of its names, and that the map would change."""
     if state.metadata is None:
@@ -95,7 +166,7 @@ def _unread(state: ShardedState) -> Iterator[str]:
     elif state.metadata is None:
         yield f"{where} is missing, so the names in {state.path} would stay"
     for fqn, why in state.unread.items():
-        yield f"the names in {fqn!r} of {where} cannot be read: {why}"
+        yield f"{fqn!r:.200} of {where} may hold old names, and cannot be read: {why}"
 
 
 def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
@@ -108,6 +179,8 @@ def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
         if key_map is None or (scope is first and scope.is_model):
             continue
         words = f"{state.metadata_path} holds several state dicts, {scope} among them"
+        if len(dicts) == 1:
+            words = f"{scope} of {state.metadata_path}"
         if not scope.chain:
             yield f"{words}: its names have no wrapper, so that nothing shows that it is a model"
         elif lead is None:
@@ -134,23 +207,28 @@ def _unclear(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceM
 
 def _left_over(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     """Yield an old name that would stay somewhere: in a key, or in an object that is not looked into."""
-    old = frozenset(
-        name
+    old = OldNames(
+        (scope, key_map)
         for state in states
         for scope in state.scopes
         if (key_map := maps.get(state.path, {}).get((scope.path, scope.kind))) is not None
-        for name in scope.names
-        if key_map(name) != name
     )
+    names = frozenset(name for state in states for scope in state.scopes for name in scope.names)
     for state in states:
-        for word in _words_that_stay(state, maps.get(state.path, {})):
-            if (name := _name_in(word, old)) is not None:
-                where = "an item that is not renamed" if word == name else f"{word!r:.200}"
-                yield f"{state.metadata_path} would still hold the old name {name!r}, in {where}"
-                return
+        for word, is_key in _words_that_stay(state, maps.get(state.path, {})):
+            part = old.in_text(word, is_name=word in names, is_key=is_key)
+            if part is None:
+                continue
+            where = "an item that is not renamed" if word == part else f"{word!r:.200}"
+            if old.is_whole(part):
+                yield f"{state.metadata_path} would still hold the old name {part!r:.200}, in {where}"
+            else:
+                yield f"{state.metadata_path} may still hold an old name: {part!r:.200} is in {where}"
+            return
 
 
-def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[tuple[str, bool]]:
+    """Yield each text that is not renamed, and whether it is a key of the state dict that was saved."""
     if state.metadata is None:
         return
     words: dict[str, None] = {}
@@ -160,24 +238,11 @@ def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
         words.update(
             (step, None) for step, kept in zip(path, new, strict=True) if step == kept and type(step) is str
         )
+    yield from ((word, True) for word in words)
     for place, item in state.listed.items():
         key_map = maps.get(place, KeyMap(remove=()))
-        words.update((name, None) for _, name in item.names if key_map(name) == name)
-    yield from words
-    yield from sorted(state.said)
-
-
-def _name_in(word: str, names: frozenset[str]) -> str | None:
-    """Return the name that a word is, or that it holds behind a key of an optimizer or from a wrapper on."""
-    if word in names:
-        return word
-    segments = word.split(".")
-    for begin, segment in enumerate(segments):
-        if segment in WRAPPERS or (begin and segments[begin - 1] in _KEYS):
-            for end in range(len(segments), begin, -1):
-                if (name := ".".join(segments[begin:end])) in names:
-                    return name
-    return None
+        yield from ((name, False) for _, name in item.names if key_map(name) == name)
+    yield from ((word, False) for word in sorted(state.said))
 
 
 def _parted(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
