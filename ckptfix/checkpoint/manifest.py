@@ -27,6 +27,7 @@ __all__ = [
     "missing_files",
     "not_as_saved",
     "read_manifest",
+    "usable_manifest",
 ]
 
 VERSION = 1
@@ -132,6 +133,17 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{folder / MANIFEST} cannot be understood: {error!r}") from None
     return manifest
+
+
+def usable_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint where it only adds to what the files say, as names of tied weights.
+
+    None when it has none, and when there is one that cannot be read: nothing is compared with it.
+    """
+    try:
+        return read_manifest(folder)
+    except (FormatError, OSError):
+        return None
 
 
 def _without_waiting(path: str, flags: int) -> int:

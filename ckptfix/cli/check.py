@@ -1,7 +1,6 @@
 """``ckptfix check``."""
 
 import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from ckptfix.cli.report import Report
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.target import find_checkpoints
+from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, human_size
 
 
@@ -75,7 +75,7 @@ def print_check(report: Report, result: CheckReport) -> None:
     if result.status == 0:
         report.line("no error found in what was checked", colour="green")
     elif any(finding.is_fixable for finding in result.findings):
-        report.line(f"next: ckptfix repair {shlex.quote(str(result.path))}")
+        report.line(f"next: {command('repair', result.path)}")
     report.salvage(result.findings, str(result.path))
     for words in result.not_checked:
         report.line(f"not checked: {words}")

@@ -1,7 +1,6 @@
 """``verify --device-map``: what it does, and how it prints its proofs."""
 
 import gc
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -11,6 +10,7 @@ from ckptfix.cli.pages import ensure_writable, write_page
 from ckptfix.cli.report import Report
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.findings import Severity
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import collapse_layers, count_of, human_size
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
     """Print what to do with a damaged checkpoint, and return it."""
     report.line(_DAMAGED, bold=True)
     verb = "repair" if any(one.is_fixable for one in checked.findings) else "check"
-    next_step = f"next: ckptfix {verb} {shlex.quote(path)}"
+    next_step = f"next: ckptfix {verb} {shell_path(path)}"
     report.line(next_step)
     return next_step
 

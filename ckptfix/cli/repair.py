@@ -1,6 +1,5 @@
 """``ckptfix repair``."""
 
-import shlex
 from itertools import groupby
 
 import click
@@ -11,6 +10,7 @@ from ckptfix.errors import UsageError
 from ckptfix.operations.policy import KEEPABLE, Keys, Policy
 from ckptfix.operations.repair import Receipt, repair
 from ckptfix.operations.steps import Safety, Step, Unplanned
+from ckptfix.storage.paths import command
 from ckptfix.wording import count_of
 
 
@@ -87,7 +87,7 @@ def print_receipt(report: Report, receipt: Receipt) -> None:
     report.findings(receipt.left, at)
     report.salvage(receipt.left, str(receipt.path))
     if receipt.transaction is not None:
-        report.line(f"to take it back: ckptfix undo {shlex.quote(str(receipt.path))}")
+        report.line(f"to take it back: {command('undo', receipt.path)}")
     for words in receipt.not_checked:
         report.line(f"not checked: {words}")
 

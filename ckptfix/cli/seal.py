@@ -1,13 +1,12 @@
 """``ckptfix seal``."""
 
-import shlex
-
 import click
 
 from ckptfix.checkpoint.manifest import MANIFEST
 from ckptfix.cli.report import Report
 from ckptfix.cli.verdicts import print_differing
 from ckptfix.operations.sealing.seal import SealReceipt, seal
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, human_size
 
 
@@ -31,7 +30,7 @@ def seal_command(path: str, force: bool, as_json: bool) -> int:
 def _print(report: Report, receipt: SealReceipt, path: str) -> None:
     report.findings(receipt.findings, path)
     print_differing(report, receipt.differing)
-    where = shlex.quote(path)
+    where = shell_path(path)
     if not receipt.written:
         what = "differs from its manifest" if receipt.differing else "is damaged"
         verb = "verify" if receipt.differing else "check"

@@ -1,11 +1,10 @@
 """``ckptfix undo``."""
 
-import shlex
-
 import click
 
 from ckptfix.cli.report import Report
 from ckptfix.operations.undo import undo
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 
@@ -25,6 +24,6 @@ def undo_command(path: str, force: bool, as_json: bool) -> int:
     report.few([f"  undone: {step}" for step in receipt.steps], "steps")
     if receipt.remaining:
         report.line(
-            f"{count_of(receipt.remaining, 'earlier repair')} can be undone: ckptfix undo {shlex.quote(path)}"
+            f"{count_of(receipt.remaining, 'earlier repair')} can be undone: ckptfix undo {shell_path(path)}"
         )
     return report.finish(receipt.as_json(), receipt.status)

@@ -1,7 +1,6 @@
 """What a path given by the user means: a whole folder, or one file in it."""
 
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -61,7 +60,7 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
         raise UsageError(f"{folder.root} holds no file of a checkpoint")
     raise UsageError(
         f"{folder.root} holds no file of a checkpoint, but {count_of(len(folder.subfolders), 'folder')}; "
-        f"to look into them: ckptfix check --recursive {shlex.quote(str(folder.root))}"
+        f"to look into them: {command('check', folder.root, '', '--recursive')}"
     )
 
 

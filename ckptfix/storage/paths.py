@@ -43,8 +43,13 @@ def locate(root: Path, path: PurePosixPath) -> Path:
 
 def command(verb: str, root: Path, target: str = "", *options: str) -> str:
     """Return what to type to run ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
-    path = str(root / target)
-    return shlex.join(["ckptfix", verb, *options, f"./{path}" if path.startswith("-") else path])
+    return f"{shlex.join(['ckptfix', verb, *options])} {shell_path(root / target)}"
+
+
+def shell_path(path: Path | str) -> str:
+    """Return a path as it is to be typed: quoted, and none that a command takes for an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def forget(root: Path) -> str:

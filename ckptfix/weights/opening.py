@@ -1,7 +1,6 @@
 """Turn a path into the tensors that lie there: a folder of any kind, one file, or an index."""
 
 import os
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -10,11 +9,12 @@ from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.groups import group_files
-from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.listing import listed_files
+from ckptfix.storage.paths import command
 from ckptfix.weights.deepspeed import deepspeed_weights
 from ckptfix.weights.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
 from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
@@ -42,7 +42,7 @@ def open_checkpoint(
     try:
         return _folder(given, original=original)
     except FormatError as error:
-        raise OperationError(f"{given}: {error}; next: ckptfix check {shlex.quote(str(given))}") from error
+        raise OperationError(f"{given}: {error}; next: {command('check', given)}") from error
 
 
 def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
@@ -64,7 +64,7 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     found = all_state_dicts(folder) or all_state_dicts(folder, of_modules=False)
     entries = [one for one in found if not is_index or one.label == path.name]
     if not entries:
-        raise UsageError(f"{path} holds no weights of a model; next: ckptfix check {shlex.quote(str(path))}")
+        raise UsageError(f"{path} holds no weights of a model; next: {command('check', path)}")
     return StoredCheckpoint(root=folder.root, only=path.name, weights=_all_readable(folder, entries, path))
 
 
@@ -72,7 +72,7 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     folder = scan_folder(
         root, wanted=lambda name: not is_deepspeed_file(str(name))
     )  # a thousand ranks have many
-    manifest = _manifest(root)
+    manifest = usable_manifest(root)
     found: dict[int, Weights] = {}
     for entry in model_entries(folder, manifest):
         found[entry.index] = _readable(folder, entry, root)
@@ -86,10 +86,8 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     if not weights:
         weights = _all_readable(folder, all_state_dicts(folder), root)
     if not weights:
-        below = "--recursive " if folder.subfolders and not folder.components else ""
-        raise UsageError(
-            f"{root} holds no weights of a model; next: ckptfix check {below}{shlex.quote(str(root))}"
-        )
+        below = ("--recursive",) if folder.subfolders and not folder.components else ()
+        raise UsageError(f"{root} holds no weights of a model; next: {command('check', root, '', *below)}")
     used = {str(file) for one in weights for file in one.files}
     return StoredCheckpoint(
         root=root,
@@ -119,10 +117,9 @@ def _readable(
     folder: CheckpointFolder, entry: Entry, given: Path, beside: Collection[tuple[str, ...]] = ()
 ) -> Weights:
     if entry.problem:
-        where = shlex.quote(str(given))
         raise OperationError(
-            f"{folder.root / entry.label}: {entry.problem}; next: ckptfix check {where}, or, to get out what is whole: "
-            f"ckptfix salvage {where} NEW_FOLDER"
+            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to get out what is "
+            f"whole: {command('salvage', given)} NEW_FOLDER"
         )
     return file_weights(folder.root, entry, beside)
 
@@ -138,10 +135,3 @@ def _other_weights(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
         yield from dcp_paths(folder.root, where)
     for _, where in deepspeed_folders(folder):
         yield from deepspeed_paths(folder.root, where)
-
-
-def _manifest(root: Path) -> Manifest | None:
-    try:
-        return read_manifest(root)
-    except (FormatError, OSError):
-        return None  # only names of tied weights are taken from it

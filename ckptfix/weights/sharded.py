@@ -1,7 +1,6 @@
 """The weights in folders of torch.distributed.checkpoint (DCP), of Accelerate's FSDP and of anybody."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +8,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.sharded import DATA_SUFFIX, UNFINISHED, belongs
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_coverage import dcp_problems
 from ckptfix.formats.dcp_items import ItemReader, KnownItem, SavedTensor
@@ -23,6 +23,7 @@ from ckptfix.formats.dcp_metadata import (
 from ckptfix.formats.dcp_names import keys_beside, model_names
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.paths import command
 from ckptfix.storage.pieces import Piece
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.layouts import Contiguous, Layout, Strided, Tile, Tiled
@@ -30,7 +31,6 @@ from ckptfix.weights.stored import Format, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
 
 _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]{1,9})")
-_DATA_SUFFIX = ".distcp"
 _NOTHING = b"N."  # the shortest pickle
 
 
@@ -51,15 +51,11 @@ def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]
 
 def dcp_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
     """Yield the files that a save leaves in a DCP folder, whatever its metadata says."""
-    yield from (where / name for name in _names(root / where) if _belongs(name))
-
-
-def _belongs(name: str) -> bool:
-    return name.endswith((METADATA_NAME, METADATA_NAME + ".tmp", _DATA_SUFFIX))
+    yield from (where / name for name in _names(root / where) if belongs(name))
 
 
 def _holds_dcp(folder: Path) -> bool:
-    return any(map(_belongs, _names(folder)))
+    return any(map(belongs, _names(folder)))
 
 
 def _names(folder: Path) -> tuple[str, ...]:
@@ -101,7 +97,7 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
         found.append(StoredTensor(name, tensor.dtype or "", tensor.shape, layouts.layout(tensor)))
     read = {tensor.fqn for tensor in tensors}
     names = _names(folder)
-    used = {METADATA_NAME, *(name for name in names if name.endswith(_DATA_SUFFIX))}
+    used = {METADATA_NAME, *(name for name in names if name.endswith(DATA_SUFFIX))}
     left = keys_beside(metadata, model.names)
     return Weights(
         label=_label(root, where) + ("".join(f"[{step!r}]" for step in model.prefix) if left else ""),
@@ -143,21 +139,21 @@ def read_metadata_of(folder: Path) -> DcpMetadata:
 
 def _unfinished(names: tuple[str, ...]) -> str:
     """Return what it means that a folder has no ``.metadata``; it is written last (``finish`` in filesystem.py)."""
-    data = sum(name.endswith(_DATA_SUFFIX) for name in names)
+    data = sum(name.endswith(DATA_SUFFIX) for name in names)
     if any(name.endswith(METADATA_NAME) for name in names):
         return (
             f"each rank has its own metadata ({next(n for n in names if n.endswith(METADATA_NAME))}), as a save "
             "without collectives leaves it; which is not read: load it with torch.distributed.checkpoint"
         )
-    state = "unfinished" if METADATA_NAME + ".tmp" in names else "missing"
+    state = "unfinished" if UNFINISHED in names else "missing"
     return (
         f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, beside {data} "
-        f"{_DATA_SUFFIX} files"
+        f"{DATA_SUFFIX} files"
     )
 
 
 def _check(folder: Path) -> str:
-    return f"ckptfix check {shlex.quote(str(folder))}"
+    return command("check", folder)
 
 
 def _label(root: Path, where: PurePosixPath) -> str:

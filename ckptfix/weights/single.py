@@ -1,6 +1,5 @@
 """The weights in safetensors files and files of torch.save, alone or as shards."""
 
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -14,6 +13,7 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, kind_of_tensor
 from ckptfix.formats.torch_zip import TorchZip, storage_records
+from ckptfix.storage.paths import command
 from ckptfix.storage.pieces import Piece
 from ckptfix.weights.beside import held_beside, holds_tensors, leads_to
 from ckptfix.weights.layouts import Contiguous, Layout, Strided
@@ -106,8 +106,8 @@ def _ensure_once(root: Path, entry: Entry) -> None:
         for name in _names(member):
             if holders.setdefault(name, path) is not path:
                 raise OperationError(
-                    f"{root / entry.label}: {name!r} is in both {holders[name].name} and {path.name}; next: ckptfix "
-                    f"check {shlex.quote(str(root))}"
+                    f"{root / entry.label}: {name!r} is in both {holders[name].name} and {path.name}; next: "
+                    f"{command('check', root)}"
                 )
 
 

@@ -178,6 +178,10 @@ def test_what_is_to_be_typed_begins_with_no_dash(
     assert run(["verify", "--", "-x"]) == 0
     assert "next: ckptfix seal ./-x" in capsys.readouterr().out
     assert run(["seal", "./-x"]) == 0
+    write_safetensors(Path("-x/model.safetensors"), {"module.module.a": b"1"})
+    assert run(["check", "--", "-x"]) == 1
+    assert "next: ckptfix repair ./-x" in capsys.readouterr().out
+    assert run(["repair", "./-x"]) == 0
 
 
 def test_output_refuses_what_stands_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

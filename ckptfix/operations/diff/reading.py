@@ -1,6 +1,5 @@
 """Two sides read at once, by several threads that each take a part of a tensor at a time."""
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import ChangedError
 from ckptfix.storage.comparing import is_cached
-from ckptfix.storage.pieces import OpenFiles, Piece
+from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.layouts import Contiguous, Layout
 
@@ -23,7 +22,7 @@ class Sides:
     def __init__(self, files: OpenFiles, progress: Callable[[int], None]) -> None:
         """Use these files; ``progress`` may be called from any thread."""
         self._files = files
-        self._buffers = (memoryview(mmap.mmap(-1, BUFFER)), memoryview(mmap.mmap(-1, BUFFER)))
+        self._buffers = (page_buffer(BUFFER), page_buffer(BUFFER))
         self.progress = progress
 
     def blocks(

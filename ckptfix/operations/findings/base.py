@@ -1,11 +1,12 @@
 """What every finding has: a stable code, a severity, an action, its numbers and its sentence."""
 
 import re
-import shlex
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import ClassVar
+
+from ckptfix.storage.paths import shell_path
 
 _COMMAND = re.compile(r"(ckptfix (?:check|repair|undo) )DIR\b")
 
@@ -55,7 +56,7 @@ class Finding:
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the checkpoint's path in its commands, as a shell takes it."""
-        return _COMMAND.sub(lambda match: f"{match[1]}{shlex.quote(path)}", self.advice)
+        return _COMMAND.sub(lambda match: f"{match[1]}{shell_path(path)}", self.advice)
 
     def as_json(self, path: str) -> dict[str, object]:
         """Return the finding as JSON values: code, severity, action, message, advice and its own fields."""

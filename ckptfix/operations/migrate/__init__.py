@@ -81,11 +81,14 @@ def migrate(
         warnings = (*passed_on(path), *unfit_optimizers(plan))
     ensure_apart(plan)
     plan = replace(plan, removed=removed_at(plan))
-    manifest = source_manifest(plan)
+    beside = source_manifest(plan)
+    manifest = (
+        None if source.only is not None or plan.is_file else beside
+    )  # what is written beside the new files
     if manifest is not None:
         plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
     watch.check(files_read(plan))
-    recorded = Recorded(plan)
+    recorded = Recorded(plan, beside)
     is_guarded = manifest is not None and manifest.is_of_a_save
     not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
     warnings = (*warnings, *outdated(plan))

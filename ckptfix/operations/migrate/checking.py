@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
-from ckptfix.operations.migrate.filling import Stopped
+from ckptfix.operations.migrate.filling import Stopped, stopping
 from ckptfix.operations.migrate.hashing import damaged
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.sealing import recorded as sealing
 from ckptfix.operations.sealing.contents import lasting_label
-from ckptfix.operations.sealing.recorded import readable_manifest
 from ckptfix.operations.target import Target
 from ckptfix.storage.paths import command
 from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
@@ -33,9 +33,8 @@ class Recorded:
     Raises OperationError when its names are not those of the tensors that are there.
     """
 
-    def __init__(self, plan: MigrationPlan) -> None:
+    def __init__(self, plan: MigrationPlan, manifest: Manifest | None) -> None:
         root = plan.source.root
-        manifest = readable_manifest(root)
         self._plan = plan
         self._has_other_dtypes = plan.options.original
         recorded = sealing.Recorded(manifest, Target(root, plan.source.only))
@@ -128,11 +127,6 @@ def check_archive(path: Path, stop: threading.Event) -> None:
 
     Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
     """
-
-    def report(_: int) -> None:
-        if stop.is_set():
-            raise Stopped
-
     with open_reader(path) as reader:
         if reader.size < len(_ZIP) or reader.read(0, len(_ZIP)) != _ZIP:
             return
@@ -140,7 +134,7 @@ def check_archive(path: Path, stop: threading.Event) -> None:
             archive = read_zip(reader)
         except FormatError:
             return  # some other archive, as custom objects may be
-        for record in crc_mismatches(archive, reader, every_record=True, progress=report):
+        for record in crc_mismatches(archive, reader, every_record=True, progress=stopping(stop)):
             raise OperationError(
                 f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
                 f"nothing was written; next: {command('check', path, '', '--data')}"

@@ -6,7 +6,7 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckptfix.operations.migrate.naming import is_lone
@@ -49,15 +49,24 @@ def read_config(source: StoredCheckpoint) -> Config:
     if source.only is not None or is_lone(source):
         return Config()
     try:
-        fd = os.open(source.root / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        found = json_object(source.root / NAME)
     except FileNotFoundError:
         return Config()
+    return Config(*found) if found is not None else Config()
+
+
+def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
+    """Return a small JSON file and what it says; None for what is no regular file, too long, or no object of JSON.
+
+    Raises OSError when it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return Config()
+            return None
         data = file.read(_LONGEST + 1)
     try:
         values = json.loads(data) if len(data) <= _LONGEST else None
     except (ValueError, RecursionError):
-        values = None
-    return Config(data, values) if isinstance(values, dict) else Config()
+        return None
+    return (data, values) if isinstance(values, dict) else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError
 from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
 from ckptfix.weights.files.parts import Computed, Data, Literal, NewTensor, OutputFile
@@ -80,6 +81,18 @@ class Shared(NamedTuple):
 
 class Stopped(Exception):
     """Another thread has failed, or the user has had enough: there is nobody to read for."""
+
+
+def stopping(stop: threading.Event, progress: Progress | None = None) -> Progress:
+    """Return a function that passes numbers of bytes on, and raises ``Stopped`` once ``stop`` is set."""
+
+    def report(count: int) -> None:
+        if stop.is_set():
+            raise Stopped
+        if progress is not None:
+            progress(count)
+
+    return report
 
 
 Item = Slab | Shared | BaseException | None

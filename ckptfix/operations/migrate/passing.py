@@ -1,17 +1,16 @@
 """Which places a path leads through, link by link: all of them must stay for what is at its end to be found."""
 
-import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from ckptfix.operations.migrate.config import json_object
 
 _MOST_LINKS = 40
 """As many as Linux follows before it takes them for a circle."""
 
 _CONFIG = "adapter_config.json"
-_LONGEST = 16 << 20
 
 
 def passed_by(path: Path) -> Iterator[Path]:
@@ -57,11 +56,8 @@ def base_models(root: Path) -> list[Path]:
 
 
 def _named(path: Path) -> str | None:
-    with suppress(OSError, ValueError, RecursionError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            data = file.read(_LONGEST) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-        values = json.loads(data)
-        name = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+    with suppress(OSError):
+        _, values = json_object(path) or (b"", {})
+        name = values.get("base_model_name_or_path")
         return name if isinstance(name, str) else None
     return None

@@ -20,7 +20,7 @@ from ckptfix.operations.migrate.checking import (
     sha256_of,
 )
 from ckptfix.operations.migrate.copying import write_file
-from ckptfix.operations.migrate.filling import Stopped
+from ckptfix.operations.migrate.filling import Stopped, stopping
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.migrate.staging import despite_interrupts
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_file, sync_folder
@@ -80,8 +80,6 @@ def produce(
             jobs.append(pool.submit(work.carry, path))
         for model in plan.models if plan.options.verify else ():
             jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
-        for path in plan.carried if plan.options.verify else ():
-            jobs.append(pool.submit(check_archive, plan.source.root / path, stop))
         jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
         try:
             _finish(jobs, stop)
@@ -144,7 +142,7 @@ class _Work:
                 raise ChangedError(f"{source} is no regular file any more")
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                copy_range(read, 0, written, 0, status.st_size, progress=_stopping(self.stop, self.report))
+                copy_range(read, 0, written, 0, status.st_size, progress=stopping(self.stop, self.report))
                 os.fchmod(written, stat.S_IMODE(status.st_mode) & _MODE)
                 os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
                 sync_file(written)
@@ -154,6 +152,8 @@ class _Work:
             os.close(read)
         if self.recorded.speaks_of(str(path)):
             self.recorded.compare_file(str(path), sha256_of(target, self.stop))
+        if self.plan.options.verify:
+            check_archive(source, self.stop)
 
     def rewrite(self, file: OutputFile, produced: Produced) -> None:
         """Write a small file that stands in for one of the source."""
@@ -190,16 +190,6 @@ def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
         entered = os.stat(folder).st_mode
         mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(0o006 if not entered & stat.S_IXOTH else 0)
     return mode | stat.S_IRUSR
-
-
-def _stopping(stop: threading.Event, progress: Progress | None) -> Progress:
-    def report(count: int) -> None:
-        if stop.is_set():
-            raise Stopped
-        if progress is not None:
-            progress(count)
-
-    return report
 
 
 def _add_empty(plan: MigrationPlan, produced: Produced) -> None:

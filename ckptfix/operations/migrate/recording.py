@@ -21,19 +21,18 @@ _Value = TypeVar("_Value")
 
 
 def source_manifest(plan: MigrationPlan) -> Manifest | None:
-    """Return the manifest that the new checkpoint's is made from, None when there is none, or of a lone file.
+    """Return the manifest beside a source, None when there is none.
 
     Raises OperationError, with what to do, for one that cannot be read: nothing could be compared with it.
     """
     path = plan.source.root / MANIFEST
     try:
-        manifest = readable_manifest(plan.source.root)
+        return readable_manifest(plan.source.root)
     except OSError as error:
         raise OperationError(
             f"{path} cannot be read: {error.strerror}; next, to be allowed to: chmod u+rX "
             f"{shlex.join(map(str, (path.parent, path)))}"
         ) from error
-    return None if plan.source.only is not None or plan.is_file else manifest
 
 
 def record(

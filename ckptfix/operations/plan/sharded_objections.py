@@ -4,7 +4,6 @@ What belongs together changes together: a model, its optimizer, and whatever els
 rename is refused when anything that stays would still hold an old name, or cannot be read.
 """
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -18,6 +17,7 @@ from ckptfix.operations.diagnose.sharded_names import STATE_DICT, is_flat, unit_
 from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.plan.sharded_old_names import OldNames
 from ckptfix.operations.sharded_editing import new_paths
+from ckptfix.storage.paths import command
 from ckptfix.wording import list_names
 
 PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
@@ -55,7 +55,7 @@ def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
         parent = draft.folder.root.resolve().parent
         yield (
             f"it is one folder of the checkpoint {parent}, beside {list_names(state.siblings)}, whose names would no "
-            f"longer fit: ckptfix repair {shlex.quote(str(parent))}"
+            f"longer fit: {command('repair', parent)}"
         )
     if unsafe := sorted(draft.unsafe.intersection(state.files)):
         yield f"a file with an unsafe pickle is never edited: {unsafe[0]}"

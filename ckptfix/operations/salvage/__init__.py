@@ -4,7 +4,6 @@
 """
 
 import os
-import shlex
 from pathlib import Path
 
 from ckptfix.checkpoint.pairing import Progress
@@ -16,6 +15,7 @@ from ckptfix.operations.salvage.receipt import SalvageReceipt, SavedFile
 from ckptfix.operations.salvage.sorting import sort_out
 from ckptfix.operations.salvage.writing import plan_file, write_all_beside
 from ckptfix.operations.target import find_target
+from ckptfix.storage.paths import command
 
 __all__ = ["REPORT", "SalvageReceipt", "salvage"]
 
@@ -73,5 +73,5 @@ def _nothing(path: Path, found: Sorted) -> str:
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""
     return f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: " + (
-        found.advice or f"ckptfix check {shlex.quote(str(path))}"
+        found.advice or command("check", path)
     )

@@ -18,7 +18,7 @@ from ckptfix.operations.salvage.receipt import SalvageReceipt
 from ckptfix.storage.atomic import create_file, sync_tree
 from ckptfix.storage.building import build
 from ckptfix.storage.comparing import Run, first_difference
-from ckptfix.storage.pieces import OpenFiles
+from ckptfix.storage.pieces import OpenFiles, page_buffer
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import Range, Recipe
 from ckptfix.weights.digests import BLOCK, digest_head, tensor_digest
@@ -120,7 +120,7 @@ def _prove(file: PlannedFile, new: Path, digests: "dict[str, str]") -> None:
     names = {**{name: name for name in wanted}, **file.part.found.ties}
     if there.keys() != names.keys():
         raise OperationError(f"{path.name} holds other names than were written; nothing was kept")
-    buffer = memoryview(bytearray(BLOCK))
+    buffer = page_buffer(BLOCK)
     with OpenFiles() as opened:
         for name, kept in names.items():
             one = wanted[kept]

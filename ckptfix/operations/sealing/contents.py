@@ -11,9 +11,9 @@ from typing import NamedTuple
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
 from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
-from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.target import Target
 from ckptfix.storage.listing import listed_files
@@ -125,7 +125,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str]]:
         folder = scan_folder(target.root, target.only)
     found: list[Weights] = []
     unreadable: dict[str, str] = {}
-    for entry in model_entries(folder, _manifest(target.root)) or all_state_dicts(folder):
+    for entry in model_entries(folder, usable_manifest(target.root)) or all_state_dicts(folder):
         try:
             if entry.problem:
                 raise OperationError(entry.problem)
@@ -178,13 +178,6 @@ def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
         return []
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     return [replace(parts[0], label=label, index=entry.index, tensors=tensors)]
-
-
-def _manifest(root: Path) -> Manifest | None:
-    try:
-        return read_manifest(root)
-    except (FormatError, OSError):
-        return None  # only names of tied weights are taken from it
 
 
 def _names_weights(path: PurePosixPath) -> bool:

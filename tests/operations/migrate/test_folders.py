@@ -504,3 +504,13 @@ def test_a_sealed_dcp_folder_stays_true(tmp_path: Path, to: str) -> None:
     assert manifest is not None
     names = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin", "dcp": "."}
     assert [entry.file for entry in manifest.models] == [names[to]]
+
+
+def test_a_file_that_only_ends_as_one_of_dcp_does_is_carried(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write_safetensors(source / "model.safetensors", {"w": torch.ones(3)})
+    (source / "run.metadata").write_text("mine")
+    receipt = migrate(source, tmp_path / "b", to="bin")
+    assert (receipt.carried, receipt.left_out) == (("run.metadata",), ())
+    assert (tmp_path / "b" / "run.metadata").read_text() == "mine"

@@ -5,7 +5,6 @@ The bytes are found by this package's parsers and read with ``pread``; the tenso
 """
 
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -18,14 +17,15 @@ from safetensors import SafetensorError, safe_open
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.errors import FormatError, OperationError, UsageError
+from ckptfix.errors import OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
-from ckptfix.storage.pieces import OpenFiles
+from ckptfix.storage.paths import command
+from ckptfix.storage.pieces import OpenFiles, page_buffer
 from ckptfix.weights.layouts import Layout
 from ckptfix.weights.single import is_expanded, recorded_ties, run, torch_layout
 
@@ -107,7 +107,7 @@ class Weights:
         except (SafetensorError, Unreadable, OSError, KeyError) as error:
             says = str(error)
             where = "" if isinstance(error, Unreadable) else f"{self.root / member.path}: "
-            step = "" if "next: " in says else f"; next: ckptfix check {shlex.quote(str(self.root))}"
+            step = "" if "next: " in says else f"; next: {command('check', self.root)}"
             raise OperationError(f"{where}{says}{step}") from error
         assert isinstance(value, torch.Tensor)
         return value.detach()
@@ -123,7 +123,7 @@ class Weights:
     def problem(self) -> str:
         """Return why the files cannot be loaded, "" when they can. Opens each of them."""
         if self.entry.problem:
-            return f"{self.label}: {self.entry.problem}; next: ckptfix check {shlex.quote(str(self.root))}"
+            return f"{self.label}: {self.entry.problem}; next: {command('check', self.root)}"
         first = {str(tensor.member.path): fqn for fqn, tensor in self.tensors.items()}
         try:
             for fqn in first.values():
@@ -155,7 +155,7 @@ def file_bytes(tensor: StoredTensor, chunk: int) -> Iterator[Bytes]:
         min(chunk, tensor.nbytes) + 15 & ~15
     )  # a buffer for a model's many small tensors must be small, too
     with OpenFiles() as files:
-        for block in tensor.layout.blocks(files, memoryview(bytearray(max(room, 16)))):
+        for block in tensor.layout.blocks(files, page_buffer(max(room, 16))):
             yield numpy.frombuffer(block, dtype=numpy.uint8)
 
 
@@ -170,7 +170,7 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
         raise UsageError(f"{given} does not exist")
     if given.is_dir():
         folder = scan_folder(given)
-        entries = model_entries(folder, _manifest(given)) or all_state_dicts(folder)
+        entries = model_entries(folder, usable_manifest(given)) or all_state_dicts(folder)
     else:
         is_index = given.name.endswith(".json")
         folder = scan_folder(given.parent, None if is_index else given.name)
@@ -178,13 +178,6 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
     if not entries:
         raise UsageError(f"{given} holds no weights of a model; next: ckptfix check {given}")
     return tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries), folder
-
-
-def _manifest(root: Path) -> Any:
-    try:
-        return read_manifest(root)
-    except (FormatError, OSError):
-        return None  # only names of tied weights are taken from it
 
 
 def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:

@@ -1,7 +1,6 @@
 """``verify_reload``: what loading a checkpoint onto a device map really gives, proven as far as this machine can."""
 
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from ckptfix.runtime.devices.reload.report import (
     Subject,
 )
 from ckptfix.runtime.devices.reload.stored import Weights, find_weights
+from ckptfix.storage.paths import command
 from ckptfix.wording import list_names
 
 Progress = Callable[[int], None]
@@ -172,7 +172,7 @@ def _built(
     try:
         return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
     except NoModel as reason:
-        next_step = f"; next: ckptfix verify {shlex.quote(str(path))} --model module:factory"
+        next_step = f"; next: {command('verify', path)} --model module:factory"
         found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {reason}{next_step}")
         return None
 
