@@ -88,6 +88,8 @@ def print_receipt(report: Report, receipt: Receipt) -> None:
     report.salvage(receipt.left, str(receipt.path))
     if receipt.transaction is not None:
         report.line(f"to take it back: {command('undo', receipt.path)}")
+    for words in receipt.advice:
+        report.line(words, colour="yellow")
     for words in receipt.not_checked:
         report.line(f"not checked: {words}")
 

@@ -17,7 +17,8 @@ from ckptfix.cli.report import escape
 from ckptfix.storage.lock import folder_lock
 from tests.operations.builders import write_safetensors
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURE = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"
 
 
 @pytest.fixture
@@ -136,6 +137,37 @@ def test_every_advice_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "--keep optimizers=N" in out
     assert "--keep custom=N" in out
+
+
+@pytest.mark.parametrize(
+    ("fixture", "looked_for"),
+    [
+        ("1.15.0/wrapper-safetensors", "pytorch_model_1.bin"),
+        ("1.12.0/triple-bin", "pytorch_model_2.bin"),
+        ("1.15.0/student-teacher-wrapper-safetensors", "pytorch_model_2.bin"),
+        ("1.15.0/lone-nested-safetensors", "the old keys"),
+    ],
+)
+def test_a_repair_says_that_the_unchanged_script_no_longer_resumes(
+    fixture: str, looked_for: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(FIXTURES / f"accelerate-{fixture}" / "checkpoint", copy)
+    assert run(["check", str(copy)]) == 1
+    assert "twice" in (out := capsys.readouterr().out)
+    assert "start the script with: ckptfix run SCRIPT" in out
+    assert run(["repair", str(copy), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    said, todo = document["advice"]
+    assert f"unchanged, it looks for {looked_for}" in said
+    assert all("ckptfix run SCRIPT" in text for text in (todo, document["found"][0]["advice"]))
+    assert run(["undo", str(copy)]) == 0
+    capsys.readouterr()
+    assert run(["repair", str(copy)]) == 0
+    assert said in (out := capsys.readouterr().out)
+    assert todo in out
+    assert run(["repair", str(copy)]) == 0
+    assert "ckptfix run" not in capsys.readouterr().out, "nothing was dropped this time"
 
 
 def test_a_long_plan_is_collapsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

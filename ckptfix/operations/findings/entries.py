@@ -25,10 +25,19 @@ class DoubledModel(Finding):
     sampled: bool
 
     def __str__(self) -> str:
-        how = "equal in every sampled byte" if self.sampled else "equal in every byte"
+        how = "sampled bytes equal" if self.sampled else "all bytes equal"
         return (
-            f"{self.path} is {self.original} again: {count_of(self.tensors, 'tensor')} ({human_size(self.bytes)}) "
-            f"with '{dotted(self.chain)}' before every name, {how}"
+            f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}); the script passed this "
+            f"model to prepare() twice"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The script comes first: unchanged, it cannot resume from the repaired folder."""
+        return (
+            "after a repair the unchanged script looks for one model more than there is, and load_state fails; "
+            "first pass the model to prepare() once, or start the script with: ckptfix run SCRIPT"
         )
 
 
@@ -100,6 +109,15 @@ class NestedPrefix(Finding):
         where = f" in {self.scope}" if self.scope else ""
         correct = f"'{dotted(self.target)}'" if self.target else "none"
         return f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
+
+    @property
+    def advice(self) -> str:
+        """The script comes first: unchanged, it looks for the nested names."""
+        return (
+            "the model was wrapped twice (prepare() twice, or DistributedDataParallel by hand and prepare()); after a "
+            "repair the unchanged script misses these keys; first wrap the model once, or start the script with: "
+            "ckptfix run SCRIPT"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
