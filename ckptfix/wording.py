@@ -1,10 +1,11 @@
-"""How sizes and lists of names are written for people, in every message alike."""
+"""Sizes, lists of names and lines of text for people: the same in every message, on a terminal and in ``str()``."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _SHOWN = 3
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 _INVISIBLE = (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 _MARKUP = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;", ord('"'): "&quot;", ord("'"): "&#x27;"}
@@ -21,6 +22,72 @@ class Layer(NamedTuple):
     before: str
     number: int | None
     after: str
+
+
+class Span(NamedTuple):
+    """Text in one style. ``colour``: a name that ANSI terminals have, None for their own."""
+
+    text: str
+    colour: str | None = None
+    bold: bool = False
+
+
+class Line(NamedTuple):
+    """One line of a report. ``str()`` is its plain text, in which nothing moves the cursor of a terminal."""
+
+    spans: tuple[Span, ...]
+
+    def __str__(self) -> str:
+        return escape("".join(span.text for span in self.spans))
+
+
+class Printable:
+    """Base of every report and receipt: a verb prints its ``lines()``, and ``str()`` is the same as plain text.
+
+    ``repr()`` is the first of them and the exit status: a debugger or a notebook must not show 100,000 tensors.
+    """
+
+    __slots__ = ()
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what a person should read, line by line."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines()))
+
+    def __repr__(self) -> str:
+        headline = str(next(self.lines(), "")).removesuffix(":")
+        status = getattr(self, "status", None)
+        return f"<{type(self).__name__} {headline}{'' if status is None else f'; status {status}'}>"
+
+
+def line(text: str, *, colour: str | None = None, bold: bool = False) -> Line:
+    """Return a line in one style."""
+    return Line((Span(text, colour, bold),))
+
+
+def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterator[Line]:
+    """Yield lines that say the same of many things: only the first few, and how many more there are."""
+    shown = lines if len(lines) <= _SHOWN + 1 else lines[:_SHOWN]
+    yield from (line(text, colour=colour) for text in shown)
+    if len(shown) < len(lines):
+        yield line(f"  and {len(lines) - len(shown)} more {what}; --json lists all", colour=colour)
+
+
+def escape(text: str) -> str:
+    """Make text from a file safe to print: control and invisible characters become backslash escapes.
+
+    A byte of a file's name that is not UTF-8 becomes ``\\xff``.
+    """
+    return _UNPRINTABLE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte that it could not decode
+        return f"\\x{code - 0xDC00:02x}"
+    return match[0].encode("unicode_escape", "surrogatepass").decode()
 
 
 def human_size(count: int) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from ckptfix.cli.report import JSON_VERSION, escape
+from ckptfix.cli.report import JSON_VERSION
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.storage.atomic import DISK_FULL
+from ckptfix.wording import escape
 
 _INTERRUPTED = (
     "interrupted; the folder is as it was, or repaired as a whole, or the next repair or undo takes it back first: "

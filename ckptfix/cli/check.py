@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import click
 
-from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.report import Report
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.target import find_checkpoints
-from ckptfix.storage.paths import command
-from ckptfix.wording import count_of, human_size
 
 
 @click.command("check")
@@ -44,7 +41,7 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, quiet: bo
             status = result.status
             documents.append(result.as_json())
             if not (quiet and status == 0):
-                print_check(report, result)
+                report.show(result.lines())
         worst = max(worst, status)
     return report.finish({"checkpoints": documents}, worst)
 
@@ -57,25 +54,3 @@ def _unless_below(result: CheckReport) -> Iterator[str]:
         if not os.path.islink(result.folder.root / name)
     }
     return (words for words in result.not_checked if words not in below)
-
-
-def print_check(report: Report, result: CheckReport) -> None:
-    """Print what is wrong with one checkpoint, and what was not looked at."""
-    components = result.folder.components
-    tensors = sum(len(component.tensors) for component in components if component.role is not Role.RNG_STATE)
-    tensors += sum(len(state.metadata.tensors) for state in result.sharded if state.metadata is not None)
-    tensors += sum(state.tensors for state in result.deepspeed if state.files)
-    files = len(components) + sum(len(state.files) for state in result.sharded)
-    files += sum(state.files for state in result.deepspeed)
-    nbytes = sum(component.size for component in components)
-    nbytes += sum(state.size for state in result.sharded) + sum(state.size for state in result.deepspeed)
-    counts = f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
-    report.line(f"{result.path}: {counts}", bold=True)
-    report.findings(result.findings, str(result.path))
-    if result.status == 0:
-        report.line("no error found in what was checked", colour="green")
-    elif any(finding.is_fixable for finding in result.findings):
-        report.line(f"next: {command('repair', result.path)}")
-    report.salvage(result.findings, str(result.path))
-    for words in result.not_checked:
-        report.line(f"not checked: {words}")

@@ -8,7 +8,7 @@ import click
 
 from ckptfix.cli.report import Report
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.operations.doctor import Advice, Diagnosis, diagnose_environment, gather, parse_bus, parse_torch
+from ckptfix.operations.doctor import diagnose_environment, gather, parse_bus, parse_torch
 from ckptfix.operations.doctor.facts.launch import script_of, variables_of
 from ckptfix.operations.doctor.facts.settings import VARIABLES
 
@@ -57,9 +57,9 @@ def doctor_command(
     in_process: bool,
     as_json: bool,
 ) -> int:
-    """Say what in this environment will bite, why, and what to do. DIR: a checkpoint to look into, too.
+    """Find problems of this environment, and say why they matter and what to do. DIR: a checkpoint to look into, too.
 
-    Nothing is changed, but that --peer-copies keeps its verdicts for dispatch_model(safe_transfers="auto").
+    Nothing is changed, except that --peer-copies keeps its verdicts for dispatch_model(safe_transfers="auto").
     """
     report = Report(as_json=as_json)
     if peer_copies:
@@ -83,27 +83,8 @@ def doctor_command(
         device_map=device_map,
     )
     diagnosis = diagnose_environment(facts)
-    print_diagnosis(report, diagnosis)
+    report.show(diagnosis.lines())
     return report.finish(diagnosis.as_json(), diagnosis.status)
-
-
-def print_diagnosis(report: Report, diagnosis: Diagnosis) -> None:
-    """Print the environment in a line, each advice with its evidence and what to do, and what was not looked at."""
-    report.line(diagnosis.summary, bold=True)
-    for advice in diagnosis.advice:
-        print_advice(report, advice)
-    if diagnosis.status == 0:
-        report.line("nothing found that will bite, in what was checked", colour="green")
-    for words in diagnosis.not_checked:
-        report.line(f"not checked: {words}")
-
-
-def print_advice(report: Report, advice: Advice) -> None:
-    """Print one advice."""
-    report.finding(advice.severity.value, advice.code, advice.sentence)
-    for line in advice.evidence:
-        report.line(f"        {line}")
-    report.line(f"        to do: {advice.fix}")
 
 
 def _look(variables: Mapping[str, str], *, in_process: bool) -> dict[str, Any]:

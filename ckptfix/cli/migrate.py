@@ -3,10 +3,9 @@
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.operations.migrate import MigrateReceipt, migrate
+from ckptfix.operations.migrate import migrate
 from ckptfix.operations.migrate.options import FLOATS, ORIGINAL, TARGETS
 from ckptfix.operations.policy import Keys
-from ckptfix.wording import count_of, human_size
 
 
 @click.command("migrate")
@@ -58,55 +57,7 @@ def migrate_command(
             overwrite=overwrite,
             dry_run=dry_run,
             progress=progress,
-            on_plan=lambda plan: print_plan(report, plan),
+            on_plan=lambda plan: report.show(plan.plan_lines()),
         )
-    print_receipt(report, receipt)
+    report.show(receipt.outcome_lines())
     return report.finish(receipt.as_json(), receipt.status)
-
-
-def print_plan(report: Report, plan: MigrateReceipt) -> None:
-    """Print what becomes of each model and of every other file."""
-    report.line(f"plan for {plan.path}:", bold=True)
-    for model in plan.models:
-        ties = f" and {count_of(model.ties, 'tie')}" if model.ties else ""
-        size = human_size(model.nbytes)
-        report.line(
-            f"  {model.label}: {count_of(model.tensors, 'tensor')}{ties}, {size} -> {_files(model.files)}"
-        )
-    if plan.carried:
-        report.line(f"  carried over: {_files(plan.carried, 'file')}")
-    if plan.rewritten:
-        report.line(f"  with the new dtype: {_files(plan.rewritten)}")
-    if plan.removed:
-        what = plan.output if plan.removed == (".",) else _files(plan.removed, "file")
-        report.line(f"  to be replaced in {plan.output}: {what}", colour="yellow")
-    report.few(
-        [f"  not carried over: {one.what}: {one.reason}" for one in plan.left_out],
-        "that are not carried over",
-        colour="yellow",
-    )
-
-
-def print_receipt(report: Report, receipt: MigrateReceipt) -> None:
-    """Print what was done, and what was not looked at."""
-    what = (
-        f"{count_of(len(receipt.models), 'model')}, {human_size(receipt.bytes_to_write)} in {receipt.output}"
-    )
-    if receipt.dry_run:
-        report.line(f"dry run: nothing was written; it would be {what}")
-    elif receipt.verified:
-        report.line(f"done and verified: {what}", colour="green")
-    else:
-        report.line(f"done: {what}", colour="green")
-    for words in receipt.warnings:
-        report.line(f"warning: {words}", colour="yellow")
-    for words in receipt.not_checked:
-        report.line(f"not checked: {words}")
-
-
-def _files(names: tuple[str, ...], noun: str = "") -> str:
-    """Return a few names in words: one, the first and the last of many, and how many there are."""
-    if len(names) == 1:
-        return names[0]
-    many = f"{count_of(len(names), noun or 'file')}, {names[0]}"
-    return f"{many} and {names[-1]}" if len(names) == 2 else f"{many} to {names[-1]}"

@@ -1,17 +1,14 @@
 """``ckptfix repair``."""
 
-from itertools import groupby
-
 import click
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
 from ckptfix.errors import UsageError
 from ckptfix.operations.policy import KEEPABLE, Keys, Policy
-from ckptfix.operations.repair import Receipt, repair
-from ckptfix.operations.steps import Safety, Step, Unplanned
-from ckptfix.storage.paths import command
-from ckptfix.wording import count_of
+from ckptfix.operations.receipt import plan_lines
+from ckptfix.operations.repair import repair
+from ckptfix.operations.steps import Step, Unplanned
 
 
 @click.command("repair")
@@ -55,47 +52,14 @@ def repair_command(
     )
 
     def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
-        report.line(
-            f"plan for {path}:" if steps else f"nothing that a repair would change in {path}", bold=True
-        )
-        for (_, codes, safety), group in groupby(steps, key=_kind):
-            asked = " (asked for)" if safety is Safety.LOSSY else ""
-            report.few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")
-        for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
-            report.few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
+        report.show(plan_lines(path, steps, stays))
 
     with report.progress(f"reading {path}") as progress:
         receipt = repair(
             path, policy=policy, dry_run=dry_run, output=output, progress=progress, on_plan=show_plan
         )
-    print_receipt(report, receipt)
+    report.show(receipt.outcome_lines())
     return report.finish(receipt.as_json(), receipt.status)
-
-
-def print_receipt(report: Report, receipt: Receipt) -> None:
-    """Print what was done, what is left, and how to take it back."""
-    if receipt.recovered:
-        report.message("an interrupted earlier run was rolled back first")
-    if receipt.dry_run:
-        report.line("dry run: nothing was changed")
-    elif receipt.steps:
-        where = receipt.output or receipt.path
-        report.line(f"done and verified: {count_of(len(receipt.steps), 'step')} in {where}", colour="green")
-    elif receipt.output is not None:
-        report.line(f"an unchanged copy is in {receipt.output}")
-    at = str(receipt.path if receipt.dry_run else receipt.output or receipt.path)
-    report.findings(receipt.left, at)
-    report.salvage(receipt.left, str(receipt.path))
-    if receipt.transaction is not None:
-        report.line(f"to take it back: {command('undo', receipt.path)}")
-    for words in receipt.advice:
-        report.line(words, colour="yellow")
-    for words in receipt.not_checked:
-        report.line(f"not checked: {words}")
-
-
-def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
-    return type(step.action), step.fixes, step.safety
 
 
 def _keep(models: int | None, keep: tuple[str, ...]) -> dict[Role, int]:

@@ -4,7 +4,6 @@ import click
 
 from ckptfix.cli.reloading import reload
 from ckptfix.cli.report import Report
-from ckptfix.cli.verdicts import print_verdicts
 from ckptfix.errors import UsageError
 
 _REPEATS = 8
@@ -70,5 +69,5 @@ def verify_command(
 
     with report.progress(f"reading {path}") as progress:
         result = verify(path, data=data, against=against, progress=progress)
-    print_verdicts(report, result)
+    report.show(result.lines())
     return report.finish(result.as_json(), result.status)

@@ -1,9 +1,11 @@
 """``check``: what is wrong with a checkpoint. Reads headers and a few pages of tensors; changes nothing."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
@@ -11,14 +13,21 @@ from ckptfix.checkpoint.sharded import ShardedState, holds_dcp
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.diagnose.deepspeed import DeepSpeedState
-from ckptfix.operations.findings import Finding, InterruptedRepair, Severity
+from ckptfix.operations.findings import (
+    Finding,
+    InterruptedRepair,
+    Severity,
+    finding_lines,
+    salvage_lines,
+)
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CheckReport(Printable):
     """What ``check`` found. ``not_checked`` says in words what was not looked at."""
 
     path: Path
@@ -32,6 +41,36 @@ class CheckReport:
     def status(self) -> int:
         """Exit status: 1 for any error or warning, 0 otherwise. Notes change nothing."""
         return status_of(self.findings)
+
+    @property
+    def counts(self) -> str:
+        """How much was looked at, in words: files, tensors, bytes."""
+        components = self.folder.components
+        tensors = sum(
+            len(component.tensors) for component in components if component.role is not Role.RNG_STATE
+        )
+        tensors += sum(len(state.metadata.tensors) for state in self.sharded if state.metadata is not None)
+        tensors += sum(state.tensors for state in self.deepspeed if state.files)
+        files = len(components) + sum(len(state.files) for state in self.sharded)
+        files += sum(state.files for state in self.deepspeed)
+        nbytes = sum(component.size for component in components)
+        nbytes += sum(state.size for state in self.sharded) + sum(state.size for state in self.deepspeed)
+        return f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint, what to do, and what was not looked at."""
+        yield from self.verdict_lines()
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
+
+    def verdict_lines(self) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint, and what to do."""
+        yield line(f"{self.path}: {self.counts}", bold=True)
+        yield from finding_lines(self.findings, str(self.path))
+        if self.status == 0:
+            yield line("no error found in what was checked", colour="green")
+        elif any(finding.is_fixable for finding in self.findings):
+            yield line(f"next: {command('repair', self.path)}")
+        yield from salvage_lines(self.findings, str(self.path))
 
     def as_json(self) -> dict[str, object]:
         """Return the report as JSON values."""

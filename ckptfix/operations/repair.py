@@ -2,24 +2,24 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.operations.check import interrupted, interrupted_inside, status_of
+from ckptfix.operations.check import interrupted, interrupted_inside
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed
-from ckptfix.operations.findings import Finding, IdenticalModels, IdenticalStates, NestedPrefix
+from ckptfix.operations.findings import Finding, IdenticalModels, IdenticalStates
 from ckptfix.operations.output import check_output, copy_checkpoint
 from ckptfix.operations.plan import Plan, make_plan
 from ckptfix.operations.policy import Policy
 from ckptfix.operations.proof import prove_repair
+from ckptfix.operations.receipt import Receipt
 from ckptfix.operations.sealing.following import manifest_edits
-from ckptfix.operations.steps import DropEntry, Renumber, Step, Unplanned
+from ckptfix.operations.steps import Step, Unplanned
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
@@ -29,56 +29,6 @@ from ckptfix.storage.paths import MANIFEST
 
 OnPlan = Callable[[tuple[Step, ...], tuple[Unplanned, ...]], None]
 """Called with the steps and with what stays, before anything is touched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """What a repair did.
-
-    ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
-    told apart, so all). ``transaction`` is the number that ``undo`` takes back, None when nothing was changed.
-    ``recovered``: an interrupted earlier run was rolled back first.
-    """
-
-    path: Path
-    found: tuple[Finding, ...]
-    steps: tuple[Step, ...]
-    unplanned: tuple[Unplanned, ...]
-    left: tuple[Finding, ...]
-    not_checked: tuple[str, ...]
-    transaction: int | None = None
-    recovered: bool = False
-    dry_run: bool = False
-    output: Path | None = None
-
-    @property
-    def status(self) -> int:
-        """Exit status: 0 when no error or warning is left and all that was asked for was done, else 1."""
-        return int(status_of(self.left) or bool(self.unplanned))
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What to do before the script resumes, in words; empty where no entry was dropped."""
-        return _before_resuming(self.steps)
-
-    def as_json(self) -> dict[str, object]:
-        """Return the receipt as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "dry_run": self.dry_run,
-            "output": None if self.output is None else str(self.output),
-            "recovered": self.recovered,
-            "transaction": self.transaction,
-            "found": [finding.as_json(str(self.path)) for finding in self.found],
-            "steps": [step.as_json() for step in self.steps],
-            "unplanned": [
-                {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
-            ],
-            "left": [finding.as_json(str(self.output or self.path)) for finding in self.left],
-            "not_checked": list(self.not_checked),
-            "advice": list(self.advice),
-        }
 
 
 def repair(
@@ -236,42 +186,6 @@ def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
     )
 
 
-def _before_resuming(steps: Sequence[Step]) -> tuple[str, ...]:
-    """Return what becomes of the script that registered an object twice, and what to do first."""
-    last: dict[Role, FileName | FolderName] = {}
-    dropped: set[Role] = set()
-    for action in (step.action for step in steps):
-        if not isinstance(action, DropEntry | Renumber):
-            continue
-        path = action.path if isinstance(action, DropEntry) else action.source
-        name = parse_file_name(path.name) or parse_folder_name(path.name)
-        if name is not None:
-            # Later entries move down, so the highest number is the one that is gone.
-            last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
-            if isinstance(action, DropEntry):
-                dropped.add(name.role)
-    names = " and ".join(_looked_for(last[role]) for role in Role if role in dropped)
-    if names:
-        cause = "passed an object to prepare() twice"
-        failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
-    elif any(NestedPrefix.code in step.fixes for step in steps):
-        cause = "wrapped a model twice (prepare() twice, or DistributedDataParallel by hand and prepare())"
-        failure = "looks for the old keys, and loading fails"
-    else:
-        return ()
-    return (
-        f"the script {cause}: unchanged, it {failure}",
-        "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
-    )
-
-
-def _looked_for(name: FileName | FolderName) -> str:
-    """Return the file that accelerate misses: of a model the last of the names that it tries."""
-    if isinstance(name, FileName) and name.suffix == ".safetensors":
-        return f"pytorch_model_{name.index}.bin"
-    return str(name)
-
-
 def _check_unchanged(root: Path, compiled: Compiled) -> None:
     """Re-check every file that a step relies on: a job may have saved into the folder since the scan."""
     for step in compiled.steps:
@@ -317,3 +231,6 @@ def _repair_copy(
 
 def _replace(receipt: Receipt, **changes: object) -> Receipt:
     return replace(receipt, **changes)  # type: ignore[arg-type]
+
+
+__all__ = ["OnPlan", "Receipt", "repair"]

@@ -1,6 +1,7 @@
-"""``undo``: take the last repair of a folder or file back, byte for byte."""
+"""``undo``: undo the last repair of a folder or file, byte for byte."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from ckptfix.operations.target import find_target
 from ckptfix.storage.journal import State, TransactionInfo, recover, transactions
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.paths import command
+from ckptfix.wording import Line, Printable, count_of, few, line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UndoReceipt:
-    """What was taken back: the transaction's number and its steps in words; ``remaining`` can be undone next.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class UndoReceipt(Printable):
+    """What was undone: the transaction's number and its steps in words; ``remaining`` can be undone next.
 
     ``recovered``: an interrupted run was rolled back, and that was all there was to do.
     """
@@ -29,6 +32,15 @@ class UndoReceipt:
     def status(self) -> int:
         """Exit status: 0, for a failure is an exception."""
         return 0
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what was undone, step by step, and what can be undone next."""
+        what = "an interrupted run" if self.recovered else "the last repair"
+        yield line(f"undid {what} of {self.path}:", bold=True)
+        yield from few([f"  undone: {step}" for step in self.steps], "steps")
+        if self.remaining:
+            earlier = count_of(self.remaining, "earlier repair")
+            yield line(f"{earlier} can be undone: {command('undo', self.path)}")
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""

@@ -43,7 +43,7 @@ def shorten(path: Path, count: int) -> None:
 def test_what_is_whole_of_a_cut_file_is_to_be_salvaged(folder: Path, said: Said, tmp_path: Path) -> None:
     assert "salvage" not in said("check", folder)[1]
     shorten(folder / "model.safetensors", 5)
-    next_line = f"next, to get out what is whole: ckptfix salvage {folder} NEW_FOLDER\n"
+    next_line = f"next, to recover what is intact: ckptfix salvage {folder} NEW_FOLDER\n"
     for command in (
         ["check"],
         ["repair"],
@@ -78,7 +78,7 @@ def test_salvage_is_named_where_it_helps(
     golden: str, is_salvageable: bool, said: Said, tmp_path: Path
 ) -> None:
     damaged = FIXTURES / "golden" / golden / "checkpoint"
-    assert ("to get out what is whole" in said("check", damaged)[1]) is is_salvageable
+    assert ("to recover what is intact" in said("check", damaged)[1]) is is_salvageable
     if is_salvageable:
         assert run(["salvage", str(damaged), str(tmp_path / "new")]) == 1
         assert sum(path.stat().st_size for path in (tmp_path / "new").rglob("*")) > 0
@@ -94,7 +94,7 @@ def test_salvage_is_named_where_other_ranks_hold_whole_tensors(tmp_path: Path, s
     (folder / ".metadata").write_bytes(pickle.dumps(content, 4))
     out = said("check", folder)[1]
     assert "error missing-rank: __1_0.distcp" in out
-    assert f"next, to get out what is whole: ckptfix salvage '{folder}' NEW_FOLDER" in out
+    assert f"next, to recover what is intact: ckptfix salvage '{folder}' NEW_FOLDER" in out
     assert run(["salvage", str(folder), str(tmp_path / "new")]) == 1
 
 

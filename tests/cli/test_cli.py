@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ckptfix.cli import run
-from ckptfix.cli.report import escape
 from ckptfix.storage.lock import folder_lock
+from ckptfix.wording import escape
 from tests.operations.builders import write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

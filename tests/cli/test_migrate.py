@@ -32,8 +32,8 @@ def test_it_shows_its_plan_and_what_it_did(folder: Path, capsys: pytest.CaptureF
         f"plan for {folder}:",
         "  pytorch_model.bin: 2 tensors and 1 tie, 96 B -> model.safetensors",
         "  model_1.safetensors: 1 tensor, 8 B -> model_1.safetensors",
-        "  carried over: 2 files, optimizer.bin and random_states_0.pkl",
-        "  not carried over: pytorch_model_1.bin: weights of a model that is converted from other files",
+        "  copied unchanged: 2 files (optimizer.bin and random_states_0.pkl)",
+        "  left out: pytorch_model_1.bin: weights of a model that is converted from other files",
         f"done and verified: 2 models, {size / 1024:.1f} KiB in {target}",
         "warning: the source has entry-gap: model_1.safetensors is there, model.safetensors is not; Accelerate looks "
         f"for every number in turn; next: ckptfix check {folder}",

@@ -14,7 +14,7 @@ from ckptfix import UsageError, diff
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.diff import DiffReport, Outcome, TensorDiff, comparing, reading
 from ckptfix.operations.diff.matching import match_names
-from ckptfix.operations.diff.table import rows
+from ckptfix.operations.diff.report import rows
 from ckptfix.storage.pieces import Piece
 from ckptfix.weights.layouts import Contiguous
 from tests.operations.builders import write_safetensors

@@ -55,7 +55,7 @@ def test_a_folder_below_of_which_a_part_can_be_saved_says_how(tmp_path: Path) ->
     save_file(state(), source / "unet" / "model.safetensors")
     cut(source / "unet" / "model.safetensors", 10)
     (reason,) = lost(salvage(source, tmp_path / "new")).values()
-    words = reason.partition("to get out what is whole: ")[2]
+    words = reason.partition("to recover what is intact: ")[2]
     assert words == f"ckptfix salvage {source / 'unet'} NEW_FOLDER"
     assert salvage(source / "unet", tmp_path / "part").tensors == 3
 

@@ -587,6 +587,8 @@ def test_the_report_as_plain_values(tmp_path: Path) -> None:
         "reason": "",
     }
     assert str(report).splitlines()[1] == "  models 0 (TwoLayer) restored from model.safetensors"
+    assert repr(report).startswith(f"<LoadReport {folder}: ")
+    assert len(repr(report)) < len(str(folder)) + 60
     shutil.rmtree(folder)
     with pytest.raises(LoadError, match="does not exist"):
         load_state_tolerant(fresh().accelerator, folder)

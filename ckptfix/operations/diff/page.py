@@ -4,8 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptfix.operations.diff.report import DiffReport, ModelDiff, Outcome, TensorDiff
-from ckptfix.operations.diff.table import Row, rows
+from ckptfix.operations.diff.report import DiffReport, ModelDiff, Outcome, Row, TensorDiff, rows
 from ckptfix.wording import collapse_layers, count_of, html_document, html_text, layer_of
 
 _MOST_ROWS, _MOST_COLUMNS = 2000, 200

@@ -1,4 +1,4 @@
-"""``doctor``: what of this environment will bite, why, and what to do.
+"""``doctor``: problems of this environment, why they matter, and what to do.
 
 ``facts`` gathers, ``checks`` judge, ``catalogue`` lists them. Nothing here imports torch: what it says of itself and of
 its devices is handed over by the command line.

@@ -4,9 +4,11 @@ Severities are those of ``check``: ERROR is proven to fail or to be silently wro
 knowing and changes no exit status.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptfix.operations.findings.base import Severity
+from ckptfix.operations.findings.base import Severity, labelled
+from ckptfix.wording import Line, line
 
 MAX_EVIDENCE = 8
 """Lines of evidence that one advice carries; how many there are is said in the last."""
@@ -14,7 +16,7 @@ MAX_EVIDENCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One thing that will bite, or is worth knowing. ``evidence``: what was read, and where. ``fix``: what to do."""
+    """One problem, or something worth knowing. ``evidence``: what was read, and where. ``fix``: what to do."""
 
     code: str
     severity: Severity
@@ -24,6 +26,12 @@ class Advice:
 
     def __str__(self) -> str:
         return self.sentence
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the sentence, its evidence and what to do."""
+        yield labelled(self.severity, self.code, self.sentence)
+        yield from (line(f"        {words}") for words in self.evidence)
+        yield line(f"        to do: {self.fix}")
 
     def as_json(self) -> dict[str, object]:
         """Return the advice as JSON values."""

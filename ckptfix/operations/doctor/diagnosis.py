@@ -1,5 +1,6 @@
 """What all checks together say of an environment."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptfix.operations.doctor.advice import Advice
@@ -7,12 +8,13 @@ from ckptfix.operations.doctor.catalogue import CHECKS
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.unchecked import unchecked
 from ckptfix.operations.findings.base import Severity
+from ckptfix.wording import Line, Printable, line
 
 _GRAVEST_FIRST = tuple(Severity)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Diagnosis(Printable):
     """What the doctor says, the gravest first. ``not_checked``: in words, what was not looked at."""
 
     facts: Facts
@@ -41,6 +43,15 @@ class Diagnosis:
             names = sorted({device.name for device in torch.devices})
             seen = f"{torch.count} x {', '.join(names)} ({torch.kind})"
         return f"Python {python}, {', '.join(versions)}, {seen}"
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the environment, each advice with its evidence and what to do, and what was not looked at."""
+        yield line(self.summary, bold=True)
+        for advice in self.advice:
+            yield from advice.lines()
+        if self.status == 0:
+            yield line("no problems found in what was checked", colour="green")
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
 
     def as_json(self) -> dict[str, object]:
         """Return the diagnosis as JSON values."""

@@ -5,7 +5,14 @@ A finding is a value. ``str(finding)`` is the sentence a person reads; ``advice`
 
 from collections.abc import Mapping
 
-from ckptfix.operations.findings.base import Action, Finding, Severity
+from ckptfix.operations.findings.base import (
+    Action,
+    Finding,
+    Severity,
+    finding_lines,
+    labelled,
+    salvage_lines,
+)
 from ckptfix.operations.findings.entries import (
     ConflictingModels,
     DoubledModel,
@@ -111,4 +118,7 @@ __all__ = [
     "UnloadablePickle",
     "UnsafePickle",
     "WrapperPrefix",
+    "finding_lines",
+    "labelled",
+    "salvage_lines",
 ]

@@ -1,13 +1,18 @@
 """What every finding has: a stable code, a severity, an action, its numbers and its sentence."""
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from pathlib import PurePosixPath
+from itertools import groupby
+from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from ckptfix.storage.paths import shell_path
+from ckptfix.storage.paths import command, shell_path
+from ckptfix.wording import Line, Span, line
 
+_SHOWN = 3
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _COMMAND = re.compile(r"(ckptfix (?:check|repair|undo) )DIR\b")
 
 
@@ -69,6 +74,32 @@ class Finding:
             "advice": self.advice_at(path),
             **own,
         }
+
+
+def labelled(severity: Severity, code: str, message: str) -> Line:
+    """Return the line of one finding: severity, code and sentence."""
+    label = Span(f"{severity.value:>7}", _COLOURS[severity.value], bold=True)
+    return Line((label, Span(" "), Span(code, bold=True), Span(f": {message}")))
+
+
+def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
+    """Yield findings about the checkpoint ``at``; of one code in many files, as of shards, only the first few."""
+    for (_, advice), group in groupby(findings, key=lambda finding: (finding.code, finding.advice_at(at))):
+        same = list(group)
+        shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
+        yield from (labelled(finding.severity, finding.code, str(finding)) for finding in shown)
+        if advice:
+            yield line(f"        {advice}")
+        if len(shown) < len(same):
+            yield line(
+                f"        and {len(same) - len(shown)} more files with {same[0].code}; --json lists all"
+            )
+
+
+def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
+    """Yield how to recover from ``at`` what is intact, when no repair helps and that is more than nothing."""
+    if any(finding.is_salvageable for finding in findings):
+        yield line(f"next, to recover what is intact: {command('salvage', Path(at))} NEW_FOLDER")
 
 
 def _plain(value: object) -> object:

@@ -1,13 +1,13 @@
 """What a migration did."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
-from ckptfix.wording import count_of, list_names
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names
 
 
 class MigratedModel(NamedTuple):
@@ -20,8 +20,8 @@ class MigratedModel(NamedTuple):
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigrateReceipt:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MigrateReceipt(Printable):
     """What a migration did, or, of a dry run, would do.
 
     ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
@@ -35,11 +35,11 @@ class MigrateReceipt:
     output: Path
     to: str
     models: tuple[MigratedModel, ...]
-    carried: tuple[str, ...] = field(default=(), repr=False)
+    carried: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     rewritten: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    removed: tuple[str, ...] = field(default=(), repr=False)
+    removed: tuple[str, ...] = ()
     bytes_to_write: int = 0
     not_checked: tuple[str, ...] = ()
     verified: bool = False
@@ -49,6 +49,39 @@ class MigrateReceipt:
     def status(self) -> int:
         """Exit status: 0, as a migration that could not be done raises."""
         return 0
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the plan, what was done, and what was not looked at."""
+        yield from self.plan_lines()
+        yield from self.outcome_lines()
+
+    def plan_lines(self) -> Iterator[Line]:
+        """Yield what becomes of each model and of every other file."""
+        yield line(f"plan for {self.path}:", bold=True)
+        for model in self.models:
+            ties = f" and {count_of(model.ties, 'tie')}" if model.ties else ""
+            tensors = f"{count_of(model.tensors, 'tensor')}{ties}, {human_size(model.nbytes)}"
+            yield line(f"  {model.label}: {tensors} -> {_files(model.files)}")
+        if self.carried:
+            yield line(f"  copied unchanged: {_files(self.carried)}")
+        if self.rewritten:
+            yield line(f"  with the new dtype: {_files(self.rewritten)}")
+        if self.removed:
+            what = self.output if self.removed == (".",) else _files(self.removed)
+            yield line(f"  to be replaced in {self.output}: {what}", colour="yellow")
+        left_out = [f"  left out: {one.what}: {one.reason}" for one in self.left_out]
+        yield from few(left_out, "that are left out", colour="yellow")
+
+    def outcome_lines(self) -> Iterator[Line]:
+        """Yield what was done, and what was not looked at."""
+        what = f"{count_of(len(self.models), 'model')}, {human_size(self.bytes_to_write)} in {self.output}"
+        if self.dry_run:
+            yield line(f"dry run: nothing was written; it would be {what}")
+        else:
+            done = "done and verified" if self.verified else "done"
+            yield line(f"{done}: {what}", colour="green")
+        yield from (line(f"warning: {words}", colour="yellow") for words in self.warnings)
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""
@@ -118,3 +151,11 @@ def _overflows(plan: MigrationPlan) -> Iterator[str]:
                 f"{model.label}: {count_of(sum(counts.values()), 'finite number')} became infinite, too large for "
                 f"{plan.options.dtype}: in {list_names(list(counts))}"
             )
+
+
+def _files(names: tuple[str, ...]) -> str:
+    """Return a few names in words: how many there are, and the first and the last of them."""
+    if len(names) == 1:
+        return names[0]
+    between = " and " if len(names) == 2 else " ... "
+    return f"{count_of(len(names), 'file')} ({names[0]}{between}{names[-1]})"

@@ -65,6 +65,6 @@ def _next(path: Path, finding: Finding) -> str:
         return "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT in the run that wrote it"
     if finding.is_salvageable:
         return (
-            f"{command('check', path)}, or, to get out what is whole: {command('salvage', path)} NEW_FOLDER"
+            f"{command('check', path)}, or, to recover what is intact: {command('salvage', path)} NEW_FOLDER"
         )
     return command("check", path)

@@ -1,12 +1,16 @@
 """What a salvage did: what is saved, what is lost, and why."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptfix.storage.paths import command
 from ckptfix.weights.salvaging import Lost
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +27,8 @@ class SavedFile:
         return {"path": self.path, "source": self.source, "bytes": self.nbytes, "tensors": list(self.names)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SalvageReceipt:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SalvageReceipt(Printable):
     """``saved``: new files. ``copied``: files that were whole, untouched. ``damaged``: kept all the same, as asked for.
 
     ``doubtful``: what was kept, has no checksum and ends in zeros, as the end of a file does that was not written
@@ -68,6 +72,25 @@ class SalvageReceipt:
         """How many names of tensors are in the new files."""
         return sum(len(file.names) for file in self.saved)
 
+    def lines(self) -> Iterator[Line]:
+        """Yield what was saved, what is lost and why, and what was not checked."""
+        yield line(f"salvaged {self.source} to {self.output}:", bold=True)
+        for file in self.saved:
+            origin = f", from {file.source}" if file.source != "." else ""  # that is all of the source
+            size = f"{count_of(len(file.names), 'tensor')}, {human_size(file.nbytes)}"
+            yield line(f"  {file.path}: {size}{origin}")
+        if self.copied:
+            yield line(f"  {count_of(len(self.copied), 'file')} copied unchanged")
+        yield from _lost_lines("kept although damaged", self.damaged, "yellow")
+        yield from _lost_lines("lost", self.lost, "red")
+        yield from _lost_lines("kept, but it may not be what was written", self.doubtful, "yellow")
+        yield from (line(f"left out: {words}") for words in self.left_out)
+        yield from (line(f"note: {words}") for words in self.notes)
+        if self.verdict:
+            yield line(self.verdict, colour="green")
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from (line(f"next: {step}") for step in self.next_steps)
+
     def as_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints, and what ``salvage.json`` holds."""
         return {
@@ -83,3 +106,22 @@ class SalvageReceipt:
             "next": list(self.next_steps),
             "not_checked": list(self.not_checked),
         }
+
+
+def _lost_lines(what: str, every: tuple[Lost, ...], colour: str) -> Iterator[Line]:
+    """Yield what is lost, layers of one file with one reason in one line."""
+    if not every:
+        return
+    groups: dict[tuple[str, str], list[Lost]] = {}
+    for one in every:
+        groups.setdefault((one.file, one.reason), []).append(one)
+    texts = []
+    for group in groups.values():
+        by_name = {one.name: one for one in group}
+        texts += [str(one) for one in group if one.name is None]
+        for name in collapse_layers(one.name for one in group if one.name is not None):
+            texts.append(str(by_name.get(name, group[0]._replace(name=name, need=None, have=None))))
+    yield line(f"{what}: {len(every)}", colour=colour, bold=True)
+    yield from (line(f"  {text}") for text in texts[:_SHOWN])
+    if len(texts) > _SHOWN:
+        yield line(f"  and {len(texts) - _SHOWN} more lines; salvage.json and --json list all")

@@ -137,7 +137,7 @@ class _Folders:
             is_dcp = holds_dcp(Path(root))
             has_part = self._dcp_kept(here) if is_dcp else False
             if has_part or (len(self.found.lost) > before and self._models.has_part(groups, here)):
-                advice = f"to get out what is whole: {command('salvage', Path(root))} NEW_FOLDER"
+                advice = f"to recover what is intact: {command('salvage', Path(root))} NEW_FOLDER"
                 self.found.lost[before:] = [
                     one._replace(reason=f"{one.reason}; {advice}") for one in self.found.lost[before:]
                 ]

@@ -1,14 +1,20 @@
 """What ``verify`` found: an item for every file and tensor, what the values are, and what was not looked at."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 
 from ckptfix.operations.check import status_of
-from ckptfix.operations.findings import Finding, Severity
+from ckptfix.operations.findings import Finding, Severity, finding_lines, labelled
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.values import ValueFinding
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line
+
+_WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
+"""What happens to a file and to all tensors in it at once."""
 
 
 class Kind(Enum):
@@ -49,8 +55,8 @@ class Item:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VerifyReport(Printable):
     """What ``verify`` found.
 
     ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
@@ -62,7 +68,7 @@ class VerifyReport:
     path: Path
     nbytes: int
     findings: tuple[Finding, ...]
-    items: tuple[Item, ...] = field(repr=False)
+    items: tuple[Item, ...]
     values: tuple[ValueFinding, ...] = ()
     sealed: bool = False
     against: Path | None = None
@@ -90,6 +96,33 @@ class VerifyReport:
         counter = Counter(item.outcome for item in self.items if item.kind is kind)
         return {outcome: counter[outcome] for outcome in Outcome}
 
+    def lines(self) -> Iterator[Line]:
+        """Yield what differs, each by name, then how many match, what was not checked, and how much is wrong."""
+        against = f" against {self.against}" if self.against is not None else ""
+        counts = [count_of(sum(self.count(kind).values()), kind.value) for kind in Kind]
+        yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
+        serious = [one for one in self.findings if one.severity is not Severity.NOTE]
+        yield from finding_lines(serious, str(self.path))
+        differing = _together([item for item in self.items if item.outcome is Outcome.DIFFER])
+        unchecked = [item for item in self.items if item.outcome is Outcome.NOT_CHECKED]
+        for kind in Kind:
+            yield from differing_lines([item for item in differing if item.kind is kind])
+            yield from _unchecked_lines([item for item in unchecked if item.kind is kind])
+        if self.crossed:
+            yield line(f" differ positions of models: {self.crossed}", colour="red")
+        yield from (labelled(value.severity, value.code, str(value)) for value in self.values)
+        yield from (line(f"could not be read: {words}", colour="red") for words in self.unfinished)
+        for kind in Kind:
+            known = self.count(kind)
+            if known[Outcome.MATCH] or known[Outcome.DIFFER]:
+                words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
+                yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
+        if self.status == 0:
+            yield line("no difference found in what was checked", colour="green")
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        if self.status:
+            yield line(f"wrong: {', '.join(_wrong(self))}", colour="red")
+
     def as_json(self) -> dict[str, object]:
         """Return the report as JSON values."""
         return {
@@ -104,3 +137,80 @@ class VerifyReport:
             "not_checked": list(self.not_checked),
             "unfinished": list(self.unfinished),
         }
+
+
+def _wrong(result: VerifyReport) -> Iterator[str]:
+    """Yield in words how much of each kind is why the exit status is not 0."""
+    for severity in (Severity.ERROR, Severity.WARNING):
+        structure = sum(one.severity is severity for one in result.findings)
+        if structure:
+            yield f"{count_of(structure, severity.value)} of the structure"
+        values = sum(one.severity is severity for one in result.values)
+        if values:
+            yield f"{count_of(values, severity.value)} about values"
+    for kind in Kind:
+        if number := result.count(kind)[Outcome.DIFFER]:
+            yield f"{count_of(number, kind.value)} that {'differs' if number == 1 else 'differ'}"
+    if result.crossed:
+        yield "positions of models that differ"
+    if result.unfinished:
+        yield f"{count_of(len(result.unfinished), 'thing')} that could not be read"
+
+
+def _together(items: Sequence[Item]) -> list[Item]:
+    """Return items with two files that were swapped as one, and without the tensors that went with their files."""
+    pairs: dict[frozenset[str], list[Item]] = {}
+    for item in items:
+        if item.kind is Kind.FILE and item.change in _WHOLE_FILE and item.other:
+            pairs.setdefault(frozenset((item.name, item.other)), []).append(item)
+    followers: dict[frozenset[str], int] = {}
+    left = []
+    for item in items:
+        pair = frozenset((item.where, item.other))
+        if item.kind is Kind.TENSOR and item.change in (Change.SWAPPED, Change.MOVED) and pair in pairs:
+            followers[pair] = followers.get(pair, 0) + 1
+        else:
+            left.append(item)
+    found = []
+    for item in left:
+        pair = frozenset((item.name, item.other))
+        if item.kind is Kind.FILE and pair in pairs:
+            if item is pairs[pair][0]:
+                tensors = count_of(followers.get(pair, 0), "tensor")
+                more = (
+                    f", and so do their {tensors}"
+                    if item.change is Change.SWAPPED
+                    else f", with its {tensors}"
+                )
+                found.append(replace(item, text=item.text + more if pair in followers else item.text))
+        else:
+            found.append(item)
+    return found
+
+
+def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
+    """Yield items by what happened to them; of many with the same, only the first few. Files go before tensors."""
+    ordered = sorted(_together(items), key=_kind_and_change)
+    for _, group in groupby(ordered, key=_kind_and_change):
+        same = list(group)
+        texts = [f" differ {_named(item)} {item.text}" for item in same]
+        yield from few(texts, f"{same[0].kind.value}s", colour="red")
+
+
+def _kind_and_change(item: Item) -> tuple[str, str]:
+    return item.kind.value, str(item.change)
+
+
+def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
+    """Yield why items were not checked, each reason once."""
+    reasons: dict[str, list[Item]] = {}
+    for item in items:
+        reasons.setdefault(item.text, []).append(item)
+    for reason, same in reasons.items():
+        what = _named(same[0]).rstrip(":") if len(same) == 1 else count_of(len(same), same[0].kind.value)
+        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
+        yield line(f"not checked: {what}: {each}{reason}")
+
+
+def _named(item: Item) -> str:
+    return f"{item.name}:" if item.kind is Kind.FILE else f"{item.where}: {item.name!r}"

@@ -3,9 +3,9 @@
 import importlib.metadata
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.latest import UNFINISHED
@@ -18,13 +18,13 @@ from ckptfix.checkpoint.manifest import (
 )
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.operations.findings import Finding, Severity
+from ckptfix.operations.findings import Finding, Severity, finding_lines
 from ckptfix.operations.sealing.comparing import compare
 from ckptfix.operations.sealing.contents import Contents, Place, read_contents
 from ckptfix.operations.sealing.hashing import Hashed
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
-from ckptfix.operations.sealing.report import Item
+from ckptfix.operations.sealing.report import Item, differing_lines
 from ckptfix.operations.sealing.verify import forbids_seal, hash_recorded, structure
 from ckptfix.operations.target import find_target
 from ckptfix.storage.atomic import create_file, sync_folder
@@ -34,10 +34,11 @@ from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.weights.stored import Format, Weights
+from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealReceipt:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SealReceipt(Printable):
     """What ``seal`` did. ``findings`` and ``differing`` say why nothing was written, where ``written`` is off.
 
     ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
@@ -48,7 +49,7 @@ class SealReceipt:
     path: Path
     written: bool
     findings: tuple[Finding, ...] = ()
-    differing: tuple[Item, ...] = field(default=(), repr=False)
+    differing: tuple[Item, ...] = ()
     files: int = 0
     tensors: int = 0
     nbytes: int = 0
@@ -60,6 +61,27 @@ class SealReceipt:
     def status(self) -> int:
         """Exit status: 0 when the manifest was written, else 1."""
         return int(not self.written)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield why nothing was written, or what was, and the next command."""
+        yield from finding_lines(self.findings, str(self.path))
+        yield from differing_lines(self.differing)
+        if not self.written:
+            what = "differs from its manifest" if self.differing else "is damaged"
+            verb = "verify" if self.differing else "check"
+            yield line(f"{self.path} {what}: nothing was written", bold=True)
+            force = command("seal", self.path, "", "--force")
+            yield line(f"next: {command(verb, self.path)}, or, to seal it as it is: {force}")
+            return
+        tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        size = human_size(self.nbytes)
+        yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}", bold=True)
+        yield line(f"written: {MANIFEST}")
+        yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
+        yield from (line(f"not sealed: {words}") for words in self.special)
+        if self.transaction is not None:
+            yield line(f"repairs can be undone here; this comes first: {command('undo', self.path)}")
+        yield line(f"next: {command('verify', self.path)}")
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""

@@ -1,5 +1,6 @@
 """What a load insists on, and what it did: a policy for every part of a checkpoint, a report of every object."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -121,7 +122,7 @@ class ComponentReport:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoadReport:
     """What one process loaded. ``str()`` is one line for each component."""
 
@@ -154,6 +155,10 @@ class LoadReport:
 
     def __iter__(self) -> Iterator[ComponentReport]:
         return iter(self.components)
+
+    def __repr__(self) -> str:
+        counts = Counter(component.status.value for component in self.components)
+        return f"<LoadReport {self.path}: {', '.join(f'{counts[one]} {one}' for one in counts)}>"
 
     def __str__(self) -> str:
         return "\n".join([f"{self.path}:", *(f"  {component}" for component in self.components)])

@@ -58,6 +58,11 @@ def test_text_is_a_matrix_with_source_and_destination_apart() -> None:
     assert {"exercised: x", "NOT exercised: y", "hint: z"} <= set(lines)
 
 
+def test_repr_is_short_and_counts_verdicts() -> None:
+    assert repr(FOUND) == "<ProbeReport 2 pairs: 1 wrong, 1 healthy>"
+    assert repr(report()) == "<ProbeReport 0 pairs>"
+
+
 def test_a_hang_is_not_said_twice() -> None:
     hung = PairReport(
         pair=(2, 0), verdict=Verdict.HANG, kind="hang", seed=1, detail="copy_(): no end after 5.0 s"

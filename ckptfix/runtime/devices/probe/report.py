@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from ckptfix.wording import count_of
 
 if TYPE_CHECKING:
     from ckptfix.runtime.devices.pairs import Pair
@@ -110,7 +113,7 @@ class PairReport:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProbeReport:
     """All ordered pairs. ``str()`` is a matrix, what is behind it, and what was not exercised.
 
@@ -153,6 +156,11 @@ class ProbeReport:
         """Return this report without all pairs but these."""
         wanted = frozenset(pairs)
         return replace(self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted})
+
+    def __repr__(self) -> str:
+        counts = Counter(report.verdict.value for report in self.pairs.values())
+        verdicts = ", ".join(f"{counts[one]} {one}" for one in counts)
+        return f"<ProbeReport {count_of(len(self.pairs), 'pair')}{f': {verdicts}' if verdicts else ''}>"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -1,0 +1,137 @@
+"""The receipt of a repair: its plan, what became of it, and how both read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
+from ckptfix.operations.check import status_of
+from ckptfix.operations.findings import Finding, NestedPrefix, finding_lines, salvage_lines
+from ckptfix.operations.steps import DropEntry, Renumber, Safety, Step, Unplanned
+from ckptfix.storage.paths import command
+from ckptfix.wording import Line, Printable, count_of, few, line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Receipt(Printable):
+    """What a repair did.
+
+    ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
+    told apart, so all). ``transaction`` is the number that ``undo`` takes back, None when nothing was changed.
+    ``recovered``: an interrupted earlier run was rolled back first.
+    """
+
+    path: Path
+    found: tuple[Finding, ...]
+    steps: tuple[Step, ...]
+    unplanned: tuple[Unplanned, ...]
+    left: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+    transaction: int | None = None
+    recovered: bool = False
+    dry_run: bool = False
+    output: Path | None = None
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 when no error or warning is left and all that was asked for was done, else 1."""
+        return int(status_of(self.left) or bool(self.unplanned))
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do before the script resumes, in words; empty where no entry was dropped."""
+        return _before_resuming(self.steps)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the plan, what was done, what is left, and how to undo it."""
+        yield from plan_lines(self.path, self.steps, self.unplanned)
+        yield from self.outcome_lines()
+
+    def outcome_lines(self) -> Iterator[Line]:
+        """Yield what became of the plan: what was done, what is left, and how to undo it."""
+        if self.recovered:
+            yield line("an interrupted earlier run was rolled back first")
+        if self.dry_run:
+            yield line("dry run: nothing was changed")
+        elif self.steps:
+            where = self.output or self.path
+            yield line(f"done and verified: {count_of(len(self.steps), 'step')} in {where}", colour="green")
+        elif self.output is not None:
+            yield line(f"an unchanged copy is in {self.output}")
+        at = str(self.path if self.dry_run else self.output or self.path)
+        yield from finding_lines(self.left, at)
+        yield from salvage_lines(self.left, str(self.path))
+        if self.transaction is not None:
+            yield line(f"to undo: {command('undo', self.path)}")
+        yield from (line(words, colour="yellow") for words in self.advice)
+        yield from (line(f"not checked: {words}") for words in self.not_checked)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the receipt as JSON values."""
+        return {
+            "path": str(self.path),
+            "status": self.status,
+            "dry_run": self.dry_run,
+            "output": None if self.output is None else str(self.output),
+            "recovered": self.recovered,
+            "transaction": self.transaction,
+            "found": [finding.as_json(str(self.path)) for finding in self.found],
+            "steps": [step.as_json() for step in self.steps],
+            "unplanned": [
+                {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
+            ],
+            "left": [finding.as_json(str(self.output or self.path)) for finding in self.left],
+            "not_checked": list(self.not_checked),
+            "advice": list(self.advice),
+        }
+
+
+def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:
+    """Yield what a repair of ``path`` will do, and what stays as it is, with the reason."""
+    yield line(f"plan for {path}:" if steps else f"nothing that a repair would change in {path}", bold=True)
+    for (_, codes, safety), group in groupby(steps, key=_kind):
+        asked = " (asked for)" if safety is Safety.LOSSY else ""
+        yield from few([f"  {step}  [{', '.join(codes)}]{asked}" for step in group], "steps like these")
+    for _, same in groupby(stays, key=lambda stay: (stay.code, stay.reason)):
+        yield from few([f"  not done: {stay}" for stay in same], "files that stay", colour="yellow")
+
+
+def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
+    return type(step.action), step.fixes, step.safety
+
+
+def _before_resuming(steps: Sequence[Step]) -> tuple[str, ...]:
+    """Return what becomes of the script that registered an object twice, and what to do first."""
+    last: dict[Role, FileName | FolderName] = {}
+    dropped: set[Role] = set()
+    for action in (step.action for step in steps):
+        if not isinstance(action, DropEntry | Renumber):
+            continue
+        path = action.path if isinstance(action, DropEntry) else action.source
+        name = parse_file_name(path.name) or parse_folder_name(path.name)
+        if name is not None:
+            # Later entries move down, so the highest number is the one that is gone.
+            last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
+            if isinstance(action, DropEntry):
+                dropped.add(name.role)
+    names = " and ".join(_looked_for(last[role]) for role in Role if role in dropped)
+    if names:
+        cause = "passed an object to prepare() twice"
+        failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
+    elif any(NestedPrefix.code in step.fixes for step in steps):
+        cause = "wrapped a model twice (prepare() twice, or DistributedDataParallel by hand and prepare())"
+        failure = "looks for the old keys, and loading fails"
+    else:
+        return ()
+    return (
+        f"the script {cause}: unchanged, it {failure}",
+        "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
+    )
+
+
+def _looked_for(name: FileName | FolderName) -> str:
+    """Return the file that accelerate misses: of a model the last of the names that it tries."""
+    if isinstance(name, FileName) and name.suffix == ".safetensors":
+        return f"pytorch_model_{name.index}.bin"
+    return str(name)
