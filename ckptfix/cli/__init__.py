@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ckptfix.cli.report import JSON_VERSION
+from ckptfix.cli.report import JSON_VERSION, put
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.wording import escape
@@ -34,6 +34,8 @@ _IN_WORDS = {
     "seal": _SEALING,
 }
 """What is so when a verb was interrupted; of the others ``_INTERRUPTED``."""
+
+_HELP = {"-h", "--help", "--version"}
 
 _ALREADY = b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next run\n"
 
@@ -81,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.disable()
     _interrupt_once()
     status = run(given)
-    with suppress(OSError):  # a reader that went away
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a reader that went away
+            stream.flush()
     # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a tenth of a second.
     os._exit(status)
 
@@ -129,13 +131,15 @@ def run(arguments: Sequence[str]) -> int:
             f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, as_json
         )
     except SystemExit:
-        return 1  # click's own way to end when whoever reads has gone: there is nobody to tell
+        # click's own way to end when the reader of its help has gone. A verb does not end so: it prints with put().
+        return 0 if _HELP.intersection(arguments) else 3
     except (click.exceptions.Abort, KeyboardInterrupt):
         verb = next((one for one in arguments if not one.startswith("-")), "")
         return _fail(_IN_WORDS.get(verb, _INTERRUPTED), 130, as_json)
     except click.ClickException as error:
         if not as_json:
-            error.show()
+            with suppress(BrokenPipeError):
+                error.show()
             return error.exit_code
         return _fail(error.format_message(), error.exit_code, as_json)
     except UsageError as error:
@@ -151,7 +155,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _fail(message: str, status: int, as_json: bool) -> int:
     if as_json:
-        click.echo(json.dumps({"version": JSON_VERSION, "error": message, "status": status}))
+        put(json.dumps({"version": JSON_VERSION, "error": message, "status": status}))
     else:
-        click.echo(f"ckptfix: {escape(message)}", err=True)
+        put(f"ckptfix: {escape(message)}", err=True)
     return status

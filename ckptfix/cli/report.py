@@ -1,9 +1,11 @@
 """The only module that prints. Results to stdout, messages and progress to stderr, JSON as one object."""
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -29,7 +31,7 @@ class Report:
             styled = (
                 click.style(escape(span.text), fg=span.colour, bold=span.bold or None) for span in one.spans
             )
-            click.echo("".join(styled))
+            put("".join(styled))
 
     def line(self, text: str = "", *, colour: str | None = None, bold: bool = False) -> None:
         """Print one line of the result."""
@@ -42,7 +44,7 @@ class Report:
     def message(self, text: str) -> None:
         """Print a message that is no result, to stderr."""
         if not self.as_json:
-            click.echo(escape(text), err=True)
+            put(escape(text), err=True)
 
     def finish(self, document: Mapping[str, Any], status: int) -> int:
         """Print the JSON object when JSON was asked for, and return the exit status.
@@ -54,9 +56,9 @@ class Report:
             for part in _json({"version": JSON_VERSION, **document, "status": status}):
                 text += part
                 if len(text) >= _BLOCK:
-                    click.echo(text, nl=False)
+                    put(text, newline=False)
                     text = ""
-            click.echo(text)
+            put(text)
         return status
 
     @contextmanager
@@ -80,6 +82,29 @@ class Report:
         finally:
             if bar is not None:
                 bar.close()
+
+
+def put(text: str, *, newline: bool = True, err: bool = False) -> None:
+    """Print text to stdout or stderr; click drops the colour where that is no terminal.
+
+    A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair goes on. A failure
+    other than a closed pipe, such as a full disk, is reported on stderr.
+    """
+    try:
+        click.echo(text, nl=newline, err=err)
+    except OSError as error:
+        _silence(err=err)
+        if error.errno != errno.EPIPE and not err:
+            put(f"ckptfix: stdout: {error.strerror}; the work goes on, its result is not printed", err=True)
+
+
+def _silence(*, err: bool) -> None:
+    """Send what a stream has buffered, and all that follows, to the null device: a later flush must not fail again."""
+    stream = sys.stderr if err else sys.stdout
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def _json(value: Any) -> Iterator[str]:
