@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from ckptfix.runtime.callers import calling_line
+from ckptfix.runtime.running import as_given
 
 _calls = itertools.count(1)
 _latest = 0
@@ -56,10 +57,11 @@ class BackwardCheck:
             return
         self.warned = True
         line = calling_line()
+        switch = as_given("check_backward=False", "--no-check-backward")
         warnings.warn_explicit(
             f"{type(optimizer).__name__}.step() at {line} uses gradients that did not come from "
             f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "
-            f"meant, check_backward=False ends the warning.",
+            f"meant, {switch} ends the warning.",
             UserWarning,
             line.path,
             line.number,

@@ -21,6 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from ckptfix.errors import UsageError
 from ckptfix.runtime.backward import BackwardCheck, count_backward
 from ckptfix.runtime.callers import calling_line
+from ckptfix.runtime.consequences import consequence
 from ckptfix.runtime.held import Entry, Held, innermost, level_ids
 from ckptfix.runtime.renewing import as_new, made_here, wrapper_of
 
@@ -117,7 +118,7 @@ def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placeme
         new = [i for i in range(len(args)) if entries[i] is None and twins[i] == i]
         again = [i for i in range(len(args)) if i not in new]
         if again:
-            _complain(guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
+            _complain(accelerator, guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
         given = [as_new(accelerator, args[i]) if _counts(args[i]) else args[i] for i in new]
         placement = None if device_placement is None else [device_placement[i] for i in new]
         if new and again and _wants_its_model(accelerator) and not any(map(_is_model, given)):
@@ -167,7 +168,7 @@ def _prepare_one(
             return method(thing, *args, **kwargs)
         entry = _held(accelerator, guard, thing, evaluation=evaluation)
         if entry is not None:
-            _complain(guard, method.__name__, [thing], [entry])
+            _complain(accelerator, guard, method.__name__, [thing], [entry])
             return entry.prepared
         given = as_new(accelerator, thing)
         made = method(given, *args, **kwargs)
@@ -188,7 +189,7 @@ def register_for_checkpointing(accelerator: Accelerator, method: Method, *object
             (again if id(thing) in known else new).append(thing)
             known.add(id(thing))
         if again:
-            _complain(guard, "register_for_checkpointing", again, [])
+            _complain(accelerator, guard, "register_for_checkpointing", again, [])
         return method(*new) if new or not objects else None
 
 
@@ -302,27 +303,13 @@ def _counts(thing: Any) -> bool:
     return isinstance(thing, (*kinds, *ours)) or type(thing).__name__ in ("DummyOptim", "DummyScheduler")
 
 
-def _consequence(verb: str, thing: Any) -> str:
-    """Return what would come of the object being registered twice."""
-    if verb == "register_for_checkpointing":
-        return "save_state would write it twice, and a script that registers it once could not load the checkpoint"
-    if _is_model(thing):
-        return (
-            "save_state would write it twice (model.safetensors and model_1.safetensors), in twice the time and space, "
-            "its names would grow 'module.module.' prefixes, and runs could not load each other's checkpoints"
-        )
-    if isinstance(thing, torch.optim.Optimizer):
-        return "save_state would write its state twice (optimizer.bin and optimizer_1.bin), in twice the time and space"
-    if isinstance(thing, torch.utils.data.DataLoader):
-        return "save_state would write the state of its sampler twice (sampler.bin and sampler_1.bin)"
-    return "save_state would write it twice (scheduler.bin and scheduler_1.bin)"
-
-
-def _complain(guard: Guard, verb: str, things: list[Any], entries: Sequence[Entry | None]) -> None:
+def _complain(
+    accelerator: Accelerator, guard: Guard, verb: str, things: list[Any], entries: Sequence[Entry | None]
+) -> None:
     line = calling_line()
     names = ", ".join(dict.fromkeys(type(thing).__name__ for thing in things))
     first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
-    what = "; ".join(dict.fromkeys(_consequence(verb, thing) for thing in things))
+    what = "; ".join(dict.fromkeys(consequence(accelerator, verb, thing) for thing in things))
     once = verb if verb == "register_for_checkpointing" else "prepare"
     is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
     ending = (
@@ -330,7 +317,7 @@ def _complain(guard: Guard, verb: str, things: list[Any], entries: Sequence[Entr
     )
     message = (
         f"{verb}() at {line} was given {names}, which this Accelerator holds already{first}. Nothing is added{ending}. "
-        f"Twice in the registry, {what}. Give each object to {once}() once."
+        f"Without the guard, {what}. Give each object to {once}() once."
     )
     if is_raised:
         raise UsageError(message)

@@ -5,13 +5,17 @@ sets before (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does witho
 """
 
 import importlib.util
+import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 _replaced: list[ModuleType] = []  # the __main__ of before: its functions are still running
@@ -20,7 +24,7 @@ _replaced: list[ModuleType] = []  # the __main__ of before: its functions are st
 def run_script(script: str, arguments: Sequence[str], **settings: Any) -> None:
     """Run a script as ``__main__``, with ``settings`` for ``patch_accelerate``.
 
-    What it raises, and the status it exits with, go through untouched.
+    What it raises, and the status it exits with, go through untouched; a traceback begins with the script's own frame.
     """
 
     def patch() -> None:
@@ -40,7 +44,50 @@ def run_script(script: str, arguments: Sequence[str], **settings: Any) -> None:
     vars(module).update(__spec__=None, __cached__=None, __package__=None)
     _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = module
-    loader.exec_module(module)
+    try:
+        loader.exec_module(module)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        hook = sys.excepthook  # perhaps the script's own
+
+        def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+            sys.excepthook = hook
+            raised.__traceback__ = _from_script(trace, module)
+            hook(kind, raised, raised.__traceback__)
+
+        sys.excepthook = show
+        if isinstance(error, Exception):
+            _tell_torchrun(error, _from_script(error.__traceback__, module))
+        raise
+
+
+def _from_script(trace: TracebackType | None, module: ModuleType) -> TracebackType | None:
+    """Return a traceback from the script's own first frame on, as under python; None for a script without syntax."""
+    while trace is not None and trace.tb_frame.f_globals is not vars(module):
+        trace = trace.tb_next
+    return trace
+
+
+def _tell_torchrun(error: Exception, trace: TracebackType | None) -> None:
+    """Leave the traceback where torchrun's summary looks for it, unless the script's own ``@record`` has done so.
+
+    torchrun takes the title of its summary from its own command line, "ckptfix FAILED"; only this names the script.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
+        "timestamp": str(int(time.time())),
+    }
+    with suppress(OSError), open(path, "x") as file:
+        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
+
+
+def as_given(argument: str, option: str) -> str:
+    """Return what the user can change: the argument in code, or under ``ckptfix run`` its option and where it goes."""
+    return f"ckptfix run {option} SCRIPT" if _replaced else argument
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

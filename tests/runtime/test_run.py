@@ -88,6 +88,12 @@ def test_a_script_behind_a_link(project: Path) -> None:
         ("import click; raise click.UsageError('no')", 1),
         ("raise KeyboardInterrupt", -signal.SIGINT),
         ("this is no python", 1),
+        (
+            "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('chained') from error",
+            1,
+        ),
+        ("def inner():\n    raise OSError\ntry:\n    inner()\nexcept OSError:\n    raise TypeError", 1),
+        ("import sys; sys.excepthook = lambda *a: print(a[0], a[2].tb_lineno)\n\nraise KeyError", 1),
         ("pass", 0),
     ],
 )
@@ -101,7 +107,7 @@ def test_exceptions_and_statuses_go_through(text: str, status: int, project: Pat
     expected, found = run(sys.executable, name, cwd=project), run(*RUN, name, cwd=project)
     assert found.returncode == expected.returncode == status
     assert found.stdout == expected.stdout
-    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+    assert found.stderr == expected.stderr, "a traceback begins with the script"
 
 
 def test_no_script() -> None:
@@ -167,6 +173,37 @@ def test_two_processes(launcher: tuple[str, ...], project: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout == "2 ['--lr', '1'] (1, 1) True\n" * 2, found.stderr
     assert found.stderr.count("UserWarning: prepare()") == 2
+
+
+def test_torchruns_summary_shows_where_the_script_failed(project: Path) -> None:
+    """Its title, "ckptfix FAILED", comes from its own command line: no child can change it."""
+    name = script(project, "def inner():\n    raise ValueError('no')\ninner()")
+    launcher = str(BINARIES / "torchrun"), "--standalone", "--nproc_per_node", "1", "--module"
+    found = run(*launcher, "ckptfix", "run", name, cwd=project)
+    assert found.returncode == 1
+    summary = found.stderr.partition("Root Cause")[2]
+    assert f'traceback : Traceback (most recent call last):\n    File "{project / name}", line 3' in summary
+    assert "ValueError: no" in summary
+
+
+ACCUMULATES = """
+from accelerate import Accelerator
+import torch
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_the_warning_of_backward_names_what_can_be_typed(project: Path) -> None:
+    name = script(project, ACCUMULATES)
+    found = run(*RUN, name, cwd=project)
+    assert "ckptfix run --no-check-backward SCRIPT ends the warning" in found.stderr
+    assert "check_backward=" not in found.stderr
+    assert run(*RUN, "--no-check-backward", name, cwd=project).stderr == ""
 
 
 SAVES_ALONE = """
