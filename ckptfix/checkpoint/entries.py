@@ -124,7 +124,8 @@ def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bo
         for name, size in manifest.files.items()
         if (parsed := parse_file_name(name)) is not None and parsed.role is role
     }
-    return saved == {str(one.path): one.size for one in folder.components if one.role is role}
+    found = (one for one in folder.components if one.role is role and not one.name.is_of_trainer)
+    return saved == {str(one.path): one.size for one in found}
 
 
 def state_entries(

@@ -113,7 +113,7 @@ class CheckpointFolder:
     @property
     def is_save_state(self) -> bool:
         """Whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
-        return any(component.role is Role.RNG_STATE for component in self.components)
+        return any(one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in self.components)
 
     def entries(self, role: Role) -> tuple[tuple[Component, ...], ...]:
         """Return the lists of numbered entries of a role, one a family, each ordered by position."""

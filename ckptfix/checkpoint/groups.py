@@ -4,8 +4,8 @@ Everything that must be judged for a model as a whole is judged for such a group
 whether two names would become one, whether a file is missing.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain as concatenated
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,8 +14,8 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import shared_chain
 from ckptfix.formats.weights_index import WeightsIndex
 
-ShardSet = tuple[str, int, str]
-"""Stem, number of shards and suffix: what all shards of one save have in common."""
+ShardSet = tuple[str, int, str, str]
+"""Stem, number of shards, variant and suffix: what all shards of one save have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,13 +108,13 @@ def _indexed(
     named = [component for component in folder.components if str(component.path) in promised]
     of_named = {_shard_set(component) for component in named}
     if not named:
-        of_named = {shard_set for shard_set in sets if _index_path(shard_set) == index.path}
+        of_named = {shard_set for shard_set, shards in sets.items() if _index_path(shards) == index.path}
     beside = [
         component
         for shard_set, shards in sets.items()
         for component in shards
         if str(component.path) not in promised
-        and (shard_set in of_named or _index_path(shard_set) == index.path)
+        and (shard_set in of_named or _index_path(shards) == index.path)
     ]
     held = {tensor.fqn for component in named for tensor in component.tensors}
     is_complete = bool(named) and content.weight_map.keys() <= held
@@ -136,14 +136,14 @@ def _unindexed(
     """Return the sets of shards that no readable index speaks of."""
     by_path = {component.path: component for component in folder.components}
     left = {shard_set: shards for shard_set, shards in sets.items() if shards[0].path not in used}
-    for shard_set, shards in left.items():
-        path = _index_path(shard_set)
+    for shards in left.values():
+        path = _index_path(shards)
         yield ModelFiles(
             members=_ordered(shards),
             index_path=path,
             index=by_path.get(path),
             missing=tuple(_unnumbered(shards, ())),
-            rivals=sum(1 for other in left if _index_path(other) == path),
+            rivals=sum(1 for other in left.values() if _index_path(other) == path),
         )
 
 
@@ -154,11 +154,12 @@ def _holds_anything(component: Component) -> bool:
 
 def _shard_set(component: Component) -> ShardSet | None:
     name = component.name
-    return (name.stem, name.shard[1], name.suffix) if name.shard is not None else None
+    return (name.stem, name.shard[1], name.variant, name.suffix) if name.shard is not None else None
 
 
-def _index_path(shard_set: ShardSet) -> PurePosixPath:
-    return PurePosixPath(f"{shard_set[0]}{shard_set[2]}.index.json")
+def _index_path(shards: Sequence[Component]) -> PurePosixPath:
+    """Return where the index of shards of one set is, or should be."""
+    return PurePosixPath(shards[0].name.index_name)
 
 
 def _ordered(shards: list[Component]) -> tuple[Component, ...]:
@@ -171,10 +172,10 @@ def _unnumbered(
     """Return the names of shards that the numbers in the others' names promise, and that are not there."""
     if len({_shard_set(shard) for shard in shards}) != 1 or shards[0].name.shard is None:
         return []
-    stem, total, suffix = shards[0].name.stem, shards[0].name.shard[1], shards[0].name.suffix
+    name, total = shards[0].name, shards[0].name.shard[1]
     present = {shard.name.shard[0] for shard in shards if shard.name.shard is not None}
     # The total comes from a file name, so it can claim 99,999 shards; names of that many are still cheap.
     names = (
-        f"{stem}-{number:05}-of-{total:05}{suffix}" for number in range(1, total + 1) if number not in present
+        str(replace(name, shard=(number, total))) for number in range(1, total + 1) if number not in present
     )
     return [name for name in names if name not in promised]

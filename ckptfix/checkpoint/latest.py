@@ -119,7 +119,7 @@ def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:
 
 
 def _holds_weights(name: FileName) -> bool:
-    return name.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+    return name.role in (Role.MODEL, Role.WEIGHTS_INDEX) or name.is_of_library
 
 
 def _unsound(checkpoint: Path, component: Component) -> str | None:
@@ -140,7 +140,7 @@ def _is_model(checkpoint: Path, name: str) -> bool:
     """Whether a name is that of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a hook of the script."""
     parsed = parse_file_name(name)
     if parsed is not None:
-        return parsed.role in (Role.MODEL, Role.WEIGHTS_INDEX)
+        return _holds_weights(parsed)
     return (checkpoint / name).is_dir() and name != JOURNAL
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import FileName, ModelName, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.groups import group_files
 from ckptfix.checkpoint.manifest import usable_manifest
@@ -19,7 +19,7 @@ from ckptfix.weights.deepspeed import deepspeed_weights
 from ckptfix.weights.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
 from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.weights.single import file_weights
-from ckptfix.weights.stored import StoredCheckpoint, Weights
+from ckptfix.weights.stored import Format, StoredCheckpoint, Weights
 
 
 @paused_gc()
@@ -84,7 +84,7 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
             found[index] = deepspeed_weights(root, where, index, original=original)
     weights = tuple(found[index] for index in sorted(found))
     if not weights:
-        weights = _all_readable(folder, all_state_dicts(folder), root)
+        weights = _all_readable(folder, _in_one_format(all_state_dicts(folder)), root)
     if not weights:
         below = ("--recursive",) if folder.subfolders and not folder.components else ()
         raise UsageError(f"{root} holds no weights of a model; next: {command('check', root, '', *below)}")
@@ -92,7 +92,7 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     return StoredCheckpoint(
         root=root,
         weights=weights,
-        rivals=tuple(path for path in _other_weights(folder) if str(path) not in used),
+        rivals=tuple(path for path in _other_weights(folder, weights) if str(path) not in used),
         is_save_state=folder.is_save_state,
     )
 
@@ -124,10 +124,38 @@ def _readable(
     return file_weights(folder.root, entry, beside)
 
 
-def _other_weights(folder: CheckpointFolder) -> Iterator[PurePosixPath]:
-    """Yield the files of models in a second format, and what is left of an earlier save with other shards."""
+def _in_one_format(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries without those of a library's model that is there as safetensors, too, as loaders take that."""
+    safe = {
+        name.model
+        for entry in entries
+        if (name := _library_name(entry.members)) is not None and name.suffix == ".safetensors"
+    }
+    return [
+        entry
+        for entry in entries
+        if (name := _library_name(entry.members)) is None
+        or name.suffix == ".safetensors"
+        or name.model not in safe
+    ]
+
+
+def _library_name(members: Sequence[Component]) -> FileName | None:
+    return members[0].name if members and members[0].name.is_of_library else None
+
+
+def _other_weights(folder: CheckpointFolder, weights: Sequence[Weights]) -> Iterator[PurePosixPath]:
+    """Yield the files of the same models in a second format, and what is left of an earlier save with other shards."""
+    first = [parse_file_name(str(one.files[0])) for one in weights if one.files]
+    opened = {(name.model, name.index) for name in first if name is not None}
+    opened |= {
+        (ModelName("model"), one.index) for one in weights if one.format in (Format.DCP, Format.DEEPSPEED)
+    }
     for group in group_files(folder):
-        paths = [member.path for member in group.members if member.role is Role.MODEL]
+        name = _library_name(group.members)
+        if name is None or (name.model, name.index) not in opened:
+            continue
+        paths = [member.path for member in group.members]
         yield from paths
         if paths and group.index_path is not None and group.index is not None:
             yield group.index_path

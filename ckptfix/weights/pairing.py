@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import ModelName, parse_file_name
 from ckptfix.checkpoint.keys import (
     KeyMap,
     collisions,
@@ -75,7 +75,10 @@ def _slot(weights: Weights) -> int | str:
     if weights.format in (Format.DCP, Format.DEEPSPEED):
         return weights.index
     name = parse_file_name(weights.files[0].name) if weights.files and not weights.path else None
-    return weights.index if name is not None and name.role is Role.MODEL else weights.label
+    if name is None or not name.is_of_library or name.model is None:
+        return weights.label
+    is_numbered = name.model == ModelName("model")
+    return weights.index if is_numbered else ".".join(filter(None, name.model))
 
 
 _Kind = frozenset[tuple[str, tuple[int, ...]]]

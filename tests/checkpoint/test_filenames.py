@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ckptfix.checkpoint.filenames import (
     WEIGHT_SUFFIXES,
     FileName,
+    ModelName,
     Role,
     describe_folder_name,
     parse_file_name,
@@ -38,6 +39,86 @@ def test_what_accelerate_writes(name: str, role: Role, index: int) -> None:
     assert (parsed.role, parsed.index, parsed.shard, parsed.rank) == (role, index, None, None)
     assert str(parsed) == name
     assert parsed.is_numbered is (role is not Role.GRAD_SCALER)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "rank"),
+    [
+        ("optimizer.pt", Role.OPTIMIZER, None),
+        ("scheduler.pt", Role.SCHEDULER, None),
+        ("training_args.bin", Role.TRAINING_ARGUMENTS, None),
+        ("rng_state.pth", Role.RNG_STATE, None),
+        ("rng_state_0.pth", Role.RNG_STATE, 0),
+        ("rng_state_12.pth", Role.RNG_STATE, 12),
+    ],
+)
+def test_the_trainers_states_are_what_their_names_say(name: str, role: Role, rank: int | None) -> None:
+    parsed = parse_file_name(name)
+    assert parsed is not None
+    assert (parsed.role, parsed.rank, parsed.model, str(parsed)) == (role, rank, None, name)
+    assert parsed.is_of_trainer
+    assert not parsed.is_numbered
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "variant"),
+    [
+        ("model.safetensors", "model", ""),
+        ("pytorch_model.bin", "model", ""),
+        ("pytorch_model_fsdp.bin", "model", ""),
+        ("model.fp16.safetensors", "model", "fp16"),
+        ("pytorch_model.fp16.bin", "model", "fp16"),
+        ("model.fp16-00001-of-00002.safetensors", "model", "fp16"),
+        ("model-00001-of-00002.fp16.safetensors", "model", "fp16"),
+        ("model.safetensors.index.json", "model", ""),
+        ("model.safetensors.index.fp16.json", "model", "fp16"),
+        ("adapter_model.safetensors", "adapter_model", ""),
+        ("adapter_model.bin", "adapter_model", ""),
+        ("adapter_model-00001-of-00002.safetensors", "adapter_model", ""),
+        ("pytorch_lora_weights.safetensors", "pytorch_lora_weights", ""),
+        ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model", ""),
+        ("diffusion_pytorch_model.non_ema.bin", "diffusion_pytorch_model", "non_ema"),
+        ("diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model", "fp16"),
+        ("diffusion_pytorch_model-00001-of-00002.fp16.safetensors", "diffusion_pytorch_model", "fp16"),
+        ("diffusion_pytorch_model.safetensors.index.fp16.json", "diffusion_pytorch_model", "fp16"),
+        ("diffusion_pytorch_model.safetensors.fp16.index.json", "diffusion_pytorch_model", "fp16"),
+    ],
+)
+def test_the_names_of_libraries_say_which_model_and_variant(name: str, stem: str, variant: str) -> None:
+    parsed = parse_file_name(name)
+    assert parsed is not None
+    assert parsed.model == ModelName(stem, variant)
+    assert parsed.is_of_library
+    assert str(parsed) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt", "adapter_model.ckpt", "student.safetensors", "pytorch_model.pth.tar"]
+)
+def test_a_scripts_own_weights_are_of_no_library(name: str) -> None:
+    parsed = parse_file_name(name)
+    assert parsed is not None
+    assert not parsed.is_of_library
+
+
+@pytest.mark.parametrize(
+    ("shard", "index"),
+    [
+        ("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        ("student.v2-00001-of-00002.bin", "student.v2.bin.index.json"),
+        ("pytorch_model.fp16-00001-of-00002.bin", "pytorch_model.bin.index.fp16.json"),
+        (
+            "diffusion_pytorch_model-00001-of-00002.fp16.safetensors",
+            "diffusion_pytorch_model.safetensors.fp16.index.json",
+        ),
+    ],
+)
+def test_a_shard_names_its_index(shard: str, index: str) -> None:
+    parsed, of_index = parse_file_name(shard), parse_file_name(index)
+    assert parsed is not None
+    assert of_index is not None
+    assert parsed.index_name == index
+    assert parsed.model == of_index.model or not parsed.is_of_library
 
 
 @pytest.mark.parametrize(("name", "role", "index"), KNOWN)
@@ -102,7 +183,8 @@ def test_every_weight_file_is_a_component_whatever_its_name(suffix: str) -> None
 
 PARTS = st.sampled_from(
     ["model", "pytorch_model", "optimizer", "custom_checkpoint", "random_states", "scaler", "_", "-", "of", "0",
-     "00001", "1", "12", ".", ".safetensors", ".bin", ".pkl", ".pt", ".index.json", "\n", "fsdp"]
+     "00001", "1", "12", ".", ".safetensors", ".bin", ".pkl", ".pt", ".pth", ".tar", ".index.json", ".index", ".json",
+     "fp16", "\n", "fsdp", "rng_state", "training_args"]
 )  # fmt: skip
 
 

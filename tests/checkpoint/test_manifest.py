@@ -216,6 +216,17 @@ def test_a_sealed_folder_that_no_save_wrote_is_judged_as_stock_accelerate_leaves
     assert incomplete(tmp_path) == "no weights of a model"
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "pytorch_lora_weights.safetensors", "model.fp16.safetensors"]
+)
+def test_an_adapter_that_a_hook_saved_is_weights_of_a_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / "random_states_0.pkl").write_bytes(b"x")
+    write_safetensors(tmp_path / name, {"a": b"x"})
+    assert incomplete(tmp_path) is None
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    assert name in str(incomplete(tmp_path))
+
+
 def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: Path) -> None:
     for name in ("checkpoint_9", "checkpoint_10", "checkpoint_x", "notes", "checkpoint_010"):
         (tmp_path / name).mkdir()

@@ -1,6 +1,5 @@
 """Single files: what could not be read, what stands after the end, checksums, and what pickles name."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -25,9 +24,9 @@ from ckptfix.operations.findings import (
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.deepspeed_files import is_deepspeed_file
 
-TRAINERS_OWN = re.compile(r"rng_state(_[0-9]+)?\.pth|training_args\.bin")
-"""What transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of them, and
-nothing reads the second but who asks for all of it."""
+_TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
+"""Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of
+them, and nothing reads the second but who asks for all of it."""
 
 CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
 """Roles whose honest files hold classes of their own: Accelerate pickles the sampler object, and loads custom
@@ -111,7 +110,7 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
                     unknown.append((module, name))
             case GlobalSafety.SAFE_IN_RNG_STATE:
                 if (
-                    component.role is Role.UNKNOWN
+                    component.role is Role.UNKNOWN or component.name.is_of_trainer
                 ):  # accelerate allows these in the files that it loads itself
                     unknown.append((module, name))
             case GlobalSafety.SAFE:
@@ -123,7 +122,7 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
         return []
     names = tuple(f"{module}.{name}" for module, name in unknown)
-    if TRAINERS_OWN.fullmatch(component.path.name):
+    if component.name.is_of_trainer and component.role in _TRAINERS_PICKLES:
         return [TrainerPickle(path=component.path, globals=names or opcodes)]
     helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
     return [

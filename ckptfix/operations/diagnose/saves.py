@@ -1,22 +1,19 @@
 """The folder as a whole: files that the save wrote and that are gone, and what a copy that was cut short leaves."""
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.manifest import MANIFEST, Manifest, is_repaired, not_as_saved, read_manifest
 from ckptfix.checkpoint.salvaged import REPORT, read_losses
 from ckptfix.checkpoint.sharded import ShardedState, belongs
 from ckptfix.checkpoint.unfinished import is_unfinished
 from ckptfix.errors import FormatError
-from ckptfix.operations.diagnose.files import TRAINERS_OWN
 from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
 from ckptfix.storage.paths import JOURNAL, command
 
-_OTHER_STATES = re.compile(r"(optimizer|scheduler)\.pt")
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl")
 
 
@@ -72,22 +69,15 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
 def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
     """Yield a finding when Accelerate's states of an optimizer are there, and nothing that may be weights."""
     roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
-    roles |= {component.path: component.role for component in folder.components}
+    roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
-    if optimizer is None or any(map(_may_be_weights, folder.components)):
+    if optimizer is None or any(component.role in NOT_STATES for component in folder.components):
         return
     if any(path.suffix in _OTHER_WEIGHTS for path in folder.strays):
         return
     below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
     if not any(map(_holds_weights, below)):
         yield MissingModel(path=optimizer)
-
-
-def _may_be_weights(component: Component) -> bool:
-    if component.role is Role.UNKNOWN:  # a script's own, whatever it calls them; the Trainer's states are not
-        name = component.path.name
-        return not (TRAINERS_OWN.fullmatch(name) or _OTHER_STATES.fullmatch(name))
-    return component.role in (Role.MODEL, Role.WEIGHTS_INDEX)
 
 
 def _holds_weights(below: Path) -> bool:

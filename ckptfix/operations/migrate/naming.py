@@ -8,12 +8,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckptfix.checkpoint.filenames import FileName, parse_file_name
 from ckptfix.errors import UsageError
 from ckptfix.weights.stored import Format, StoredCheckpoint, Weights
 
 SUFFIXES = {
     Format.SAFETENSORS: (".safetensors",),
-    Format.TORCH: (".bin", ".pt", ".pth", ".ckpt"),
+    Format.TORCH: (".bin", ".pt", ".pth", ".ckpt", ".th"),
     Format.DCP: (),
 }
 """What a file of a format may end in; the first is the default. DCP has folders."""
@@ -24,14 +25,9 @@ _STEMS = {
     Format.DCP: "pytorch_model_fsdp",
 }
 _LOADED = re.compile(r"(model(_[0-9]+)?\.safetensors|pytorch_model(_fsdp)?(_[0-9]+)?\.bin)(\.index\.json)?")
-_VARIANT = re.compile(
-    r"(?:(?:model|pytorch_model)\.([\w-]+)(?:\.safetensors|\.bin)(?:\.index\.json)?"
-    r"|(?:model\.safetensors|pytorch_model\.bin)\.index\.([\w-]+)\.json)"
-)
 _FOLDERS = (Format.DCP, Format.DEEPSPEED)
-_FILE = re.compile(
-    r"(.+?)(?:\.safetensors|\.bin|\.pt|\.pth|\.ckpt)(?:\.index(?:\.[\w-]+)?\.json)?", re.DOTALL
-)
+_ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
+"""What libraries call an adapter -> the library, which looks for one file and no shards."""
 
 
 def is_lone(source: StoredCheckpoint) -> bool:
@@ -82,16 +78,15 @@ def stems(source: StoredCheckpoint, to: Format, output: Path, *, is_file: bool) 
     lone = is_lone(source)
     if lone and to is Format.DCP and len(source.weights) == 1:
         return ["."]
-    if lone:
-        return [_numbered(to, number) for number in range(len(source.weights))]
-    found = [
-        _numbered(to, one.index)
-        if source.is_save_state
-        or to is Format.DCP
-        or _is_loaded(one)  # a folder of DCP is known by its name alone
-        else _own_stem(one, source.weights, to)
-        for one in source.weights
-    ]
+    found = []
+    for number, one in enumerate(source.weights):
+        name = _name_of(one)
+        if lone and not (name is not None and name.is_of_library):
+            found.append(_numbered(to, number))
+        elif to is Format.DCP or _is_loaded(one):  # a folder of DCP is known by its name alone
+            found.append(_numbered(to, one.index))
+        else:
+            found.append(_own_stem(one, source.weights, to))
     for number, stem in enumerate(found):
         if stem in found[:number]:
             first, second = source.weights[found.index(stem)].label, source.weights[number].label
@@ -106,21 +101,38 @@ def _is_loaded(weights: Weights) -> bool:
     return weights.format in _FOLDERS or _LOADED.fullmatch(weights.label) is not None
 
 
+def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
+    """Return why a model cannot be in shards, as its loader reads one file; "" where it can."""
+    name = _name_of(weights)
+    model = name.model if name is not None and name.is_of_library else None
+    if model is not None and model.stem in _ADAPTERS:
+        return f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
+    if source.is_save_state and (model is None or _is_loaded(weights)):
+        return f"{source.root} is a folder of save_state, and load_state reads one file a model"
+    return ""
+
+
+def _name_of(weights: Weights) -> FileName | None:
+    """Return what the name of a model says: of its index, else of its file."""
+    is_index = weights.label.endswith(".json")
+    return parse_file_name(weights.label if is_index else weights.files[0].name)
+
+
 def _numbered(to: Format, index: int) -> str:
     return _STEMS[to] if index == 0 and to is not Format.DCP else f"{_STEMS[to]}_{index}"
 
 
 def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> str:
-    """Return the name of a file that only its own script knows, without what says its format.
+    """Return the name of an adapter, a variant or a script's own file, without what says its format.
 
     ``from_pretrained(variant="fp16")`` looks for ``model.fp16.safetensors`` and ``pytorch_model.fp16.bin``.
     """
     path = weights.files[0]
-    label = weights.label if weights.label.endswith(".json") else str(path)
-    if variant := _VARIANT.fullmatch(label):
-        return f"{_STEMS[to]}.{variant[1] or variant[2]}"
-    match = _FILE.fullmatch(label)
-    stem = match[1] if match else label
+    name = _name_of(weights)
+    if name is not None and name.is_of_library and (model := name.model) is not None:
+        stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
+        return f"{stem}.{model.variant}" if model.variant else stem
+    stem = name.stem if name is not None else str(path)
     if sum(1 for other in all_weights if other.files == weights.files) > 1:  # several in one training dict
         stem += "." + ".".join(re.findall(r"[\w-]+", weights.label.removeprefix(str(path))))
     return stem

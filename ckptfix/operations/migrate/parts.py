@@ -5,9 +5,8 @@ A name that only looks like one of them is the user's own.
 
 import re
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, ModelName, Role, parse_file_name
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import MANIFEST
@@ -18,12 +17,9 @@ _BESIDE = frozenset({
     "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "sentencepiece.bpe.model", "spiece.model", "vocab.json",
     "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "model_index.json",
-    "trainer_state.json", "training_args.bin", "scheduler.pt", "optimizer.pt", "rng_state.pth", "latest",
-    "zero_to_fp32.py", ".gitattributes", "LICENSE",
+    "trainer_state.json", "latest", "zero_to_fp32.py", ".gitattributes", "LICENSE",
 })  # fmt: skip
 """What transformers, peft, DeepSpeed and the hub put beside weights. A README.md is often written by hand."""
-
-_BESIDE_OF_RANKS = re.compile(r"rng_state_(0|[1-9][0-9]{0,8})\.pth")
 
 _DCP_DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _DCP = re.compile(rf"(__[0-9]+)?\.metadata(\.tmp)?|{_DCP_DATA.pattern}")
@@ -36,45 +32,19 @@ _OF_TRANSACTIONS = re.compile(
     r"[0-9]+\.(?:new|kept|trash|tail|part|copy)))?"
 )
 
-_FAMILIES = {
-    "model": "model",
-    "pytorch_model": "model",
-    "pytorch_model_fsdp": "model",
-    "adapter_model": "adapter_model",
-    "diffusion_pytorch_model": "diffusion_pytorch_model",
-}
-"""What libraries call weights, without numbers -> the model that it is, whatever the format."""
-
-_NUMBERED_STATES = frozenset(Role) - {Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN}
-
-
-class Family(NamedTuple):
-    """A model by its name: files of one family are one model, in any format. ``variant``: as of model.fp16."""
-
-    stem: str
-    variant: str = ""
-
-
-MODEL = Family("model")
+MODEL = ModelName("model")
 """The model of a checkpoint, as most libraries call it; that of DCP and DeepSpeed folders, too."""
 
-PARTIAL = frozenset({"adapter_model", "diffusion_pytorch_model"})
+PARTIAL = frozenset({"adapter_model", "diffusion_pytorch_model", "pytorch_lora_weights"})
 """What is not called a model by a library, and is none by another name."""
 
 
-def family_of(name: str) -> Family | None:
+def family_of(name: str) -> ModelName | None:
     """Return which model a file holds weights of, by its name, or is the index of; None for all else."""
     parsed = parse_file_name(name)
-    if parsed is None or parsed.role in _NUMBERED_STATES or is_beside_weights(name):
+    if parsed is None or is_beside_weights(name):
         return None
-    if is_of_deepspeed(name):
-        return MODEL
-    stem, _, variant = parsed.stem.partition(".")
-    if stem not in _FAMILIES:
-        return Family(parsed.stem)
-    if parsed.role is Role.WEIGHTS_INDEX and not variant:  # .index.fp16.json
-        variant = parsed.suffix.removesuffix(".json").partition(".index")[2].removeprefix(".")
-    return Family(_FAMILIES[stem], variant)
+    return MODEL if is_of_deepspeed(name) else parsed.model
 
 
 def needs_a_look(name: str) -> bool:
@@ -85,13 +55,13 @@ def needs_a_look(name: str) -> bool:
 
 def is_beside_weights(name: str) -> bool:
     """Whether a library puts a file of this name beside weights."""
-    return name in _BESIDE or _BESIDE_OF_RANKS.fullmatch(name) is not None
+    return name in _BESIDE
 
 
 def is_state(name: str) -> bool:
-    """Whether a file is a state that ``save_state`` writes: of an optimizer, of generators and the like."""
+    """Whether ``save_state`` or the Trainer writes a state under this name: of an optimizer, of generators."""
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.role in _NUMBERED_STATES
+    return parsed is not None and parsed.role not in NOT_STATES
 
 
 def is_of_dcp(name: str, *, data: bool = False) -> bool:

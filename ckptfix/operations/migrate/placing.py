@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.filenames import ModelName
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.operations.migrate.naming import SUFFIXES
 from ckptfix.operations.migrate.options import Options
-from ckptfix.operations.migrate.parts import MODEL, PARTIAL, Family, family_of
+from ckptfix.operations.migrate.parts import MODEL, PARTIAL, family_of
 from ckptfix.operations.migrate.passing import base_models, passed_by
 from ckptfix.operations.migrate.planning import MigrationPlan, PlannedModel
 from ckptfix.operations.migrate.sources import files_read
@@ -209,7 +210,7 @@ def _coming(plan: MigrationPlan) -> Coming:
     )
 
 
-def _families(model: PlannedModel) -> set[Family]:
+def _families(model: PlannedModel) -> set[ModelName]:
     """Return what a new model is: as its files are called, but never a whole model in the name of an adapter."""
     before = family_of(model.before.files[0].name)
     new = {family_of(file.path.name) or MODEL for file in model.files}

@@ -13,7 +13,7 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.operations.migrate.beside import LeftOut, look_beside
 from ckptfix.operations.migrate.config import NAME, Config, read_config
 from ckptfix.operations.migrate.filling import Source
-from ckptfix.operations.migrate.naming import becomes_file, stems
+from ckptfix.operations.migrate.naming import becomes_file, stems, why_one_file
 from ckptfix.operations.migrate.options import CONVERTIBLE, DEFAULT_SHARD_SIZE, PACKED, Options
 from ckptfix.operations.migrate.renaming import renamed
 from ckptfix.storage.pieces import Piece
@@ -99,10 +99,16 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     Raises UsageError for options that make no sense here, OperationError for what the new format cannot hold.
     """
     is_file = becomes_file(source, output, options.to)
-    most = _most(source, options, is_file=is_file)
     config = read_config(source)
     models = tuple(
-        _model(weights, stem, options, config, most, output.suffix if is_file else "")
+        _model(
+            weights,
+            stem,
+            options,
+            config,
+            _most(source, weights, options, is_file=is_file),
+            output.suffix if is_file else "",
+        )
         for weights, stem in zip(
             source.weights, stems(source, options.to, output, is_file=is_file), strict=True
         )
@@ -127,14 +133,14 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     )
 
 
-def _most(source: StoredCheckpoint, options: Options, *, is_file: bool) -> int | None:
-    """Return how many bytes a file may hold. Raises UsageError where models must be in one file."""
+def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_file: bool) -> int | None:
+    """Return how many bytes a file of a model may hold. Raises UsageError where it must be one file."""
+    why = why_one_file(source, weights)
     if options.most is None:
-        return None if source.is_save_state or is_file else DEFAULT_SHARD_SIZE
-    why = ""
-    if source.is_save_state and options.to is not Format.DCP:
-        why = f"{source.root} is a folder of save_state, and load_state reads one file a model"
-    elif is_file:
+        return None if why or is_file else DEFAULT_SHARD_SIZE
+    if options.to is Format.DCP:
+        why = ""
+    if not why and is_file:
         why = "one file was asked for; name a folder"
     if why:
         raise UsageError(f"--max-shard-size: {why}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
 from ckptfix.operations.migrate.config import NAME
 from ckptfix.operations.migrate.planning import MigrationPlan
 from ckptfix.storage.paths import command
@@ -55,7 +55,10 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
             path.parts[0]
             for path in plan.carried
             for parsed in (parse_folder_name(path.parts[0]) or parse_file_name(path.parts[0]),)
-            if parsed is not None and parsed.role is Role.OPTIMIZER and (len(path.parts) == 1) is to_dcp
+            if parsed is not None
+            and parsed.role is Role.OPTIMIZER
+            and (len(path.parts) == 1) is to_dcp
+            and not (isinstance(parsed, FileName) and parsed.is_of_trainer)
         }
     )
     if found:

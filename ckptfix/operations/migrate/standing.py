@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import Role, describe_folder_name, parse_folder_name
+from ckptfix.checkpoint.filenames import ModelName, Role, describe_folder_name, parse_folder_name
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.operations.migrate.parts import (
     MODEL,
-    Family,
     family_of,
     is_beside_weights,
     is_of_ckptfix,
@@ -51,7 +50,7 @@ class Coming:
 
     copied: dict[PurePosixPath, Path]
     folders: frozenset[PurePosixPath]
-    families: frozenset[Family] | None
+    families: frozenset[ModelName] | None
 
 
 NOTHING = Coming(copied={}, folders=frozenset(), families=None)
@@ -109,7 +108,7 @@ def standing_in(folder: Path, coming: Coming) -> Iterator[Standing]:
             )
 
 
-def _families(names: Collection[str], coming: Coming) -> frozenset[Family]:
+def _families(names: Collection[str], coming: Coming) -> frozenset[ModelName]:
     """Return the models that may go: those that come again; while that is not known, the one that is there."""
     if coming.families is not None:
         return coming.families

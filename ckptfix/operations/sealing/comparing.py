@@ -131,7 +131,9 @@ def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> I
 def _changes_a_load(name: str) -> bool:
     """Whether a file that no save listed is read by ``load_state``. Other processes add their random states late."""
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.role not in (Role.RNG_STATE, Role.UNKNOWN)
+    if parsed is None or parsed.is_of_trainer:
+        return False
+    return parsed.role not in (Role.RNG_STATE, Role.UNKNOWN)
 
 
 def _file(name: str, outcome: Outcome, change: Change | None, text: str) -> Item:

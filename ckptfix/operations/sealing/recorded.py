@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from ckptfix.checkpoint.filenames import NOT_STATES, parse_file_name
 from ckptfix.checkpoint.manifest import MANIFEST, Manifest, ManifestEntry, read_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.operations.sealing.contents import Contents, Place
@@ -30,7 +31,8 @@ class Recorded:
     def __init__(self, manifest: Manifest | None, target: Target) -> None:
         self.manifest = manifest
         self.is_sealed = manifest is not None and bool(manifest.sha256)
-        entries = manifest.models if manifest is not None else ()
+        models = manifest.models if manifest is not None else ()
+        entries = [entry for entry in models if not _is_state(entry.file)]
         self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
         by_the_save = manifest is not None and manifest.is_of_a_save  # others saw them in the files' headers
         self.aliases = {
@@ -85,6 +87,15 @@ class Recorded:
                 if entry == label or entry.startswith(f"{label}["):
                     places = (Place(entry, fqn) for fqn in digests)
                     yield from ((place, why) for place in places if place not in known)
+
+
+def _is_state(label: str) -> bool:
+    """Whether what is recorded as a model is a state by its name, as seals before 0.5.0 had ``rng_state.pth``.
+
+    Its file has a digest of its own.
+    """
+    name = parse_file_name(label.partition("[")[0])
+    return name is not None and name.role not in NOT_STATES
 
 
 def _by_every_name(entry: ManifestEntry) -> dict[str, str]:

@@ -129,7 +129,7 @@ def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
     """Return in words which files are damaged, and which need code: stock accelerate unpickles some of them in full."""
     damage, code = [], []
     for component in folder.components:
-        if component.role is Role.UNKNOWN:
+        if component.role is Role.UNKNOWN or component.name.is_of_trainer:
             continue  # a file that load_state never reads
         if component.problem is not None:
             damage.append(f"{component.path}: {component.problem.kind.value}: {component.problem.message}")

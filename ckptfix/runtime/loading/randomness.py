@@ -26,13 +26,14 @@ _DEVICES = ("cuda", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron")
 
 def not_of_a_rank(name: FileName) -> bool:
     """Whether a file concerns every rank: a scan by each of 1,000 ranks must not open 1,000 files of random states."""
-    return name.role is not Role.RNG_STATE
+    return name.role is not Role.RNG_STATE or name.is_of_trainer
 
 
 def ranks_in(root: Path) -> list[int]:
     """Return the ranks whose random states a folder holds."""
     names = (parse_file_name(name) for name in os.listdir(root))
-    return sorted(name.rank for name in names if name is not None and name.rank is not None)
+    found = (name for name in names if name is not None and not name.is_of_trainer)
+    return sorted(name.rank for name in found if name.rank is not None)
 
 
 def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, world_size: int) -> None:

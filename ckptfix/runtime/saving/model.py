@@ -79,7 +79,7 @@ def _weights_in(folder: Path, safetensors: bool) -> set[str]:
         return set()
     stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
     parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
-    is_save_state = any(parsed.role is Role.RNG_STATE for parsed in parts.values())
+    is_save_state = any(one.role is Role.RNG_STATE and not one.is_of_trainer for one in parts.values())
     found = set()
     for name, parsed in parts.items():
         if parsed.stem != stem or parsed.index:

@@ -44,7 +44,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
 def _was_saved(path: Path) -> bool:
     """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
     parsed = [parse_file_name(name) for name in os.listdir(path)]
-    roles = {name.role for name in parsed if name is not None}
+    roles = {name.role for name in parsed if name is not None and not name.is_of_trainer}
     return (
         _has_manifest_of_save(path)
         or Role.RNG_STATE in roles

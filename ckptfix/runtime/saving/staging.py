@@ -259,7 +259,7 @@ def _files_in(folder: Path) -> set[str]:
 
 def _is_random_states(name: str) -> bool:
     parsed = parse_file_name(name)
-    return parsed is not None and parsed.role is Role.RNG_STATE
+    return parsed is not None and parsed.role is Role.RNG_STATE and not parsed.is_of_trainer
 
 
 def _replace(source: Path, place: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckptfix.checkpoint.filenames import index_name
 from ckptfix.weights.files.parts import Literal, NewTensor, OutputFile
 
 NO_WORDS: Mapping[str, Any] = {}
@@ -51,7 +52,4 @@ def index_file(
         },
     }
     data = json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
-    base, _, variant = stem.partition(".")
-    is_variant = base in ("model", "pytorch_model") and variant
-    name = f"{base}{suffix}.index.{variant}.json" if is_variant else f"{stem}{suffix}.index.json"
-    return OutputFile(path=PurePosixPath(name), parts=(Literal(data),))
+    return OutputFile(path=PurePosixPath(index_name(stem, suffix)), parts=(Literal(data),))
