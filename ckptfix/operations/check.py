@@ -7,9 +7,11 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.checkpoint.sharded import ShardedState, holds_dcp
+from ckptfix.checkpoint.staged import read_staged
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import diagnose
 from ckptfix.operations.diagnose.deepspeed import DeepSpeedState
@@ -17,6 +19,7 @@ from ckptfix.operations.findings import (
     Finding,
     InterruptedRepair,
     Severity,
+    StagingFolder,
     finding_lines,
     salvage_lines,
 )
@@ -66,7 +69,7 @@ class CheckReport(Printable):
         """Yield what is wrong with the checkpoint, and what to do."""
         yield line(f"{self.path}: {self.counts}", bold=True)
         yield from finding_lines(self.findings, str(self.path))
-        if self.status == 0:
+        if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
             yield line("no error found in what was checked", colour="green")
         elif any(finding.is_fixable for finding in self.findings):
             yield line(f"next: {command('repair', self.path)}")
@@ -122,6 +125,11 @@ def check(
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
     target = find_target(path)
+    if target.only is None and (found := _staging(target.root, PurePosixPath(), rest=False)):
+        nothing = CheckpointFolder(root=target.root, only=None, components=(), strays=(), subfolders={})
+        return CheckReport(
+            path=target.path, folder=nothing, sharded=(), deepspeed=(), findings=(found,), not_checked=()
+        )
     with paused_gc():
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
@@ -133,8 +141,32 @@ def check(
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
-        findings=pending + diagnosis.findings,
+        findings=pending + diagnosis.findings + _staging_inside(target),
         not_checked=diagnosis.not_checked,
+    )
+
+
+def _staging_inside(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each staging folder in the journal of a checkpoint: where a save goes file by file."""
+    journal = target.root / JOURNAL
+    names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
+    rest = mixed(target.root) is not None
+    found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=rest) for name in names)
+    return tuple(finding for finding in found if finding is not None)
+
+
+def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
+    """Return what is to be said of a staging folder of a guarded save, None for any other folder."""
+    staged = read_staged(Path(os.path.abspath(folder)))
+    if staged is None:
+        return None
+    return StagingFolder(
+        path=path,
+        is_running=staged.is_running,
+        pid=staged.pid,
+        host=staged.host,
+        same_machine=staged.same_machine,
+        is_rest=rest,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.latest import outside_checkpoints
+from ckptfix.checkpoint.latest import UNFINISHED, outside_checkpoints
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.target import Target
@@ -78,9 +78,10 @@ def _check_space(target: Target, output: Path) -> None:
 
 def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
     names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
-    if target.only is None and (target.root / MANIFEST).is_file():
-        (staging / JOURNAL).mkdir()
-        shutil.copyfile(target.root / MANIFEST, staging / MANIFEST)
+    for record in (MANIFEST, f"{JOURNAL}/{UNFINISHED}"):  # a mix of two saves stays one in a copy
+        if target.only is None and (target.root / record).is_file():
+            (staging / JOURNAL).mkdir(exist_ok=True)
+            shutil.copyfile(target.root / record, staging / record)
     for name in names:
         source = target.root / name
         if name == JOURNAL:

@@ -8,6 +8,7 @@ from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.sharded import belongs, holds_dcp
+from ckptfix.checkpoint.staged import is_own_name
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.weights.deepspeed_files import deepspeed_below, deepspeed_folders
@@ -77,7 +78,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Return every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
     The DCP and DeepSpeed folders of Accelerate belong to the checkpoint that they lie in, as the one belongs to its
-    parent that DeepSpeed's ``latest`` names there.
+    parent that DeepSpeed's ``latest`` names there. Staging folders of guarded saves are returned, and not looked into.
 
     Raises UsageError when ``path`` is no folder, or holds none.
     """
@@ -85,7 +86,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise UsageError(f"{path} is no folder")
     found = []
     for root, folders, files in os.walk(path):
-        folders[:] = sorted(folder for folder in folders if folder != JOURNAL)
+        staging = [name for name in folders if is_own_name(name)]
+        found += sorted(Path(root, name) for name in staging)
+        folders[:] = sorted(name for name in folders if name != JOURNAL and name not in staging)
         sharded = [
             name for name in folders if parse_folder_name(name) is not None and holds_dcp(Path(root, name))
         ]

@@ -1,22 +1,31 @@
 """From a staging folder to a checkpoint: killed at any step, the old one or the new one is there."""
 
+import json
 import os
+import shlex
 import signal
+import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from ckptfix import check
+from ckptfix.checkpoint import staged
 from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.runtime.saving import leftovers
-from ckptfix.runtime.saving.leftovers import sweep
+from ckptfix.checkpoint.staged import sweep
+from ckptfix.cli import run
 from ckptfix.runtime.saving.rotation import rotate
 from ckptfix.runtime.saving.staging import How, Staging, begin, commit, plan_staging
 from tests.runtime.killing import Steps, in_child
 
 OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
 NEW = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!", "random_states_1.pkl": b"new!"}
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+WHOLE = {path.name: path.read_bytes() for path in FIXTURE.iterdir()}
 
 
 def manifest(files: dict[str, bytes]) -> bytes:
@@ -244,7 +253,7 @@ def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
 
 
 def test_only_what_dead_saves_left_is_swept(tmp_path: Path) -> None:
-    machine, day = leftovers._machine(), 86400
+    machine, day = staged.this_machine(), 86400
     alive = os.getppid()
     dead = in_child_pid()
     gone = [
@@ -261,6 +270,71 @@ def test_only_what_dead_saves_left_is_swept(tmp_path: Path) -> None:
     sweep(tmp_path)
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in kept)
+
+
+def test_check_names_staging_folders_and_judges_nothing_in_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut files in them were "truncated-file", with salvage as the next step."""
+    machine, day = staged.this_machine(), 86400
+    save(tmp_path / "checkpoints" / "checkpoint_0", WHOLE)
+    dead, running = left_over(tmp_path, machine, in_child_pid()), left_over(tmp_path, machine, os.getppid())
+    (dead / "pytorch_model_fsdp_0").mkdir()
+    (dead / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
+    elsewhere = left_over(tmp_path, "gpu-17-99", 7)
+    old = left_over(tmp_path, "gpu-18-99", 7, age=2 * day)
+    assert run(["check", "-r", str(tmp_path), "--json"]) == 0
+    found = {
+        Path(one["path"]): [(each["code"], each["message"], each["advice"]) for each in one["findings"]]
+        for one in json.loads(capsys.readouterr().out)["checkpoints"]
+    }
+    assert {path: [each[0] for each in several] for path, several in found.items()} == {
+        tmp_path / "checkpoints" / "checkpoint_0": [],
+        **{path: ["staging-folder"] for path in (dead, running, elsewhere, old)},
+    }
+    for path in (dead, old):
+        ((_, message, advice),) = found[path]
+        assert message.startswith("abandoned staging folder of a save that was killed (pid ")
+        assert message.endswith("; safe to delete")
+        assert advice.endswith(f": rm -r {shlex.quote(str(path))}")
+    assert f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
+    assert "(pid 7 on gpu-17) that changed less than a day ago" in found[elsewhere][0][1]
+    assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
+    assert run(["check", str(dead)]) == 0
+    out = capsys.readouterr().out
+    assert "salvage" not in out
+    assert "no error found" not in out
+    subprocess.run(["sh", "-c", out.partition("or you do: ")[2].splitlines()[0]], check=True)
+    assert not dead.exists()
+
+
+def test_check_of_a_save_that_goes_on_in_this_process(tmp_path: Path) -> None:
+    staging = plan_staging(tmp_path / "c")
+    begin(staging)
+    (finding,) = check(staging.folder).findings
+    assert f"a save is running (pid {os.getpid()} on" in str(finding)
+    write(staging.folder, NEW)
+    commit(staging, manifest(NEW))
+
+
+def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "c"
+    save(target, WHOLE)
+    (target / "notes.txt").write_text("mine")  # so files are replaced one by one
+    replace = os.replace
+
+    def failing(source: Path, place: Path) -> None:
+        if Path(place).name == "random_states_0.pkl":
+            raise OSError(5, "Input/output error")
+        replace(source, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(OSError, match="two saves"):
+            save(target, WHOLE)
+    report = check(target)
+    assert "interrupted-save" in [finding.code for finding in report.findings]
+    assert report.status == 1
 
 
 def in_child_pid() -> int:

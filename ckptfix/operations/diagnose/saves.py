@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import UNFINISHED, mixed
 from ckptfix.checkpoint.manifest import MANIFEST, Manifest, is_repaired, not_as_saved, read_manifest
 from ckptfix.checkpoint.salvaged import REPORT, read_losses
 from ckptfix.checkpoint.sharded import ShardedState, belongs
@@ -37,6 +38,8 @@ def diagnose_save(
         findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
     if folder.only is None:
         findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
+        if mixed(folder.root):
+            findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
         findings += _modelless(folder)
     return findings, unchecked
 

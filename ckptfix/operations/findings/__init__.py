@@ -36,7 +36,7 @@ from ckptfix.operations.findings.files import (
     TruncatedFile,
 )
 from ckptfix.operations.findings.pickles import TrainerPickle, UnloadablePickle, UnsafePickle
-from ckptfix.operations.findings.saves import MissingFile, MissingModel, Salvaged
+from ckptfix.operations.findings.saves import MissingFile, MissingModel, Salvaged, StagingFolder
 from ckptfix.operations.findings.sharded import (
     FlatParameters,
     IncompleteTensor,
@@ -77,6 +77,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     UnloadablePickle,
     TrainerPickle,
     InterruptedRepair,
+    StagingFolder,
 )
 """Every kind of damage, in the order of the README's table. A test compares the two and the golden folders."""
 
@@ -110,6 +111,7 @@ __all__ = [
     "Salvaged",
     "Severity",
     "ShiftedEntries",
+    "StagingFolder",
     "StaleShard",
     "StrayShard",
     "TrailingBytes",

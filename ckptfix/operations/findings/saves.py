@@ -1,9 +1,11 @@
 """A folder as a whole: what of a save, a copy or a salvage is not in it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptfix.checkpoint.salvaged import Losses
 from ckptfix.operations.findings.base import Action, Finding, Severity
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 
@@ -71,3 +73,54 @@ class Salvaged(Finding):
             "do not resume from it as if it were whole: load its weights by themselves, or put back what is lost and "
             "delete salvage.json"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingFolder(Finding):
+    """The staging folder of a guarded save. ``is_rest``: files of it are already in place in a mixed checkpoint.
+
+    ``same_machine``: whether the process runs was asked; of another machine only the age of the last change is known.
+    """
+
+    code = "staging-folder"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "the staging folder of a guarded save that is running, or was killed and left it: not a checkpoint"
+    )
+
+    is_running: bool
+    pid: int
+    host: str
+    same_machine: bool
+    is_rest: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path.parts else ""
+        if self.is_running and not self.same_machine:
+            return (
+                f"{where}staging folder of a save on another machine (pid {self.pid} on {self.host}) that changed less "
+                f"than a day ago, so that save may be running"
+            )
+        if self.is_running:
+            return f"{where}a save is running (pid {self.pid} on {self.host}); this is its staging folder"
+        rest = "; files of that save are already in place, so the checkpoint holds files of two saves"
+        return (
+            f"{where}abandoned staging folder of a save that was killed (pid {self.pid} on {self.host})"
+            f"{rest if self.is_rest else '; safe to delete'}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The next guarded save deletes what dead saves left; until then it only takes space."""
+        if self.is_running:
+            return "check the checkpoint when the save has ended"
+        if self.is_rest:
+            return "save again, or load another checkpoint"
+        return "the next save deletes it, or you do"
+
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the command that deletes the folder."""
+        if self.is_running or self.is_rest:
+            return self.advice
+        return f"{self.advice}: rm -r {shell_path(Path(path) / self.path)}"

@@ -49,8 +49,12 @@ class InterruptedSave(Finding):
     ranks: tuple[int, ...] = ()
     leftover: bool = False
     """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
+    mixed: bool = False
+    """Files of a guarded save have taken the place of old ones, and not all of them."""
 
     def __str__(self) -> str:
+        if self.mixed:
+            return f"{self.path}: the last save was interrupted while its files were put in place; others are older"
         if self.leftover:
             return f"{self.path} was left by a save or a copy that was cut short"
         data = count_of(self.files, ".distcp file")
@@ -65,6 +69,8 @@ class InterruptedSave(Finding):
     @property
     def advice(self) -> str:
         """Which chunk is where stands in the metadata alone."""
+        if self.mixed:
+            return "load another checkpoint, or save here again"
         if self.leftover:
             return "copy the whole checkpoint again, or use an older one; delete the file when all is there"
         if self.over_another:

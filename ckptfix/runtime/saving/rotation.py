@@ -7,8 +7,8 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.latest import candidates, outside_checkpoints
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
+from ckptfix.checkpoint.staged import own_name, release, sweep
 from ckptfix.errors import FormatError
-from ckptfix.runtime.saving.leftovers import own_name, release, sweep
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:

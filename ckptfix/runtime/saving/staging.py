@@ -15,8 +15,8 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
+from ckptfix.checkpoint.staged import is_own_name, own_name, release, sweep
 from ckptfix.errors import FormatError
-from ckptfix.runtime.saving.leftovers import is_own_name, own_name, release, sweep
 from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.renaming import exchange

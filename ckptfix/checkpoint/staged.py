@@ -1,4 +1,7 @@
-"""Names for folders that are there for a moment only, and which of them a dead save left behind."""
+"""Staging folders of guarded saves: their names, whether the save still runs, and removing what dead ones left.
+
+A name holds machine and process, so that anybody can ask. Reads no torch: ``check`` names these folders, too.
+"""
 
 import os
 import re
@@ -7,6 +10,7 @@ import shutil
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.latest import outside_checkpoints
@@ -17,13 +21,26 @@ _DEAD_AFTER = 86400.0
 """Seconds without any change after which a save of another machine is taken for dead: it would write all the time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A staging folder by its name: the process that made it, its host, and whether that save may still be running.
+
+    ``same_machine``: the process was asked for; on another machine only the age of the last change counts.
+    """
+
+    pid: int
+    host: str
+    is_running: bool
+    same_machine: bool
+
+
 _in_use: set[str] = set()
 """Names that this process has given and not released: a save may go on in another thread."""
 
 
 def own_name(target: Path) -> Path:
     """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
-    name = f"{_PREFIX}+{_machine()}+{os.getpid()}+{secrets.token_hex(8)}+{_short(target.name)}"
+    name = f"{_PREFIX}+{this_machine()}+{os.getpid()}+{secrets.token_hex(8)}+{_short(target.name)}"
     _in_use.add(name)
     return outside_checkpoints(target) / name
 
@@ -31,6 +48,20 @@ def own_name(target: Path) -> Path:
 def is_own_name(name: str) -> bool:
     """Whether a name was given by ``own_name``, here or anywhere."""
     return _NAME.fullmatch(name) is not None
+
+
+def read_staged(folder: Path) -> Staged | None:
+    """Return whose staging folder this is, None for any other folder."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        return None
+    machine, pid = match[1], int(match[2])
+    return Staged(
+        pid=pid,
+        host=machine.rpartition("-")[0] or machine,
+        is_running=_is_alive(folder, machine, pid),
+        same_machine=machine == this_machine(),
+    )
 
 
 def release(path: Path) -> None:
@@ -41,8 +72,8 @@ def release(path: Path) -> None:
 def sweep(parent: Path) -> None:
     """Remove what saves that are no more left in a folder."""
     for name in os.listdir(parent) if parent.is_dir() else ():
-        match = _NAME.fullmatch(name)
-        if match and not _is_alive(parent / name, match[1], int(match[2])):
+        staged = read_staged(parent / name)
+        if staged is not None and not staged.is_running:
             shutil.rmtree(parent / name, ignore_errors=True)
 
 
@@ -51,7 +82,7 @@ def _short(name: str) -> str:
     return os.fsdecode(os.fsencode(name)[:64])
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Return where a process number counts: containers may share the name of a host."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -62,7 +93,7 @@ def _machine() -> str:
 
 def _is_alive(folder: Path, machine: str, pid: int) -> bool:
     """Whether a save may still be going on."""
-    if machine != _machine():
+    if machine != this_machine():
         return time.time() - _last_change(folder) < _DEAD_AFTER
     if pid == os.getpid():
         return folder.name in _in_use
