@@ -26,6 +26,7 @@ from ckptfix.runtime.devices.transfers import (
     mode_meant,
     mode_named,
     release,
+    say,
 )
 from ckptfix.runtime.devices.tying import forget_freed_weights
 
@@ -168,7 +169,13 @@ def _replace(model: nn.Module, mode: Mode, what: _What, reference: Transfers | N
 def _reference(model: nn.Module, mode: Mode, several: bool) -> Transfers | None:
     if mode is Mode.NEVER or (mode is Mode.AUTO and not several):
         return None
-    return acquire(mode, holder=f"a dispatched {type(model).__name__}")
+    reference = acquire(mode, holder=f"a dispatched {type(model).__name__}")
+    if reference.pairs and any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        say(
+            f"{type(model).__name__} holds a torch.nn.DataParallel: it copies weights and sums gradients with NCCL, "
+            "which safe transfers do not stage. Take it out, or train with accelerate launch"
+        )
+    return reference
 
 
 def _mode(safe_transfers: Mode | str, force_cuda_to_cuda_via_cpu: bool) -> Mode:

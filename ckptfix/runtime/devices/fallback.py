@@ -26,6 +26,7 @@ NOT_COVERED = (
     "Module.to, load_state_dict, Tensor.copy_ and storages",
     "slices (a[1:3] = b) and _foreach_copy_",
     "the caches of generate(), which beam search moves from device to device",
+    "torch.nn.DataParallel, replicate and torch.cuda.comm",
     "NCCL and other collectives, CUDA IPC, kernels that read another device's memory",
 )
 

@@ -6,6 +6,7 @@ memory, and quantized tensors, which have a dispatch key of their own.
 """
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ Carry = Callable[[Pair, torch.Tensor, torch.Tensor], bool]
 
 NOT_COVERED = (
     "NCCL and other collectives",
+    "torch.nn.DataParallel, replicate, comm.broadcast and comm.reduce_add (NCCL)",
     "CUDA IPC (torch.multiprocessing)",
     "kernels that read another device's memory themselves",
     "quantized tensors (QuantizedCUDA)",
@@ -71,18 +73,38 @@ class Override:
         return True
 
 
+class _Thread(threading.local):
+    direct: Pair | None = None
+    """The pair of the direct copy that this thread is making."""
+
+
 def _in_front_of(original: Any, carry: Carry) -> Callable[..., Any]:
+    copied = original.call_boxed
+    thread = _Thread()
+
     def copy_(keyset: Any, destination: Any, source: Any, non_blocking: bool = False) -> Any:
-        # Every copy to, from and on an accelerator comes here. The 0 of `tensor.ne(0)` comes as a number, not as the
-        # tensor that it is in C++, and the original takes tensors only.
-        if not isinstance(source, torch.Tensor):
-            source = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
-        start, end = source.get_device(), destination.get_device()  # -1 for the host
-        if start != end and start >= 0 and end >= 0 and source.device.type == destination.device.type:
-            # Subclasses and modes must not see what carries their bytes; autograd has recorded the copy already.
-            with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
-                if carry((start, end), destination, source):
-                    return destination
-        return original.call_boxed(keyset, destination, source, non_blocking)
+        # Every copy to, from and on an accelerator comes here; those on one device leave by the shortest way.
+        try:
+            start, end = source.get_device(), destination.get_device()  # -1 for the host
+        except AttributeError:
+            # The 0 of `tensor.ne(0)` comes as a number, not as the tensor of C++; the original takes tensors.
+            number = torch.scalar_tensor(source, dtype=_DTYPES[type(source)], device="cpu")
+            return copied(keyset, destination, number, non_blocking)
+        if start == end or start < 0 or end < 0 or source.device.type != destination.device.type:
+            return copied(keyset, destination, source, non_blocking)
+        pair = (start, end)
+        if (
+            thread.direct == pair
+        ):  # torch gathers a strided copy without P2P, and copies once more from inside
+            return copied(keyset, destination, source, non_blocking)
+        # Subclasses and modes must not see what carries their bytes; autograd has recorded the copy already.
+        with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+            if carry(pair, destination, source):
+                return destination
+        before, thread.direct = thread.direct, pair
+        try:
+            return copied(keyset, destination, source, non_blocking)
+        finally:
+            thread.direct = before
 
     return copy_

@@ -48,6 +48,9 @@ class Engine(Protocol[Mark]):
     def to_device(self, slot: int, start: int, stop: int) -> None:
         """Queue on DESTINATION: a slot goes to bytes ``start`` to ``stop`` of the destination."""
 
+    def settle(self) -> None:
+        """Queue on DESTINATION: what is left to do there once all pieces have arrived, if anything is."""
+
     def mark(self, queue: Queue) -> Mark:
         """Return a mark that is reached when all that is in the queue so far has been done."""
 
@@ -61,8 +64,9 @@ class Engine(Protocol[Mark]):
 def pump(engine: Engine[Mark], slots: Sequence[Slot[Mark]], size: int, piece: int, waiting: Waiting) -> None:
     """Queue a copy of ``size`` bytes in pieces of at most ``piece`` bytes.
 
-    On return all is queued, not done: what comes later on DESTINATION finds the copy complete, what comes later on
-    SOURCE may overwrite the source. The slots may be given to the next ``pump`` at once, with any streams.
+    On return all is queued, not done: what comes later on *either* queue finds the copy complete and may overwrite the
+    source. torch's own copy orders both current streams in the same way, and programs that wait for the source's stream
+    alone rely on it. The slots may be given to the next ``pump`` at once, with any streams.
     """
     for number, start in enumerate(range(0, size, piece)):
         slot = slots[number % len(slots)]
@@ -73,6 +77,8 @@ def pump(engine: Engine[Mark], slots: Sequence[Slot[Mark]], size: int, piece: in
         _order(engine, Queue.DESTINATION, engine.mark(Queue.SOURCE), waiting)
         engine.to_device(slot.number, start, stop)
         slot.drained = engine.mark(Queue.DESTINATION)
+    engine.settle()
+    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)
 
 
 def _order(engine: Engine[Mark], queue: Queue, mark: Mark, waiting: Waiting) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ckptfix.errors import CkptfixError
 from ckptfix.runtime.devices.counting import Counts
-from ckptfix.runtime.devices.pairs import Pair, device
+from ckptfix.runtime.devices.pairs import Pair, device, device_count, device_type
 from ckptfix.runtime.devices.pipeline import Waiting
 from ckptfix.runtime.devices.staging import release_slots, staged_copy
 from ckptfix.wording import human_size
@@ -65,13 +65,15 @@ class Router:
         if not self._is_staged(ways, {pair}, pair, source):
             self._count(ways, pair, source, staged=False)
             return False
-        for index in pair:
-            if _is_capturing(device(index)):
-                raise TransferError(
-                    f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph cannot "
-                    "wait for the host. Keep copies between devices out of the graph"
-                )
-        staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+        if any(_is_capturing(index) for index in {*pair, *_devices_in_use()}):
+            raise _in_a_capture(pair, source)
+        try:
+            staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+        except RuntimeError as error:
+            # A capture on a stream that is current nowhere cannot be asked for: CUDA itself objects to the waiting.
+            if "captur" in str(error):
+                raise _in_a_capture(pair, source) from error
+            raise
         self._count(ways, pair, source, staged=True)
         if not self.ways.staged:  # staging ended during this copy, which may have taken its memory since
             release_slots()
@@ -108,7 +110,26 @@ def _described(pair: Pair, source: torch.Tensor) -> str:
     return f"copy of {human_size(source.nbytes)} ({shape}, {source.dtype}) from {start} to {end}"
 
 
-def _is_capturing(where: torch.device) -> bool:
+def _in_a_capture(pair: Pair, source: torch.Tensor) -> TransferError:
+    return TransferError(
+        f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph cannot wait for the "
+        "host. Keep copies between devices out of the graph"
+    )
+
+
+def _devices_in_use() -> Iterator[int]:
+    """Yield the devices whose current stream may be asked whether a graph is captured.
+
+    A capture on any device of the process forbids what staging does on every other. A device that this process does not
+    use is left alone: making it the current one would begin to use it, for some 300 MB of its memory.
+    """
+    in_use = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if in_use is not None and device_type() == "cuda":
+        yield from (index for index in range(device_count()) if in_use(index))
+
+
+def _is_capturing(index: int) -> bool:
+    where = device(index)
     module = torch.get_device_module(where)
     query = getattr(module, "is_current_stream_capturing", None)
     if query is None:

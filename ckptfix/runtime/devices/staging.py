@@ -2,10 +2,15 @@
 
 The blocking copy (``tensor.to("cpu")``, then on) is the reference, and the way of small tensors. From 1 MiB on, bytes
 go through two pinned slots of 8 MiB for each ordered pair, to the host and from it at the same time, on the *current*
-streams of both devices: allocator and user code order everything by those already.
+streams of both devices: allocator and user code order everything by those already. Where another thread uses these
+slots, or no memory can be pinned, the same pieces go one by one: a copy never needs host memory for a whole tensor.
+
+Values are converted on the source device, whatever the size, as torch's own copy between devices does it: CPU and
+device convert NaN and values out of range differently.
 """
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -21,35 +26,35 @@ PIPELINED_FROM = 1 << 20
 """Bytes from which a copy is worth two pinned slots."""
 
 
+Settle = Callable[[], object] | None
+"""Queues what is left to do on the destination's device once all bytes have arrived; None: nothing is."""
+
+
 def staged_copy(destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting = Waiting.HOST) -> None:
     """Do ``destination.copy_(source)`` between two devices by way of the host.
 
     Shapes broadcast, dtypes are converted and strides are kept as ``copy_`` does. Both are dense tensors of the current
-    accelerator, on two devices of it, and nothing is recorded for autograd: call it below autograd.
+    accelerator, on two devices of it, and nothing is recorded for autograd: call it below autograd. What comes later on
+    the current stream of either device finds the copy complete.
     """
-    if source.nbytes < PIPELINED_FROM or not _has_streams():
-        destination.copy_(source.to("cpu"))
-        return
-    source = source.resolve_conj().resolve_neg()
-    if not _is_dense(source):
-        source = source.contiguous()
+    span = _span(source)
+    repeats = span < source.numel()
+    # An expanded tensor's memory goes once, and the destination's device repeats it: a mask of 1 MiB may show 4 GiB.
+    sent = _sendable(source.as_strided((span,), (1,)) if repeats else source, destination.dtype)
     fits = (
-        destination.dtype == source.dtype
-        and destination.size() == source.size()
-        and destination.stride() == source.stride()
+        not repeats
+        and destination.size() == sent.size()
+        and destination.stride() == sent.stride()
         and not (destination.is_conj() or destination.is_neg())
     )
-    target = (
-        destination
-        if fits
-        else torch.empty_strided(
-            source.size(), source.stride(), dtype=source.dtype, device=destination.device
-        )
+    if fits:
+        _carry(destination, sent, None, waiting)
+        return
+    target = torch.empty_strided(
+        sent.size(), sent.stride(), dtype=destination.dtype, device=destination.device
     )
-    if not _pipelined(_bytes_of(target), _bytes_of(source), waiting):
-        target.copy_(source.to("cpu"))
-    if target is not destination:
-        destination.copy_(target)
+    arrived = target.as_strided(source.size(), source.stride()) if repeats else target
+    _carry(target, sent, lambda: destination.copy_(arrived), waiting)
 
 
 def staged_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -85,8 +90,15 @@ _rings: dict[Pair, _Ring] = {}
 class _Streams:
     """The engine of the real thing: two torch streams, and events on them."""
 
-    def __init__(self, memory: torch.Tensor, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        settle: Settle = None,
+    ) -> None:
         self._memory = memory
+        self._settle = settle
         self._bytes = {Queue.SOURCE: source, Queue.DESTINATION: destination}
         self._stream = {
             queue: torch.accelerator.current_stream(flat.device) for queue, flat in self._bytes.items()
@@ -100,6 +112,10 @@ class _Streams:
         piece = self._memory[slot, : stop - start]
         self._bytes[Queue.DESTINATION][start:stop].copy_(piece, non_blocking=True)
 
+    def settle(self) -> None:
+        if self._settle is not None:
+            self._settle()
+
     def mark(self, queue: Queue) -> "torch.Event":
         event = torch.Event(self._bytes[queue].device)
         event.record(self._stream[queue])
@@ -112,18 +128,31 @@ class _Streams:
         mark.synchronize()
 
 
-def _pipelined(destination: torch.Tensor, source: torch.Tensor, waiting: Waiting) -> bool:
+def _carry(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> None:
+    """Copy between two dense tensors of the same dtype, sizes and strides; ``settle`` is queued behind the copy."""
+    if sent.nbytes < PIPELINED_FROM:
+        target.copy_(sent.to("cpu"))
+    elif _has_streams() and _pipelined(_bytes_of(target), _bytes_of(sent), settle, waiting):
+        return
+    else:
+        _piece_by_piece(_bytes_of(target), _bytes_of(sent))
+    if settle is not None:
+        settle()
+        _wait_for(target.device)
+
+
+def _pipelined(target: torch.Tensor, sent: torch.Tensor, settle: Settle, waiting: Waiting) -> bool:
     """Copy bytes through the slots of their pair; False, and nothing done, when there are none to be had now.
 
     Another thread may be using them: waiting for it would hang where that thread waits for this one, for instance in
     a finalizer that copies.
     """
-    pair = (source.device.index, destination.device.index)
+    pair = (sent.device.index, target.device.index)
     ring = _ring(pair)
     if ring is None or not ring.lock.acquire(blocking=False):
         return False
     try:
-        pump(_Streams(ring.memory, destination, source), ring.slots, source.numel(), PIECE, waiting)
+        pump(_Streams(ring.memory, target, sent, settle), ring.slots, sent.numel(), PIECE, waiting)
     except BaseException:
         # Pieces may be on their way with no mark behind them: these slots must never be filled again.
         _rings.pop(pair, None)
@@ -131,6 +160,20 @@ def _pipelined(destination: torch.Tensor, source: torch.Tensor, waiting: Waiting
     finally:
         ring.lock.release()
     return True
+
+
+def _piece_by_piece(target: torch.Tensor, sent: torch.Tensor) -> None:
+    """Copy bytes in blocking pieces, through memory of the host that is not pinned."""
+    for there, piece in zip(target.split(PIECE), sent.split(PIECE), strict=True):
+        there.copy_(piece.to("cpu"))
+
+
+def _wait_for(device: torch.device) -> None:
+    """Let this thread go on once the current stream of a device is done: blocking copies promise it."""
+    if _has_streams():
+        torch.accelerator.current_stream(device).synchronize()
+    else:
+        torch.get_device_module(device).synchronize(device)
 
 
 def _ring(pair: Pair) -> _Ring | None:
@@ -146,6 +189,19 @@ def _ring(pair: Pair) -> _Ring | None:
 
 def _has_streams() -> bool:
     return hasattr(torch, "accelerator") and hasattr(torch, "Event")
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between the first and the last one in memory, with both."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    reach: int = sum((length - 1) * stride for length, stride in steps)
+    return 1 + reach if tensor.numel() else 0
+
+
+def _sendable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a dense tensor of this dtype with the same values, made on its own device where it has to be made."""
+    plain = tensor.resolve_conj().resolve_neg().to(dtype)
+    return plain if _is_dense(plain) else plain.contiguous()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -250,7 +250,7 @@ def _wanted(mode: Mode) -> frozenset[Pair]:
     pairs: frozenset[Pair] = unproven_pairs(budget=QUICK_PROBE)
     if pairs and pairs not in _told:
         _told.add(pairs)
-        _warn(_what_is_unproven(pairs, cached_report()))
+        say(_what_is_unproven(pairs, cached_report()))
     return pairs
 
 
@@ -283,7 +283,7 @@ def _say_what_is_not_covered(refusing: bool) -> None:
     if refusing not in _told_what_is_not_covered:
         _told_what_is_not_covered.add(refusing)
         word = "refused" if refusing else "staged"
-        _warn(
+        say(
             f"some copies between devices are not {word}: {'; '.join(fallback.NOT_COVERED)}. "
             "A newer torch covers them: pip install -U torch"
         )
@@ -293,14 +293,15 @@ def _say_that_it_stays_on() -> None:
     holders = [reference.holder for reference in tuple(_references) if reference.pairs]
     if holders:
         more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
-        _warn(
+        say(
             f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of devices, because "
             f"{holders[0]}{more} still needs them: 'never' does not switch off what others hold. To end what "
             "dispatch_model began: ckptfix.remove_safe_transfers(model)"
         )
 
 
-def _warn(message: str) -> None:
+def say(message: str) -> None:
+    """Give a UserWarning that points at the line of the user's program that led here."""
     from ckptfix.runtime.callers import calling_line
 
     line = calling_line()

@@ -31,12 +31,19 @@ class RoundTrip:
     def __init__(self, where: torch.device) -> None:
         self._memory = torch.empty((SLOTS, PIECE), dtype=torch.uint8, pin_memory=True)
         self._slots = [Slot[torch.Event](number) for number in range(SLOTS)]
-        self._side = torch.Stream(where)
+        self.side = torch.Stream(where)
+        """The stream of the copy's source."""
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, waiting: Waiting) -> None:
-        """Queue it behind what the current stream holds, and before what comes later there."""
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, waiting: Waiting, *, join: bool = True
+    ) -> None:
+        """Queue it behind what the current stream holds, and before what comes later there.
+
+        ``join=False``: only the pipeline itself orders what comes later.
+        """
         current = torch.accelerator.current_stream(source.device)
-        self._side.wait_stream(current)
-        engine = _SideStream(self._memory, destination, source, self._side)
+        self.side.wait_stream(current)
+        engine = _SideStream(self._memory, destination, source, self.side)
         pump(engine, self._slots, source.numel(), PIECE, waiting)
-        current.wait_stream(self._side)
+        if join:
+            current.wait_stream(self.side)

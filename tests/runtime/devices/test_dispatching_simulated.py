@@ -566,3 +566,13 @@ def test_references_of_others_stay(simulator: Simulator) -> None:
     remove_safe_transfers(model)
     assert staged_pairs() == ALL
     release(other)
+
+
+def test_a_model_that_holds_data_parallel_is_told_what_is_not_staged(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_broken(monkeypatch, (0, 1))
+    model = nn.Sequential(nn.Linear(3, 3), nn.DataParallel(nn.Linear(3, 3), device_ids=[1]))
+    with pytest.warns(UserWarning, match=r"Sequential holds a torch.nn.DataParallel: .*NCCL.*not stage"):
+        dispatch_model(model, {"0": 0, "1": 1}, safe_transfers="always")
+    remove_safe_transfers(model)

@@ -84,6 +84,8 @@ class Shuffled:
         self, machine: Machine, memory: list[bytearray], destination: bytearray, source: bytearray
     ) -> None:
         self.machine, self.memory, self.destination, self.source = machine, memory, destination, source
+        self.target = bytearray(len(destination))
+        """Where the pieces arrive: the destination has it once it is settled, as with one that is not dense."""
         self.streams = {queue: machine.lot.randrange(2) for queue in Queue}
         """Which one is the current stream of each device, for this copy."""
 
@@ -98,7 +100,13 @@ class Shuffled:
 
     def to_device(self, slot: int, start: int, stop: int) -> None:
         def act() -> None:
-            self.destination[start:stop] = self.memory[slot][: stop - start]
+            self.target[start:stop] = self.memory[slot][: stop - start]
+
+        self.put(Queue.DESTINATION, act)
+
+    def settle(self) -> None:
+        def act() -> None:
+            self.destination[:] = self.target
 
         self.put(Queue.DESTINATION, act)
 
@@ -122,38 +130,56 @@ def overwrite(memory: bytearray, content: bytes) -> None:
     memory[:] = content
 
 
-def keep(found: dict[int, bytes], copy: int, memory: bytearray) -> None:
+def keep(found: dict[tuple[int, Queue], bytes], copy: tuple[int, Queue], memory: bytearray) -> None:
     found[copy] = bytes(memory)
 
 
-def arrives(seed: int, waiting: Waiting, shipped: Pump = pump, engine: type[Shuffled] = Shuffled) -> bool:
-    """Make three copies that share two slots, each behind its producer and before its consumer; are all right?
+def arrives(
+    seed: int,
+    waiting: Waiting,
+    shipped: Pump = pump,
+    engine: type[Shuffled] = Shuffled,
+    consumers: tuple[Queue, ...] = tuple(Queue),
+) -> bool:
+    """Make three copies that share two slots, each behind its producer and before its consumers; are all right?
 
-    Each is made on any of the streams. Source and destination are overwritten as soon as their own streams allow.
+    Each is made on any of the streams. ``consumers``: the queues on which the destination is read next; torch's own
+    copy orders both. The source is overwritten as soon as its own stream allows, the destination by its own stream once
+    all consumers have read it.
     """
     machine = Machine(seed)
     memory = [bytearray(b"\xff" * PIECE) for _ in range(2)]
     slots = [Slot[Mark](number) for number in range(2)]
-    found: dict[int, bytes] = {}
+    found: dict[tuple[int, Queue], bytes] = {}
     expected = [bytes((100 * copy + index) % 251 for index in range(SIZE)) for copy in range(3)]
     for copy, wanted in enumerate(expected):
         source, destination = bytearray(SIZE), bytearray(SIZE)
         one = engine(machine, memory, destination, source)
         one.put(Queue.SOURCE, partial(overwrite, source, wanted))
         shipped(one, slots, SIZE, PIECE, waiting)
-        one.put(Queue.DESTINATION, partial(keep, found, copy, destination))
+        read = []
+        for queue in consumers:
+            one.put(queue, partial(keep, found, (copy, queue), destination))
+            read.append(Shuffled.mark(one, queue))
         one.put(Queue.SOURCE, partial(overwrite, source, b"\xee" * SIZE))
+        for mark in read:
+            one.put(Queue.DESTINATION, mark)
         one.put(Queue.DESTINATION, partial(overwrite, destination, b"\xdd" * SIZE))
     machine.drain()
-    return found == dict(enumerate(expected))
+    return found == {(copy, queue): wanted for copy, wanted in enumerate(expected) for queue in consumers}
 
 
-def broken(waiting: Waiting, shipped: Pump = pump, engine: type[Shuffled] = Shuffled) -> int:
+def broken(
+    waiting: Waiting,
+    shipped: Pump = pump,
+    engine: type[Shuffled] = Shuffled,
+    consumers: tuple[Queue, ...] = tuple(Queue),
+) -> int:
     """Return in how many schedules a copy arrives wrong, or not at all."""
 
     def survives(seed: int) -> bool:
         try:
-            return arrives(seed, waiting, shipped, engine)
+            return arrives(seed, waiting, shipped, engine, consumers)
         except (AssertionError, AttributeError, NameError, IndexError):
             return False
 
@@ -213,6 +239,21 @@ class WithoutSlotWait(Shuffled):
         return mark
 
 
+class WithoutLastWait(Shuffled):
+    """Lets the source's stream go on before the last piece is where it belongs: 0.4.0 did."""
+
+    settled = False
+
+    def settle(self) -> None:
+        super().settle()
+        self.settled = True
+
+    def mark(self, queue: Queue) -> Mark:
+        mark = super().mark(queue)
+        mark.reached = mark.reached or self.settled
+        return mark
+
+
 class Backwards(Shuffled):
     """Marks the other queue."""
 
@@ -221,9 +262,15 @@ class Backwards(Shuffled):
 
 
 @pytest.mark.parametrize("waiting", Waiting)
-@pytest.mark.parametrize("engine", [WithoutDataWait, WithoutSlotWait, Backwards])
+@pytest.mark.parametrize("engine", [WithoutDataWait, WithoutSlotWait, WithoutLastWait, Backwards])
 def test_an_engine_that_waits_for_too_little_is_caught(engine: type[Shuffled], waiting: Waiting) -> None:
     assert broken(waiting, engine=engine) > SCHEDULES // 20
+
+
+@pytest.mark.parametrize("waiting", Waiting)
+def test_only_a_consumer_on_the_sources_stream_misses_the_last_wait(waiting: Waiting) -> None:
+    assert broken(waiting, engine=WithoutLastWait, consumers=(Queue.DESTINATION,)) == 0
+    assert broken(waiting, engine=WithoutLastWait, consumers=(Queue.SOURCE,)) > SCHEDULES // 20
 
 
 def mutants() -> Iterator[tuple[str, Pump]]:
@@ -249,6 +296,14 @@ def mutants() -> Iterator[tuple[str, Pump]]:
         ("number % len(slots)", "0 * number"),
         ("engine.mark(Queue.SOURCE)", "engine.mark(Queue.DESTINATION)"),
         ("= engine.mark(Queue.DESTINATION)", "= engine.mark(Queue.SOURCE)"),
+        (
+            "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)",
+            "_order(engine, Queue.DESTINATION, engine.mark(Queue.SOURCE), waiting)",
+        ),
+        (
+            "engine.settle()\n    _order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)",
+            "_order(engine, Queue.SOURCE, engine.mark(Queue.DESTINATION), waiting)\n    engine.settle()",
+        ),
         ("range(0, size, piece)", "range(0, size - piece, piece)"),
         ("start + piece", "start + piece - 1"),
     ):

@@ -169,8 +169,8 @@ def test_without_pinned_memory_it_still_arrives(monkeypatch: pytest.MonkeyPatch)
     assert same_bits(there, payload)
 
 
-def test_a_torch_without_streams_for_every_accelerator_copies_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_torch_without_streams_for_every_accelerator_copies_piece_by_piece(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch, "accelerator")
     payload = bits(PIECE + 1)
@@ -226,14 +226,90 @@ def test_slots_of_an_interrupted_copy_are_never_used_again(monkeypatch: pytest.M
     assert not staging._rings[0, 1].lock.locked()
 
 
-def test_a_thread_that_finds_the_slots_taken_does_not_wait(simulator: Simulator) -> None:
-    payload = bits(PIECE + 1)
+def on_the_host(simulator: Simulator) -> list[tuple[int, str]]:
+    """Return bytes and dtype of each copy to the host and from it."""
+    return [(copy.bytes, copy.dtype) for copies in simulator.host_log().values() for copy in copies]
+
+
+def test_a_thread_that_finds_the_slots_taken_neither_waits_nor_takes_host_memory_for_all(
+    simulator: Simulator,
+) -> None:
+    payload = bits(3 * PIECE + 1)
     source = payload.to("cuda:0")
     staged_copy(torch.empty_like(payload, device="cuda:1"), source)
+    there = torch.empty_like(payload, device="cuda:1")
+    simulator.clear_log()
     with staging._rings[0, 1].lock:
-        there = torch.empty_like(payload, device="cuda:1")
         staged_copy(there, source)
+    assert max(on_the_host(simulator)) == (PIECE, "uint8"), "0.4.0 took pageable memory of any size"
     assert same_bits(there, payload)
+    strided = torch.zeros(2, payload.numel(), dtype=torch.uint8, device="cuda:1").t()
+    with staging._rings[0, 1].lock:
+        staged_copy(strided[:, 0], source)
+    assert same_bits(strided[:, 0], payload)
+    assert not strided[:, 1].any()
+
+
+@pytest.mark.parametrize("count", [100, LARGE], ids=["small", "pipelined"])
+@pytest.mark.parametrize("dtypes", [("float32", "int32"), ("float64", "bfloat16"), ("bfloat16", "float32")])
+def test_the_source_device_converts_whatever_the_size(
+    simulator: Simulator, dtypes: tuple[str, str], count: int
+) -> None:
+    """CPU and GPU convert NaN and values out of range differently: one rule, which is that of torch's own copy."""
+    source_dtype, dtype = (getattr(torch, name) for name in dtypes)
+    host = torch.randn(count).to(source_dtype) * 100
+    source, there = host.to("cuda:0"), torch.zeros(count, dtype=dtype, device="cuda:1")
+    simulator.clear_log()
+    staged_copy(there, source)
+    assert {name for _, name in on_the_host(simulator)} <= {dtypes[1], "uint8"}
+    assert same_bits(there, host.to(dtype))
+
+
+REPEATING = {
+    "expanded": lambda base: base[:1].expand(2048, -1),
+    "expanded over strides": lambda base: base[:1, ::2].expand(2048, -1),
+    "expanded inside": lambda base: base[:, :1].expand(-1, 4096),
+    "overlapping windows": lambda base: base.view(-1).unfold(0, 4096, 3),
+    "expanded conjugate": lambda base: torch.complex(base, base).conj()[:1].expand(2048, -1),
+}
+
+
+@pytest.mark.parametrize("layout", REPEATING)
+def test_what_repeats_its_memory_crosses_once(simulator: Simulator, layout: str) -> None:
+    base = torch.randn(64, 256, device="cuda:0")
+    source = REPEATING[layout](base)
+    expected = source.cpu().resolve_conj()
+    there = torch.zeros(source.shape, dtype=source.dtype, device="cuda:1")
+    other = torch.zeros(source.shape, dtype=torch.complex128, device="cuda:1")
+    simulator.clear_log()
+    staged_copy(there, source)
+    assert max(on_the_host(simulator))[0] <= 2 * base.nbytes < source.nbytes // 4
+    assert same_bits(there, expected)
+    staged_copy(other, source)
+    assert same_bits(other, expected.to(torch.complex128))
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_is_laid_out_on_the_destination_in_the_end_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A consumer may wait for the source's stream alone, as torch's own copy lets it."""
+    waited = []
+    hold, wait = staging._Streams.hold, staging._wait_for
+
+    def held(self: staging._Streams, queue: Queue, mark: torch.Event) -> None:
+        waited.append(queue)
+        hold(self, queue, mark)
+
+    def awaited(where: torch.device) -> None:
+        waited.append(Queue.SOURCE)
+        wait(where)
+
+    monkeypatch.setattr(staging._Streams, "hold", held)
+    monkeypatch.setattr(staging, "_wait_for", awaited)
+    there = torch.zeros(size, 2, dtype=torch.uint8, device="cuda:1")
+    staged_copy(there[:, 0], bits(size).to("cuda:0"), waiting=Waiting.DEVICE)
+    assert waited[-1] is Queue.SOURCE
 
 
 def test_many_threads_at_once() -> None:

@@ -3,6 +3,9 @@
 On one GPU a copy cannot leave it: the pipeline then goes from the device to itself, each half on a stream of its own.
 """
 
+import threading
+import timeit
+from contextlib import suppress
 from itertools import permutations
 from typing import Any
 
@@ -17,7 +20,14 @@ from ckptfix.runtime.devices.overriding import Override
 from ckptfix.runtime.devices.pairs import device, device_count, device_type, ordered_pairs
 from ckptfix.runtime.devices.pipeline import Waiting
 from ckptfix.runtime.devices.staging import PIECE, staged_copy, staged_to
-from ckptfix.runtime.devices.transfers import TransferError, acquire, counters, release, safe_transfers
+from ckptfix.runtime.devices.transfers import (
+    TransferError,
+    acquire,
+    bypassed,
+    counters,
+    release,
+    safe_transfers,
+)
 from tests.runtime.devices.one_device import RoundTrip
 from tests.simulated.simulator import running
 
@@ -110,7 +120,108 @@ def test_lazy_conjugates_as_destination() -> None:
     assert torch.equal(into.cpu(), host.conj().resolve_conj())
 
 
+@one
+@pytest.mark.parametrize("waiting", Waiting)
+def test_a_consumer_on_the_sources_stream_finds_the_copy_complete(waiting: Waiting) -> None:
+    """torch's own copy orders both current streams, and a program may wait for the source's alone."""
+    size = 4 * PIECE
+    trip = RoundTrip(device(0))
+    before = torch.accelerator.current_stream()
+    for value in range(1, 20):
+        source = torch.full((size,), value, dtype=torch.uint8, device=device(0))
+        there = torch.full_like(source, 255)
+        trip.copy(there, source, waiting, join=False)
+        torch.accelerator.set_stream(trip.side)
+        try:
+            found = there == value
+        finally:
+            torch.accelerator.set_stream(before)
+        trip.side.synchronize()
+        assert bool(found.all())
+
+
+@one
+@pytest.mark.parametrize("count", [1000, 1 << 20], ids=["small", "pipelined"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float16], ids=str)
+def test_what_is_sent_is_converted_on_the_device(dtype: torch.dtype, count: int) -> None:
+    """Not on the CPU, which makes other integers of NaN, infinity and values out of range."""
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e9, -3e9, 300.5, -7.5, 1e30])
+    source = odd.repeat(count // 8).to(device(0))
+    sent = staging._sendable(source, dtype)
+    assert sent.device == source.device
+    assert torch.equal(sent.view(torch.uint8), source.to(dtype).view(torch.uint8))
+
+
+@one
+def test_copies_on_one_device_pay_little() -> None:
+    """Measured, and bounded generously: the interpreter alone costs 1 to 2 us."""
+    one_end, other = torch.ones(4, device=device(0)), torch.zeros(4, device=device(0))
+
+    def seconds() -> float:
+        return min(timeit.repeat(lambda: other.copy_(one_end), number=2000, repeat=5)) / 2000
+
+    before = seconds()
+    override = Override(lambda *_: False)
+    try:
+        assert seconds() - before < 20e-6
+    finally:
+        override.remove()
+
+
 # ---- two GPUs
+
+
+@two
+@pytest.mark.parametrize("count", [1000, 1 << 20], ids=["small", "pipelined"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64, torch.float16], ids=str)
+def test_conversions_are_those_of_a_direct_copy(dtype: torch.dtype, count: int) -> None:
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e9, -3e9, 300.5, -7.5, 1e30])
+    source = odd.repeat(count // 8).to(device(0))
+    staged = torch.zeros(source.numel(), dtype=dtype, device=device(1))
+    staged_copy(staged, source)
+    assert torch.equal(staged.cpu().view(torch.uint8), source.to(dtype).cpu().view(torch.uint8))
+
+
+@two
+def test_an_expanded_source_is_not_made_on_its_device() -> None:
+    source = torch.arange(256.0, device=device(0)).expand(1 << 20, 256)  # 1 GiB if it were made
+    there = torch.empty(1 << 20, 256, device=device(1))
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.max_memory_allocated(0)
+    staged_copy(there, source)
+    assert torch.cuda.max_memory_allocated(0) - before < 1 << 20
+    assert bool((there == there[0]).all())
+    assert torch.equal(there[0].cpu(), torch.arange(256.0))
+
+
+@two
+def test_threads_on_one_pair_arrive_and_take_bounded_host_memory() -> None:
+    payloads = [bits(3 * PIECE + number) for number in range(4)]
+    found: dict[int, torch.Tensor] = {}
+
+    def copy(number: int) -> None:
+        there = torch.zeros_like(payloads[number], device=device(1))
+        staged_copy(there, payloads[number].to(device(0)))
+        found[number] = there.cpu()
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert all(torch.equal(found[number], payload) for number, payload in enumerate(payloads))
+
+
+@two
+def test_a_strided_copy_is_counted_once_with_and_without_peer_access() -> None:
+    held = acquire("always", holder="a test")
+    try:
+        with bypassed():
+            before = held.counters()[0, 1].direct
+            torch.zeros(64, 64, device=device(1))[:, ::2].copy_(torch.ones(64, 64, device=device(0))[:, ::2])
+        assert held.counters()[0, 1].direct == before + 1
+    finally:
+        release(held)
 
 
 @two
@@ -174,5 +285,26 @@ def test_inside_of_a_graph_capture_it_raises() -> None:
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(TransferError, match="graph capture"), torch.cuda.graph(graph):
             there.copy_(source)
+    finally:
+        release(held)
+
+
+@two
+@pytest.mark.skipif(device_type() != "cuda", reason="CUDA graphs are CUDA's")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_inside_of_a_capture_on_a_stream_that_is_not_current_it_is_right_or_explained() -> None:
+    source = torch.ones(4, device=device(0))
+    there = torch.zeros(4, device=device(1))
+    held = acquire("always", holder="a test")
+    try:
+        explained = False
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(0)
+        # CUDA may give the capture up.
+        with suppress(RuntimeError), torch.cuda.graph(graph), torch.cuda.stream(aside):
+            try:
+                there.copy_(source)
+            except TransferError as error:
+                explained = "graph capture" in str(error)
+        assert explained or torch.equal(there.cpu(), source.cpu())
     finally:
         release(held)

@@ -359,6 +359,53 @@ def test_refusing(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None
     assert simulator.count() == 0
 
 
+def test_a_strided_copy_without_peer_access_is_counted_once(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gathers it on the source device, and sends that by a second `aten::copy_` from inside the first."""
+    simulator.peer_access(0, 1, False)
+    unproven(monkeypatch, (1, 0))
+    with pytest.warns(UserWarning, match="not proven"):
+        held = acquire("auto", holder="a test")
+    base = torch.arange(12.0, device="cuda:0").view(3, 4)
+    into = torch.zeros(3, 4, device="cuda:1")
+    into[:, ::2].copy_(base[:, ::2])
+    into.copy_(base.to(torch.float64))
+    assert held.counters()[0, 1] == Count(direct=2, direct_bytes=24 + 96)
+    assert torch.equal(into.cpu(), base.cpu())
+    release(held)
+
+
+def test_a_capture_on_any_device_in_use_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
+    capturing: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: torch.cuda.current_device() in capturing
+    )
+    with safe_transfers("always"):
+        here = torch.ones(3, device="cuda:0")
+        capturing[:] = [2]
+        with pytest.raises(TransferError, match="graph capture"):
+            here.to("cuda:1")
+        assert torch.cuda.current_device() == 0
+    with safe_transfers("always"):
+        capturing[:] = [1]
+        assert here.to("cuda:2").sum() == 3, "a device that is not in use is not touched"
+
+
+def test_an_objection_of_cuda_to_waiting_in_a_capture_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is captured and is current nowhere cannot be asked for."""
+    said = "CUDA error: operation not permitted when stream is capturing"
+
+    def object_to(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(routing, "staged_copy", object_to)
+    with safe_transfers("always"), pytest.raises(TransferError, match="graph capture") as caught:
+        torch.ones(3, device="cuda:0").to("cuda:1")
+    assert said in str(caught.value.__cause__)
+
+
 def test_no_staging_inside_of_a_graph_capture(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     with safe_transfers("always") as held:
         source = torch.ones(4, device="cuda:0")

@@ -7,6 +7,7 @@
 #include <ATen/native/Copy.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -66,6 +67,14 @@ Tensor& set_nothing(Tensor& self) {
   return set_storage(self, storage, 0, {0}, {1});
 }
 
+bool crosses_without_peer_access(const Tensor& source, const Tensor& destination) {
+  return source.device().type() == kDeviceType && destination.device().type() == kDeviceType &&
+         source.device() != destination.device() &&
+         !peer_access(source.device().index(), destination.device().index());
+}
+
+bool is_lazy(const Tensor& tensor) { return tensor.is_conj() || tensor.is_neg(); }
+
 // What `aten::copy_` calls for every copy from or to a device. The rule for one memcpy is that of torch's own
 // copy_device_to_device (aten/src/ATen/native/cuda/Copy.cu).
 void copy_kernel(at::TensorIterator& iterator, bool non_blocking) {
@@ -74,6 +83,14 @@ void copy_kernel(at::TensorIterator& iterator, bool non_blocking) {
   const bool dense = destination.scalar_type() == source.scalar_type() &&
                      destination.is_conj() == source.is_conj() && destination.is_neg() == source.is_neg() &&
                      iterator.is_contiguous();
+  if (!dense && crosses_without_peer_access(source, destination) && !is_lazy(source) && !is_lazy(destination)) {
+    // As torch does it: gathered and converted on the source, sent by a second `aten::copy_`, laid out at the end.
+    const auto sent = source.to(destination.scalar_type()).expand_as(destination).contiguous();
+    const auto arrived = destination.is_contiguous() ? destination : at::empty_like(destination, at::MemoryFormat::Contiguous);
+    arrived.copy_(sent, non_blocking);
+    if (!arrived.is_same(destination)) destination.copy_(arrived, non_blocking);
+    return;
+  }
   copy(source, destination, dense, non_blocking);
 }
 const bool copy_kernel_installed = [] {
