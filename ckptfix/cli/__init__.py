@@ -1,18 +1,20 @@
 """The command line: one module a verb; ``report`` alone prints."""
 
 import gc
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import click
 
-from ckptfix.cli.report import JSON_VERSION, put
+from ckptfix.cli.report import JSON_VERSION, json_text, put
+from ckptfix.cli.terminal import COLOUR
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.wording import escape
@@ -52,6 +54,10 @@ class _Verbs(click.Group):
         if cmd_name not in self.verbs:
             return None
         command: click.Command = getattr(import_module(f"ckptfix.cli.{cmd_name}"), f"{cmd_name}_command")
+        if cmd_name == "run":  # prints nothing of its own, and what follows the script is the script's
+            return command
+        command = copy(command)
+        command.params = [*command.params, COLOUR]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -82,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The process is short, and collecting among the millions of values of a large pickle takes longer than parsing it.
     gc.disable()
     _interrupt_once()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # in a locale without UTF-8 a name must not end in a traceback
+            stream.reconfigure(errors="backslashreplace")
     status = run(given)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a reader that went away
@@ -155,7 +164,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _fail(message: str, status: int, as_json: bool) -> int:
     if as_json:
-        put(json.dumps({"version": JSON_VERSION, "error": message, "status": status}))
+        put(json_text({"version": JSON_VERSION, "error": message, "status": status}))
     else:
         put(f"ckptfix: {escape(message)}", err=True)
     return status

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,10 +11,14 @@ from typing import Any
 
 import click
 
+from ckptfix.cli.terminal import can_redraw
 from ckptfix.operations.findings import Finding, finding_lines
 from ckptfix.wording import Line, escape, line
 
 JSON_VERSION = 1
+_ESCAPED = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|u(?P<lone>d[89a-f]..)|.)")
+"""One escape of JSON, so that a backslash which is itself escaped begins no other."""
+
 _BLOCK = 1 << 16  # characters of JSON that are printed at a time
 
 
@@ -64,7 +69,7 @@ class Report:
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:
         """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and only if used."""
-        if self.as_json or not sys.stderr.isatty():
+        if self.as_json or not can_redraw():
             yield lambda count: None
             return
         bar: Any = None
@@ -119,9 +124,23 @@ def _json(value: Any) -> Iterator[str]:
     elif isinstance(value, dict) and any(isinstance(one, Iterator) for one in value.values()):
         before = "{"
         for key, one in value.items():
-            yield f"{before}{json.dumps(key)}: "
+            yield f"{before}{json_text(key)}: "
             yield from _json(one)
             before = ", "
         yield "}"
     else:
-        yield json.dumps(value)
+        yield json_text(value)
+
+
+def json_text(value: Any) -> str:
+    """Return the text of a value as ``json.dumps`` writes it, but in Unicode that every parser takes.
+
+    Half a surrogate pair stands for a byte of a file's name that is not UTF-8: it becomes the text ``\\xff``.
+    """
+    text = json.dumps(value)
+    return _ESCAPED.sub(_sound, text) if "\\ud" in text else text
+
+
+def _sound(match: re.Match[str]) -> str:
+    lone = match["lone"]
+    return match[0] if lone is None else f"\\{escape(chr(int(lone, 16)))}"
