@@ -14,7 +14,7 @@ from ckptfix.operations.target import find_checkpoints
 
 
 @click.command("check")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only folders with errors or warnings.")

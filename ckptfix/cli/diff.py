@@ -7,8 +7,8 @@ from ckptfix.cli.report import Report
 
 
 @click.command("diff")
-@click.argument("a", type=click.Path(exists=True))
-@click.argument("b", type=click.Path(exists=True))
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
 @click.option(
     "--rtol", type=float, metavar="R", help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype."
 )

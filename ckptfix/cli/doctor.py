@@ -17,7 +17,7 @@ _LONGEST = 86400.0
 
 
 @click.command("doctor")
-@click.argument("folder", metavar="[DIR]", required=False, type=click.Path(exists=True))
+@click.argument("folder", metavar="[DIR]", required=False, type=click.Path())
 @click.option(
     "--script", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
     help="A training script or notebook: read by its syntax tree, never executed.",

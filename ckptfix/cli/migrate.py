@@ -9,7 +9,7 @@ from ckptfix.operations.policy import Keys
 
 
 @click.command("migrate")
-@click.argument("src", type=click.Path(exists=True))
+@click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @click.option(
     "--to", required=True, type=click.Choice([target.value for target in TARGETS]), help="The new format."

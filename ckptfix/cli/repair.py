@@ -12,7 +12,7 @@ from ckptfix.operations.steps import Step, Unplanned
 
 
 @click.command("repair")
-@click.argument("path", type=click.Path(exists=True))
+@click.argument("path", type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
     "--output", type=click.Path(), metavar="DST", help="Write a repaired copy to DST; leave PATH alone."

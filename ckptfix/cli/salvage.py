@@ -6,7 +6,7 @@ from ckptfix.cli.report import Report
 
 
 @click.command("salvage")
-@click.argument("source", metavar="SRC", type=click.Path(exists=True))
+@click.argument("source", metavar="SRC", type=click.Path())
 @click.argument("output", metavar="DST", type=click.Path())
 @click.option(
     "--keep-damaged",

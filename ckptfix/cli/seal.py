@@ -7,7 +7,7 @@ from ckptfix.operations.sealing.seal import seal
 
 
 @click.command("seal")
-@click.argument("path", metavar="DIR", type=click.Path(exists=True))
+@click.argument("path", metavar="DIR", type=click.Path())
 @click.option(
     "--force",
     is_flag=True,

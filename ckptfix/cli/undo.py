@@ -7,7 +7,7 @@ from ckptfix.operations.undo import undo
 
 
 @click.command("undo")
-@click.argument("path", type=click.Path(exists=True))
+@click.argument("path", type=click.Path())
 @click.option(
     "--force", is_flag=True, help="Accept files whose modification time changed, but not their content."
 )

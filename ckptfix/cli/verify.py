@@ -10,10 +10,10 @@ _REPEATS = 8
 
 
 @click.command("verify")
-@click.argument("path", default=".", metavar="[DIR]", type=click.Path(exists=True))
+@click.argument("path", default=".", metavar="[DIR]", type=click.Path())
 @click.option("--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights.")
 @click.option(
-    "--against", type=click.Path(exists=True), metavar="OTHER",
+    "--against", type=click.Path(), metavar="OTHER",
     help="Compare with another checkpoint, of any format, instead of the manifest.",
 )  # fmt: skip
 @click.option(

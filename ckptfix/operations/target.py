@@ -10,9 +10,9 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.sharded import belongs, holds_dcp
 from ckptfix.checkpoint.staged import is_own_name
 from ckptfix.errors import FormatError, UsageError
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.weights.deepspeed_files import deepspeed_below, deepspeed_folders
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, list_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,14 @@ def find_target(path: str | os.PathLike[str]) -> Target:
     """Return what ``path`` means. A symbolic link to a file is that link, not the file behind it.
 
     A file of a DCP folder means the folder: none of them says anything alone.
-    Raises UsageError when nothing is there.
+    Raises UsageError when nothing is there, or something that is neither a folder nor a regular file.
     """
     given = Path(path)
-    if given.is_dir():
+    if os.path.islink(path) and not os.path.exists(path):
+        return Target(given.parent, given.name)  # a broken link is a file that is damaged
+    if existing(path).is_dir():
         return Target(given, None)
-    if given.is_file() and belongs(given.name):
-        return Target(given.parent, None)
-    if given.is_file() or given.is_symlink():
-        return Target(given.parent, given.name)
-    raise UsageError(f"{given} does not exist")
+    return Target(given.parent, None if belongs(given.name) else given.name)
 
 
 def ensure_checkpoint(folder: CheckpointFolder) -> None:
@@ -58,7 +56,8 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
             f"see which: {command('verify', folder.root)}"
         )
     if not folder.subfolders:
-        raise UsageError(f"{folder.root} holds no file of a checkpoint")
+        others = f": only {list_names(map(str, folder.strays))}" if folder.strays else ": the folder is empty"
+        raise UsageError(f"{folder.root} holds no file of a checkpoint{others}")
     raise UsageError(
         f"{folder.root} holds no file of a checkpoint, but {count_of(len(folder.subfolders), 'folder')}; "
         f"to look into them: {command('check', folder.root, '', '--recursive')}"
@@ -82,8 +81,8 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
 
     Raises UsageError when ``path`` is no folder, or holds none.
     """
-    if not os.path.isdir(path):
-        raise UsageError(f"{path} is no folder")
+    if not existing(path).is_dir():
+        raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
     found = []
     for root, folders, files in os.walk(path):
         staging = [name for name in folders if is_own_name(name)]

@@ -3,14 +3,13 @@
 import errno
 import fcntl
 import os
-import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptfix.errors import JournalError, LockedError, OperationError
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, shell_path
 
 LOCK = "lock"
 """The name of the lock file in ``.ckptfix/``."""
@@ -74,7 +73,7 @@ def _acquire(root: Path) -> int:
             if error.errno == errno.EBADF:  # NFS: only files open for writing are locked, see _open
                 raise OperationError(
                     f"{path}: left by a killed run of another user, and here only its owner can lock it; to remove it: "
-                    f"rm -f {shlex.quote(str(path))}"
+                    f"rm -f {shell_path(path)}"
                 ) from error
             raise
         except BaseException:

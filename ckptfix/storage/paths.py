@@ -1,19 +1,55 @@
-"""Which paths a transaction may touch: inside its folder, outside every journal, behind no symbolic link.
+"""Paths: what a user named, how a shell takes them, and which of them a transaction may touch.
 
-The manifest lies beside the transactions of the journal; it speaks of the checkpoint, and changes with it.
+A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest lies next to
+the transactions of the journal; it is about the checkpoint, and changes with it.
 """
 
 import os
 import shlex
+import stat
 from pathlib import Path, PurePosixPath
 
-from ckptfix.errors import OperationError
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.wording import escape
 
 JOURNAL = ".ckptfix"
 """Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
 
 MANIFEST = f"{JOURNAL}/manifest.json"
 """Where the manifest of a checkpoint is (``checkpoint.manifest``), relative to it."""
+
+
+_KINDS = {
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def existing(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder or a regular file, or of a link to one.
+
+    Raises UsageError when it is empty, when nothing exists there, and for devices, pipes and sockets; OSError when that
+    cannot be found out.
+    """
+    given = Path(path)
+    if not os.fspath(path):
+        raise UsageError("the path is empty: name a checkpoint; is a variable of the shell unset?")
+    try:
+        mode = os.stat(given).st_mode
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        ValueError,
+    ):  # ValueError: a NUL byte, which no file's name holds
+        if given.is_symlink():
+            target = os.readlink(given)
+            raise UsageError(f"{given} is a broken link: {target} is not there") from None
+        raise UsageError(f"{given} does not exist") from None
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        raise UsageError(f"{given} is {kind}: expected a folder or a regular file")
+    return given
 
 
 def check_path(path: PurePosixPath) -> None:
@@ -47,11 +83,26 @@ def command(verb: str, root: Path, target: str = "", *options: str) -> str:
 
 
 def shell_path(path: Path | str) -> str:
-    """Return a path as it is to be typed: quoted, and none that a command takes for an option."""
+    """Return a path as a shell takes it: quoted, and not one that a command takes for an option.
+
+    Control characters, and bytes that are not UTF-8, are written as bash and zsh read them: ``$'a\\377'``.
+    """
     text = str(path)
-    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+    text = f"./{text}" if text.startswith("-") else text
+    if escape(text) == text:
+        return shlex.quote(text)
+    return f"$'{''.join(map(_quoted, text))}'"
+
+
+def _quoted(character: str) -> str:
+    """Return a character as it is between ``$'`` and ``'``; always three octal digits, as another may follow."""
+    if character in "'\\":
+        return f"\\{character}"
+    if escape(character) == character:
+        return character
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
 def forget(root: Path) -> str:
     """Return the advice that always works: keep the files as they are, and forget the journal, but not the manifest."""
-    return f"to keep the files as they are now: rm -r {shlex.quote(str(root / JOURNAL))}/[0-9]*"
+    return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import stat
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import JournalError
 from ckptfix.storage.edits import edited_paths
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.records import read_record
 
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
@@ -73,7 +72,7 @@ def check_real(folder: Path) -> None:
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise JournalError(
             f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove it: "
-            f"rm {shlex.quote(str(folder))}"
+            f"rm {shell_path(folder)}"
         )
 
 

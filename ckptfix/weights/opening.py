@@ -14,7 +14,7 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.listing import listed_files
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, existing
 from ckptfix.weights.deepspeed import deepspeed_weights
 from ckptfix.weights.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
 from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
@@ -34,9 +34,7 @@ def open_checkpoint(
     Raises UsageError when nothing is there, OperationError when weights cannot be read as a whole (what is wrong, and
     what to type next), OSError.
     """
-    given = Path(path)
-    if not given.exists():
-        raise UsageError(f"{given} does not exist")
+    given = existing(path)
     if not given.is_dir():
         return _one_file(given, lone_shard=lone_shard)
     try:

@@ -399,3 +399,75 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent == folder
     }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["check"], ["repair"], ["undo"], ["verify"], ["seal"], ["salvage", "NEW"], ["migrate", "NEW", "--to", "bin"],
+     ["diff", "."], ["doctor"], ["verify", ".", "--against"]],
+    ids=lambda arguments: "-".join(arguments[::2]),
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/dev/null", "/dev/null is a character device: expected a folder or a regular file"),
+        ("", "the path is empty"),
+        ("nowhere", "nowhere does not exist"),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_what_it_is(
+    arguments: list[str], path: str, words: str, folder: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    last = [path] if arguments[-1] == "--against" else []
+    assert run([*arguments, *last] if last else [arguments[0], path, *arguments[1:]]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_broken_link_is_damage_of_that_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder / "model.safetensors"
+    model.unlink()
+    model.symlink_to("../blobs/abc")
+    assert run(["check", str(model)]) == 1
+    assert "model.safetensors is a broken link: ../blobs/abc is not there" in capsys.readouterr().out
+
+
+def test_an_empty_folder_is_called_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no file of a checkpoint: the folder is empty" in capsys.readouterr().err
+    (tmp_path / "README.md").write_text("")
+    assert run(["check", str(tmp_path)]) == 2
+    assert "holds no file of a checkpoint: only 'README.md'" in capsys.readouterr().err
+
+
+NOT_UTF8 = os.fsdecode(b"a\xff '\n1")
+
+
+def test_a_name_that_is_not_utf8_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / NOT_UTF8
+    shutil.copytree(FIXTURE, folder)
+    assert run(["check", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path}/a\\xff '\\n1: ")
+    (pasted,) = re.findall("next: ckptfix repair (.*)", out)
+    echoed = subprocess.run(["bash", "-c", f"printf %s {pasted}"], capture_output=True, check=True).stdout
+    assert os.fsdecode(echoed) == str(folder)
+    assert run(["repair", str(folder)]) == 0
+    assert f"ckptfix undo {pasted}" in capsys.readouterr().out
+
+
+def test_json_of_a_name_that_is_not_utf8_is_unicode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / NOT_UTF8
+    shutil.copytree(FIXTURE, folder)
+    shutil.copy(folder / "optimizer.bin", folder / os.fsdecode(b"\xfe\\udcff\xf0\x9f\x98\x80.bin"))
+    for arguments in (["check"], ["verify"], ["seal", "--force"], ["repair"], ["undo"], ["undo"]):
+        run([arguments[0], str(folder), *arguments[1:], "--json"])
+        document = printed(capsys)
+        json.dumps(document, ensure_ascii=False).encode()  # what no lone surrogate survives
+        if arguments == ["check"]:
+            (checked,) = document["checkpoints"]
+            assert checked["path"] == f"{tmp_path}/a\\xff '\n1"
+            assert "\\xfe\\udcff\N{GRINNING FACE}.bin" in {one["path"] for one in checked["components"]}

@@ -26,6 +26,7 @@ from ckptfix.operations.migrate.soundness import passed_on
 from ckptfix.operations.migrate.sources import Watch, ensure_complete, ensure_finished, files_read
 from ckptfix.operations.migrate.staging import put_in_place, staging_for
 from ckptfix.operations.policy import Keys
+from ckptfix.storage.paths import existing
 from ckptfix.weights.opening import open_checkpoint
 from ckptfix.weights.stored import Format
 
@@ -69,7 +70,7 @@ def migrate(
         verify=verify,
         overwrite=overwrite,
     )
-    path, output = Path(src), Path(dst)
+    path, output = existing(src), Path(dst)
     with paused_gc():
         check_paths(path, output, options)
         watch = Watch(path)

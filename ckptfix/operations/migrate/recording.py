@@ -1,6 +1,5 @@
 """The manifest of a migrated checkpoint: what the source's says, made true of the new files."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from ckptfix.operations.migrate.producing import Produced
 from ckptfix.operations.sealing.contents import lasting_label
 from ckptfix.operations.sealing.recorded import readable_manifest
 from ckptfix.storage.atomic import create_file, sync_folder
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.weights.stored import Format, Weights
 
 _Value = TypeVar("_Value")
@@ -31,7 +30,7 @@ def source_manifest(plan: MigrationPlan) -> Manifest | None:
     except OSError as error:
         raise OperationError(
             f"{path} cannot be read: {error.strerror}; next, to be allowed to: chmod u+rX "
-            f"{shlex.join(map(str, (path.parent, path)))}"
+            f"{' '.join(map(shell_path, (path.parent, path)))}"
         ) from error
 
 
@@ -73,7 +72,7 @@ def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[by
     if len(data) > MAX_MANIFEST:
         raise OperationError(
             f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of tensors; nothing was "
-            f"written; next, to migrate without it: mv {shlex.quote(str(plan.source.root / MANIFEST))} ELSEWHERE"
+            f"written; next, to migrate without it: mv {shell_path(plan.source.root / MANIFEST)} ELSEWHERE"
         )
     return data, (f"{plan.output / MANIFEST} has no digests of tensors: with them it {too_long}",)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -14,7 +13,7 @@ from ckptfix.errors import ChangedError, OperationError
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
 from ckptfix.storage.listing import listed_files
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.transaction import State, transactions
 from ckptfix.weights.stored import StoredCheckpoint
 
@@ -112,7 +111,7 @@ def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
     if wrong:
         raise OperationError(
             f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: {command('verify', root)}, or, if the "
-            f"folder is as it should be: rm {shlex.quote(str(root / MANIFEST))}"
+            f"folder is as it should be: rm {shell_path(root / MANIFEST)}"
         )
     return tuple(LeftOut(name, "its manifest lists it, and it is not there") for name in gone)
 

@@ -1,7 +1,6 @@
 """Sort what a damaged checkpoint holds into what is copied, what is taken apart, and what is lost (``found``)."""
 
 import os
-import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ckptfix.operations.salvage.found import Sorted
 from ckptfix.operations.salvage.models import Models, absent
 from ckptfix.operations.salvage.sealed import Sealed
 from ckptfix.operations.target import Target, ensure_checkpoint
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.weights.salvaging import Lost
 from ckptfix.weights.sharded import dcp_folders
 from ckptfix.wording import count_of, list_names
@@ -56,7 +55,7 @@ def sort_out(target: Target, *, keep_damaged: bool, progress: Progress | None) -
     if sealed.problem:
         found.not_checked.append(f"digests, as the manifest cannot be used: {sealed.problem}")
     if sealed.unequal and not sealed.equal:
-        manifest = shlex.quote(str(folder.root / MANIFEST))
+        manifest = shell_path(folder.root / MANIFEST)
         found.advice = f"if the manifest is of an earlier save: rm {manifest}, and salvage again"
         found.not_checked.append(
             f"whether anything is damaged, as nothing is what was sealed; {found.advice}"

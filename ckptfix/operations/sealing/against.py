@@ -1,6 +1,5 @@
 """Compare a checkpoint with another one of any format, whose tensors have the same names."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,7 +11,7 @@ from ckptfix.operations.sealing.hashing import FileJob, Hashed, Job, TensorJob, 
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.report import Item, Kind
 from ckptfix.operations.target import find_checkpoints, find_target
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.paths import MANIFEST, shell_path
 from ckptfix.weights.deepspeed_files import BESIDE
 from ckptfix.weights.pairing import crossed, crossing, moved, pair_models
 from ckptfix.weights.stored import Format, StoredTensor, Weights
@@ -101,7 +100,7 @@ def _told(
             yield f"positions of models: {compared}: their names fit, or no other was left"
     yield from _beside_tensors(contents, other, files)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
-        sides = shlex.join(str(side.root / (side.only or "")) for side in (contents, other))
+        sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
         yield f"tensors under other names: no name is the same; next: ckptfix diff {sides}"
 
 

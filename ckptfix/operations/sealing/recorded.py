@@ -1,6 +1,5 @@
 """What a manifest says of a checkpoint, as far as it can be compared with what is there."""
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from ckptfix.checkpoint.manifest import MANIFEST, Manifest, ManifestEntry, read_
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.operations.sealing.contents import Contents, Place
 from ckptfix.operations.target import Target
+from ckptfix.storage.paths import shell_path
 from ckptfix.weights.stored import Weights
 
 
@@ -17,9 +17,7 @@ def readable_manifest(root: Path) -> Manifest | None:
     try:
         return read_manifest(root)
     except FormatError as error:
-        raise OperationError(
-            f"{error}; to go on without it: rm {shlex.quote(str(root / MANIFEST))}"
-        ) from error
+        raise OperationError(f"{error}; to go on without it: rm {shell_path(root / MANIFEST)}") from error
 
 
 class Recorded:

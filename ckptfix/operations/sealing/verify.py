@@ -22,7 +22,7 @@ from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
 from ckptfix.operations.sealing.report import VerifyReport
 from ckptfix.operations.sealing.values import ValueFinding, judge_values
 from ckptfix.operations.target import Target, find_target
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.wording import count_of, list_names
 
 _COVERED = ("values of tensors", "digests in ", "other files beside it")
@@ -56,7 +56,7 @@ def verify(
             raise
         findings, unseen = (), ()  # what it lists is missing, each file is named
     if against is not None:
-        comparison = compare_with(contents, Path(against), data=data, progress=progress)
+        comparison = compare_with(contents, existing(against), data=data, progress=progress)
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed

@@ -16,6 +16,7 @@ from ckptfix.runtime.loading.offloaded import find_slots
 from ckptfix.runtime.loading.reading import Unreadable, read_weights
 from ckptfix.runtime.loading.report import ComponentReport, Part, Status
 from ckptfix.runtime.loading.targets import Fit, ModelTarget, distinct, fit
+from ckptfix.storage.paths import command
 
 Fits = list[list[Fit | str]]
 
@@ -92,7 +93,7 @@ def _nothing_for(
     """Say why a model gets nothing."""
     target = targets[number]
     if not entries:
-        reason = f"{draft.path} holds no weights of a model; next: ckptfix check {draft.path}"
+        reason = f"{draft.path} holds no weights of a model; next: {command('check', draft.path)}"
         draft.cannot(Part.MODELS, reason, target=target, missing=True)
         return
     others = misfits(entries, [row[number] for row in reasons])
@@ -101,7 +102,7 @@ def _nothing_for(
             f"{targets[index].index} ({targets[index].what})" for index in assignment.refusal[0]
         )
         reason = undecided(entries, assignment.refusal, f"models {models}", others)
-        reason += f"; next: {draft.advice or f'ckptfix check {draft.path}'}"
+        reason += f"; next: {draft.advice or command('check', draft.path)}"
     else:
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
     draft.cannot(Part.MODELS, reason, target=target)

@@ -26,6 +26,7 @@ from ckptfix.formats.pickle_globals import GlobalSafety, classify, python_3_name
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.runtime.loading.building import NotPlain, build
+from ckptfix.storage.paths import command
 
 Global = tuple[str, str]
 
@@ -63,7 +64,7 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
             try:
                 part: Any = load_file(str(root / member.path), device="cpu")
             except (SafetensorError, OSError, ValueError) as error:
-                raise Unreadable(f"{root / member.path}: {error}; next: ckptfix check {root}") from error
+                raise Unreadable(f"{root / member.path}: {error}; next: {command('check', root)}") from error
         else:
             part = read_pickle(root, member, trust=trust, mapped=True)
             for step in entry.path:
@@ -89,7 +90,7 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
     path = root / component.path
     if component.problem is not None or not isinstance(component.content, TorchFile):
         reason = component.problem.message if component.problem else "no file of torch.save"
-        raise Unreadable(f"{path}: {reason}; next: ckptfix check {root}")
+        raise Unreadable(f"{path}: {reason}; next: {command('check', root)}")
     tree = component.content.tree
     allowed, refused = resolve(tree.globals)
     in_full = False

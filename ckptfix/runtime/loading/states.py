@@ -15,6 +15,7 @@ from ckptfix.runtime.loading.matching import hidden_by, misfits, settle, undecid
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
 from ckptfix.runtime.loading.report import ComponentReport, Need, Part, Status
 from ckptfix.runtime.loading.targets import Target
+from ckptfix.storage.paths import command
 
 Check = Callable[[Any, Entry, Target], str]
 """Returns why a state does not suit a target, "" when it does."""
@@ -227,7 +228,7 @@ def _nothing_for(
     others = misfits(entries, reasons)
     if refusal is not None and number in refusal[0]:
         count = f"{part.value} {', '.join(map(str, refusal[0]))}"
-        reason = f"{undecided(entries, refusal, count, others)}; next: ckptfix check {draft.path}"
+        reason = f"{undecided(entries, refusal, count, others)}; next: {command('check', draft.path)}"
         draft.cannot(part, reason, target=target)
     else:
         draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)

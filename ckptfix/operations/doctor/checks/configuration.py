@@ -1,11 +1,11 @@
 """Accelerate's config: is there one, can it be read, and does it use the devices that are there."""
 
-import shlex
 from collections.abc import Iterator
 
 from ckptfix.operations.doctor.advice import Advice, Topic
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.findings.base import Severity
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 NO_CONFIG = Topic(
@@ -80,7 +80,7 @@ def config_missing(facts: Facts) -> Iterator[Advice]:
         yield CONFIG_MISSING.advice(
             f"--config_file {config.path} names no file: accelerate launch ends with FileNotFoundError",
             evidence=(f"{config.path} is not there",),
-            fix=f"accelerate config --config_file {shlex.quote(config.path)}",
+            fix=f"accelerate config --config_file {shell_path(config.path)}",
         )
     if variable is not None and not facts.config_variable_is_file:
         yield CONFIG_MISSING.advice(
@@ -101,7 +101,7 @@ def variable_ignored(facts: Facts) -> Iterator[Advice]:
     yield VARIABLE_IGNORED.advice(
         f"ACCELERATE_CONFIG_FILE={variable} is set, but accelerate reads {facts.config.path}",
         evidence=(_reads(facts),),
-        fix=f"accelerate launch --config_file {shlex.quote(variable)} SCRIPT",
+        fix=f"accelerate launch --config_file {shell_path(variable)} SCRIPT",
     )
 
 

@@ -1,12 +1,12 @@
 """Torch, the driver, and which devices are seen."""
 
-import shlex
 from collections.abc import Iterator
 
 from ckptfix.operations.doctor.advice import Advice, Topic
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.facts.software import release
 from ckptfix.operations.findings.base import Severity
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
 TORCH_UNUSABLE = Topic(
@@ -70,7 +70,7 @@ def torch_unusable(facts: Facts) -> Iterator[Advice]:
         yield TORCH_UNUSABLE.advice(
             f"torch cannot be used: {facts.torch.problem}",
             evidence=facts.torch.warnings or (f"import torch in {facts.software.executable}",),
-            fix=f'try: {shlex.quote(facts.software.executable)} -c "import torch"; install it again when this fails',
+            fix=f'try: {shell_path(facts.software.executable)} -c "import torch"; install it again when this fails',
         )
 
 

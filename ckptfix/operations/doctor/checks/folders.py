@@ -1,6 +1,5 @@
 """What of a folder ``torch.load`` refuses, or takes without a look. Pickles are read by their opcodes alone."""
 
-import shlex
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -9,6 +8,7 @@ from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.facts.script_uses import Place
 from ckptfix.operations.findings import UnloadablePickle, UnsafePickle
 from ckptfix.operations.findings.base import Severity
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import list_names
 
 UNLOADABLE = Topic(
@@ -71,7 +71,7 @@ def unsafe(facts: Facts) -> Iterator[Advice]:
             yield UNSAFE.advice(
                 str(item),
                 evidence=(f"{item.path}: {', '.join(item.globals)}",),
-                fix=f"do not load it; ckptfix check {shlex.quote(facts.folder.path if facts.folder else '')}",
+                fix=f"do not load it; ckptfix check {shell_path(facts.folder.path if facts.folder else '')}",
             )
 
 

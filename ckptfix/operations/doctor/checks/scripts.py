@@ -1,7 +1,6 @@
 """What a script's text shows: nothing of it is executed."""
 
 import difflib
-import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ from ckptfix.operations.doctor.advice import Advice, Topic
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.facts.script_uses import Place, Prepared, Uses
 from ckptfix.operations.findings.base import Severity
+from ckptfix.storage.paths import shell_path
 
 NO_PYTHON = Topic(
     code="script-not-python",
@@ -68,7 +68,7 @@ def not_python(facts: Facts) -> Iterator[Advice]:
         yield NO_PYTHON.advice(
             f"{facts.script.path} cannot be read as Python: {facts.script.problem}",
             evidence=(facts.script.problem,),
-            fix=f"python -m py_compile {shlex.quote(facts.script.path)}",
+            fix=f"python -m py_compile {shell_path(facts.script.path)}",
         )
 
 

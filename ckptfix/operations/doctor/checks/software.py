@@ -1,13 +1,13 @@
 """Python, packages, commands and compilers."""
 
 import os
-import shlex
 from collections.abc import Iterator
 
 from ckptfix.operations.doctor.advice import Advice, Topic
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.facts.software import Version, release
 from ckptfix.operations.findings.base import Severity
+from ckptfix.storage.paths import shell_path
 
 NOT_INSTALLED = Topic(
     code="accelerate-not-installed",
@@ -50,7 +50,7 @@ def not_installed(facts: Facts) -> Iterator[Advice]:
         yield NOT_INSTALLED.advice(
             "accelerate is not installed in this Python",
             evidence=(f"{facts.software.executable} knows no package of this name",),
-            fix=f"{shlex.quote(facts.software.executable)} -m pip install accelerate",
+            fix=f"{shell_path(facts.software.executable)} -m pip install accelerate",
         )
 
 
@@ -62,7 +62,7 @@ def not_on_path(facts: Facts) -> Iterator[Advice]:
             evidence=(
                 f"it is {facts.software.beside}" if facts.software.beside else "nor beside this Python",
             ),
-            fix=f"{_add(facts)}{shlex.quote(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
+            fix=f"{_add(facts)}{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
         )
 
 
@@ -73,7 +73,7 @@ def other_python(facts: Facts) -> Iterator[Advice]:
         yield OTHER_PYTHON.advice(
             f"the accelerate on the PATH starts {command.interpreter}, and this is {facts.software.executable}",
             evidence=(f"the first line of {command.path} names {command.interpreter}",),
-            fix=f"{shlex.quote(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
+            fix=f"{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
         )
 
 
@@ -107,7 +107,7 @@ def unmet(facts: Facts) -> Iterator[Advice]:
             yield UNMET.advice(
                 f"{package.name} {package.version} needs {package.unmet[0]}",
                 evidence=tuple(f"{package.name} {package.version} requires {text}" for text in package.unmet),
-                fix=f"{shlex.quote(facts.software.executable)} -m pip install --upgrade {package.name}",
+                fix=f"{shell_path(facts.software.executable)} -m pip install --upgrade {package.name}",
             )
 
 
@@ -141,7 +141,7 @@ def no_compiler(facts: Facts) -> Iterator[Advice]:
 
 def _add(facts: Facts) -> str:
     folder = os.path.dirname(facts.software.beside)
-    return f'export PATH={shlex.quote(folder)}:"$PATH", or ' if folder else ""
+    return f'export PATH={shell_path(folder)}:"$PATH", or ' if folder else ""
 
 
 def _least(requires: str) -> Version:

@@ -10,7 +10,6 @@ processes do that at once, both files stay and are read as one, so that neither 
 import json
 import os
 import secrets
-import shlex
 import stat
 import tempfile
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 
 from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.storage.atomic import read_file, write_all
+from ckptfix.storage.paths import shell_path
 
 _VERSION = 2
 """Of the file's content and of what the plans exercise: raise it when a plan becomes stricter."""
@@ -82,7 +82,7 @@ def store(report: ProbeReport) -> None:
     if not believed:
         warnings.warn(
             f"{path.parent}: the verdicts that are kept there are not believed, because others can write to that "
-            f"folder. To change that: chmod go-w {shlex.quote(str(path.parent))}",
+            f"folder. To change that: chmod go-w {shell_path(path.parent)}",
             stacklevel=3,
         )
 

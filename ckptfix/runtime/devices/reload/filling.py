@@ -14,6 +14,7 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.runtime.devices.reload.comparing import host_bytes
 from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.stored import Weights
+from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names
 
 Ties = Sequence[Sequence[str]]
@@ -218,7 +219,7 @@ def _names_in_words(missing: Sequence[str], unexpected: Sequence[str], weights: 
     if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
         return [
             f"every name in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
-            f"loaded; next: ckptfix repair {weights.root} --keys bare"
+            f"loaded; next: {command('repair', weights.root)} --keys bare"
         ]
     if missing:
         problems.append(f"{count_of(len(missing), 'name')} of the model missing: {list_names(missing)}")

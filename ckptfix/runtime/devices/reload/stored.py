@@ -24,7 +24,7 @@ from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, existing
 from ckptfix.storage.pieces import OpenFiles, page_buffer
 from ckptfix.weights.layouts import Layout
 from ckptfix.weights.single import is_expanded, recorded_ties, run, torch_layout
@@ -165,9 +165,7 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
     Of a folder those that ``load_state`` and ``from_pretrained`` look for; without any, every state dict of a module.
     Raises UsageError when nothing is there, OSError when the folder cannot be read.
     """
-    given = Path(path)
-    if not given.exists():
-        raise UsageError(f"{given} does not exist")
+    given = existing(path)
     if given.is_dir():
         folder = scan_folder(given)
         entries = model_entries(folder, usable_manifest(given)) or all_state_dicts(folder)
@@ -176,7 +174,7 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
         folder = scan_folder(given.parent, None if is_index else given.name)
         entries = tuple(one for one in all_state_dicts(folder) if not is_index or one.label == given.name)
     if not entries:
-        raise UsageError(f"{given} holds no weights of a model; next: ckptfix check {given}")
+        raise UsageError(f"{given} holds no weights of a model; next: {command('check', given)}")
     return tuple(_weights(folder.root, entry, several=len(entries) > 1) for entry in entries), folder
 
 
