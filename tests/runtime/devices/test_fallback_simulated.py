@@ -76,7 +76,7 @@ def test_a_gradient_comes_back_the_way_its_tensor_went(
     _, gradients = gradients_of(on_one_device(transformer()))
     break_links(simulator, broken)
     monkeypatch.setattr(probe, "unproven_pairs", lambda budget: frozenset({broken}))
-    monkeypatch.setattr(transfers, "_warn", lambda message: None)
+    monkeypatch.setattr(transfers, "say", lambda message: None)
     model = dispatch_model(transformer(), THREE)
     found = gradients_of(model)[1]
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
