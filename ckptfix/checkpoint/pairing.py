@@ -9,7 +9,13 @@ from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, same_storages
-from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.comparing import (
+    Digests,
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
 from ckptfix.storage.reading import open_reader
 
 Progress = Callable[[int], None]
@@ -53,12 +59,17 @@ def signature(component: Component) -> Hashable:
 
 
 def first_unequal(
-    root: Path, pairing: Pairing, *, full: bool, progress: Progress | None = None
+    root: Path,
+    pairing: Pairing,
+    *,
+    full: bool,
+    progress: Progress | None = None,
+    digests: Digests | None = None,
 ) -> str | None:
     """Return where two paired components first differ: a tensor's name, ``STRUCTURE``, or None when they are equal.
 
     ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
-    blocks of a file system with reflinks, are equal without a read.
+    blocks of a file system with reflinks, are equal without a read. ``digests`` gets those of what was read in full.
     """
     if pairing.runs is None:
         return STRUCTURE
@@ -69,7 +80,7 @@ def first_unequal(
             return None
         difference = first_difference(one.fd, two.fd, sample_runs(pairing.runs))
         if difference is None and full:
-            difference = first_difference(one.fd, two.fd, pairing.runs, progress=progress)
+            difference = first_difference(one.fd, two.fd, pairing.runs, progress=progress, digests=digests)
     return None if difference is None else _tensor_at(pairing.kept, difference.offset_a)
 
 

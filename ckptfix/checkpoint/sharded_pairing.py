@@ -13,7 +13,13 @@ from ckptfix.checkpoint.pairing import Progress, coalesce
 from ckptfix.checkpoint.sharded import ShardedState
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
-from ckptfix.storage.comparing import Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.comparing import (
+    Digests,
+    Run,
+    first_difference,
+    same_bytes_without_reading,
+    sample_runs,
+)
 from ckptfix.storage.reading import open_reader
 
 Files = tuple[PurePosixPath, PurePosixPath]
@@ -98,11 +104,17 @@ def _tensors(metadata: DcpMetadata) -> dict[str, object]:
 
 
 def first_unequal_item(
-    root: Path, pairing: ShardedPairing, *, full: bool, progress: Progress | None = None
+    root: Path,
+    pairing: ShardedPairing,
+    *,
+    full: bool,
+    progress: Progress | None = None,
+    digests: dict[PurePosixPath, Digests] | None = None,
 ) -> str | None:
     """Return the name of an item that differs, None when all are equal.
 
-    ``full`` reads every byte; otherwise a few pages of each file.
+    ``full`` reads every byte; otherwise a few pages of each file. ``digests`` gets those of what was read in full, by
+    file of the folder that is kept.
     """
     for quick in (True, False) if full else (True,):
         for (path, other), runs in pairing.runs.items():
@@ -116,6 +128,7 @@ def first_unequal_item(
                     two.fd,
                     sample_runs(runs) if quick else runs,
                     progress=None if quick else progress,
+                    digests=None if quick or digests is None else digests.setdefault(path, {}),
                 )
             if difference is not None:
                 return _item_at(pairing.kept, path, difference.offset_a)

@@ -9,7 +9,9 @@ from ckptfix.operations.undo import undo
 @click.command("undo")
 @click.argument("path", type=click.Path())
 @click.option(
-    "--force", is_flag=True, help="Accept files whose modification time changed, but not their content."
+    "--force",
+    is_flag=True,
+    help="For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not their size or ends.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def undo_command(path: str, force: bool, as_json: bool) -> int:

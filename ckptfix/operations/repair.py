@@ -157,6 +157,7 @@ def _apply(
             verify=verify,
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
+            digests=diagnosis.digests,
             progress=progress,
         )
     return Receipt(

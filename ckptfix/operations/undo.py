@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import UsageError
@@ -12,14 +12,15 @@ from ckptfix.storage.journal import State, TransactionInfo, recover, transaction
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line, Printable, count_of, few, line
+from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class UndoReceipt(Printable):
-    """What was undone: the transaction's number and its steps in words; ``remaining`` can be undone next.
+    """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be undone next.
 
-    ``recovered``: an interrupted run was rolled back, and that was all there was to do.
+    ``recovered``: an interrupted run was rolled back, and that was all there was to do. ``unproven``: the files that
+    ``force`` accepted without a proof that their content is what the repair left.
     """
 
     path: Path
@@ -27,6 +28,7 @@ class UndoReceipt(Printable):
     steps: tuple[str, ...]
     remaining: int
     recovered: bool = False
+    unproven: tuple[PurePosixPath, ...] = ()
 
     @property
     def status(self) -> int:
@@ -38,6 +40,11 @@ class UndoReceipt(Printable):
         what = "an interrupted run" if self.recovered else "the last repair"
         yield line(f"undid {what} of {self.path}:", bold=True)
         yield from few([f"  undone: {step}" for step in self.steps], "steps")
+        if self.unproven:
+            files = list_names(map(str, self.unproven))
+            yield line(
+                f"not proven: the content of {files}, of which the journal of ckptfix 0.4.0 has no digest"
+            )
         if self.remaining:
             earlier = count_of(self.remaining, "earlier repair")
             yield line(f"{earlier} can be undone: {command('undo', self.path)}")
@@ -51,19 +58,21 @@ class UndoReceipt(Printable):
             "steps": list(self.steps),
             "remaining": self.remaining,
             "recovered": self.recovered,
+            "unproven": [str(path) for path in self.unproven],
         }
 
 
 def undo(
     path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
 ) -> UndoReceipt:
-    """Take back the last repair of a folder, or of a lone file.
+    """Undo the last repair of a folder, or of a lone file.
 
-    A repair that was killed is rolled back instead. ``force`` accepts files whose modification time changed since
-    the repair while their size and their first and last bytes did not.
+    A repair that was killed is rolled back instead. Every byte that comes back is compared with its digest in the
+    journal first; times of files do not matter. ``force``, for a journal of 0.4.0, which has no digests, and for a
+    repair that was killed: accept files whose time changed while their size and their ends did not.
 
-    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair, LockedError
-    and JournalError as ``repair`` does. Nothing is touched then.
+    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair or cannot be
+    proven the same, LockedError and JournalError as ``repair`` does. Nothing is touched then.
     """
     target = find_target(path)
     wanted = target.only or ""
@@ -84,15 +93,22 @@ def undo(
                 f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
             )
         last = done[-1]
-        undo_transaction(target.root, last.number, force=force, progress=progress)
-    return _receipt(target.path, last, len(done) - 1, recovered=False)
+        unproven = undo_transaction(target.root, last.number, force=force, progress=progress)
+    return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
 
 
 def _done(root: Path, target: str) -> list[TransactionInfo]:
     return [info for info in transactions(root) if info.state is State.DONE and info.target == target]
 
 
-def _receipt(path: Path, info: TransactionInfo, remaining: int, *, recovered: bool) -> UndoReceipt:
+def _receipt(
+    path: Path,
+    info: TransactionInfo,
+    remaining: int,
+    *,
+    recovered: bool,
+    unproven: tuple[PurePosixPath, ...] = (),
+) -> UndoReceipt:
     steps = info.summary if isinstance(info.summary, list) else []
     return UndoReceipt(
         path=path,
@@ -100,4 +116,5 @@ def _receipt(path: Path, info: TransactionInfo, remaining: int, *, recovered: bo
         steps=tuple(str(step) for step in steps),
         remaining=remaining,
         recovered=recovered,
+        unproven=unproven,
     )

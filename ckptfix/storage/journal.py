@@ -12,17 +12,18 @@ in which a reader of the journal has to guess.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
 from ckptfix.storage.applying import act, prepare
 from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.building import build
-from ckptfix.storage.edits import Edit, Replace, check_edit, edited_paths, read_paths, record_of
-from ckptfix.storage.fingerprints import fingerprint
+from ckptfix.storage.comparing import Digests
+from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
+from ckptfix.storage.fingerprints import fingerprint, samples_digest
 from ckptfix.storage.notes import (
     Note,
     add_note,
@@ -32,7 +33,9 @@ from ckptfix.storage.notes import (
     start_notes,
     write_after,
 )
-from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.paths import JOURNAL, command, locate
+from ckptfix.storage.recipe_digests import with_digests
+from ckptfix.storage.recipes import Recipe
 from ckptfix.storage.records import TransactionRecord, read_record, write_record
 from ckptfix.storage.rollback import undo_edit
 from ckptfix.storage.transaction import (
@@ -107,13 +110,15 @@ def commit(
     summary: object,
     verify: Callable[[], None],
     watched: Iterable[PurePosixPath] = (),
+    digests: Mapping[PurePosixPath, Digests] | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Do all edits in order, call ``verify``, and return the number of the committed transaction.
 
     The caller holds the lock and has called ``recover``. ``target`` is the path that the user named, ``summary``
     any JSON value; ``watched`` are further files (besides edited ones and those that recipes read) whose change
-    makes an undo refuse. ``progress`` gets the bytes copied since its last call.
+    makes an undo refuse. ``digests``: of parts of files that recipes read, where they were read already. ``progress``
+    gets the bytes copied since its last call.
 
     Raises OperationError when it failed before anything was touched, RolledBackError when an edit or ``verify``
     failed (``__cause__``) and all was undone, JournalError when the undoing failed too: the next ``recover``
@@ -125,7 +130,7 @@ def commit(
     watching = tuple(dict.fromkeys((*_all_paths(edits), *watched)))
     building = root / JOURNAL / f"{number:04}.building"
     pending, done = building.with_suffix(".pending"), building.with_suffix(".done")
-    _build(root, building, edits, target, summary, watching, progress)
+    _build(root, building, edits, target, summary, watching, digests or {}, progress)
     try:
         os.rename(building, pending)
         sync_folder(root / JOURNAL)
@@ -136,7 +141,11 @@ def commit(
             add_note(pending, note)
             _act(work, index, edit, note)
         verify()
-        write_after(pending, {path: fingerprint(root / path) for path in watching})
+        write_after(
+            pending,
+            {path: fingerprint(root / path) for path in watching},
+            {path: samples_digest(root / path) for path in watching if os.path.lexists(root / path)},
+        )
         sync_folder(pending)
         os.rename(pending, done)
         sync_folder(root / JOURNAL)
@@ -158,14 +167,18 @@ def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
         raise
 
 
-def undo(root: Path, number: int, *, force: bool = False, progress: Progress | None = None) -> None:
-    """Undo a committed transaction byte for byte, and forget it.
+def undo(
+    root: Path, number: int, *, force: bool = False, progress: Progress | None = None
+) -> tuple[PurePosixPath, ...]:
+    """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted without a proof.
+
+    Every byte that comes back is compared with the digests in the journal first; of bytes that stay where they are,
+    the size, both ends and pages between them. Times say nothing. ``force`` accepts another time of files of which a
+    journal of 0.4.0 or older has no digest, and nothing else.
 
     The caller holds the lock and has called ``recover``. Raises UsageError when there is no such transaction;
     ChangedError when a later transaction needs the files as they are now, or when a file differs from what the
-    transaction left (``force`` accepts a changed modification time, never a changed size or changed ends; bytes
-    between the first and last 64 KiB are not compared); JournalError when it could not finish: the next
-    ``recover`` does.
+    transaction left, or cannot be proven the same; JournalError when it could not finish: the next ``recover`` does.
     """
     _next_number(root)
     done = root / JOURNAL / f"{number:04}.done"
@@ -176,8 +189,8 @@ def undo(root: Path, number: int, *, force: bool = False, progress: Progress | N
     read_all_notes(done, len(record.edits))
     pending = done.with_suffix(".pending")
     try:
-        check_undoable(root, done, number, record, force=force)
-        Workspace(root, done).accept_any_time(force)
+        allowed = check_undoable(root, done, number, record, force=force)
+        Workspace(root, done).accept_any_time(allowed.any_time)
         os.rename(done, pending)
     except OSError as error:
         raise OperationError(f"{root}: nothing was undone: {error}") from error
@@ -186,6 +199,7 @@ def undo(root: Path, number: int, *, force: bool = False, progress: Progress | N
         _roll_back(root, pending, progress)
     except OSError as error:
         raise JournalError(f"{root}: the undo could not finish, the next run does: {error}") from error
+    return allowed.unproven
 
 
 def _next_number(root: Path) -> int:
@@ -213,6 +227,7 @@ def _build(
     target: str,
     summary: object,
     watching: tuple[PurePosixPath, ...],
+    digests: Mapping[PurePosixPath, Digests],
     progress: Progress | None,
 ) -> None:
     """Write all that the transaction needs. When that fails, for instance on a full disk, nothing has changed."""
@@ -228,7 +243,7 @@ def _build(
             target=target,
             summary=summary,
             created=time.time(),
-            edits=tuple(map(record_of, edits)),
+            edits=tuple(record_of(_with_digests(root, edit, digests)) for edit in edits),
             watched=watching,
         )
         write_record(building, record)
@@ -240,6 +255,16 @@ def _build(
         if isinstance(error, OSError):
             raise OperationError(f"{root}: nothing was changed: {error}") from error
         raise
+
+
+def _with_digests(root: Path, edit: Edit, known: Mapping[PurePosixPath, Digests]) -> Edit:
+    """Return the edit with the digests of the bytes that an undo will take from other files."""
+    if not isinstance(edit, Remove) or not isinstance(edit.previous, Recipe):
+        return edit
+    path = locate(root, edit.path)
+    if not path.is_file() or path.stat().st_size != edit.previous.size:
+        return edit  # a file of an earlier edit, or not what the recipe makes, which is found in its turn
+    return replace(edit, previous=with_digests(edit.previous, path, known))
 
 
 def _take_back(root: Path, building: Path, error: BaseException, progress: Progress | None) -> None:

@@ -1,4 +1,8 @@
-"""How far a transaction got (``steps``: one JSON line before each edit), and what it left (``after.json``)."""
+"""How far a transaction got (``steps``: one JSON line before each edit), and what it left.
+
+``after.json`` has a fingerprint of every file; ``samples.json``, which 0.4.0 did not write, the digest of pages between
+its ends, so that a newer save is told from a copy whose time alone is new.
+"""
 
 import json
 import os
@@ -22,6 +26,7 @@ from ckptfix.storage.metadata import Metadata
 
 _STEPS = "steps"
 _AFTER = "after.json"
+_SAMPLES = "samples.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +116,12 @@ def _note(fields: Any) -> Note:
     )
 
 
-def write_after(folder: Path, after: dict[PurePosixPath, Fingerprint | None]) -> None:
-    """Write what the transaction leaves: one fingerprint per path, None where nothing is."""
+def write_after(
+    folder: Path, after: dict[PurePosixPath, Fingerprint | None], samples: dict[PurePosixPath, str]
+) -> None:
+    """Write what the transaction leaves: one fingerprint per path, None where nothing is, and ``samples_digest``."""
+    listed = {str(path): digest for path, digest in samples.items()}
+    create_file(folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600)
     body = {str(path): None if value is None else asdict(value) for path, value in after.items()}
     create_file(folder / _AFTER, json.dumps(body, separators=(",", ":")).encode() + b"\n", mode=0o600)
 
@@ -127,3 +136,12 @@ def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePos
         if set(after) != set(watched):
             raise damaged(folder / _AFTER, "the plan: it tells of other files")
         return after
+
+
+def read_samples(folder: Path) -> dict[PurePosixPath, str]:
+    """Return the digests of pages between the ends of files, empty for a journal of 0.4.0. Raises JournalError."""
+    if not os.path.lexists(folder / _SAMPLES):
+        return {}
+    with journal_errors(folder / _SAMPLES):
+        body = json.loads(read_file(folder / _SAMPLES))
+        return {path_of(path): digest and sha256_of(digest) for path, digest in body.items()}

@@ -32,12 +32,17 @@ Piece = Literal | Range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A file: its pieces one after the other, its mode bits, and its owner (-1: whoever makes it)."""
+    """A file: its pieces one after the other, its mode bits, and its owner (-1: whoever makes it).
+
+    ``digests``: for each file that ranges name, the digest of the bytes in those ranges (``recipe_digests``); empty in
+    journals of 0.4.0 and before, which had none.
+    """
 
     pieces: tuple[Piece, ...]
     mode: int = 0o644
     uid: int = -1
     gid: int = -1
+    digests: tuple[tuple[PurePosixPath, str], ...] = ()
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from typing_extensions import assert_never
 
 from ckptfix.errors import JournalError
 from ckptfix.storage.atomic import create_file, read_file
-from ckptfix.storage.decoding import damaged, journal_errors, owner_of, path_of, text, whole
+from ckptfix.storage.decoding import damaged, journal_errors, owner_of, path_of, sha256_of, text, whole
 from ckptfix.storage.edits import (
     Appended,
     Move,
@@ -173,13 +173,17 @@ def _encode_previous(previous: Recipe | Kept | Absent, literals: bytearray) -> A
             pieces.append(len(piece.data))
         else:
             pieces.append([names.setdefault(piece.path, len(names)), piece.offset, piece.length])
-    return {
+    encoded = {
         "paths": [str(path) for path in names],
         "pieces": pieces,
         "mode": previous.mode,
         "uid": previous.uid,
         "gid": previous.gid,
     }
+    if previous.digests:  # a key of its own, which 0.4.0 does not look for
+        digests = dict(previous.digests)
+        encoded["digests"] = [digests[path] for path in names]
+    return encoded
 
 
 def _decode_previous(previous: Any, take: Callable[[object], bytes]) -> Recipe | Kept | Absent:
@@ -193,9 +197,13 @@ def _decode_previous(previous: Any, take: Callable[[object], bytes]) -> Recipe |
         number, offset, length = piece
         return Range(paths[whole(number)], whole(offset), whole(length))
 
+    digests = [sha256_of(digest) for digest in previous.get("digests", [])]
+    if len(digests) not in (0, len(paths)):
+        raise ValueError(f"a recipe names {len(paths)} files and has {len(digests)} digests")
     return Recipe(
         pieces=tuple(decode_piece(piece) for piece in previous["pieces"]),
         mode=whole(previous["mode"], 0o7777),
         uid=owner_of(previous["uid"]),
         gid=owner_of(previous["gid"]),
+        digests=tuple(sorted(zip(paths, digests, strict=False))),
     )

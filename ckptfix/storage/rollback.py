@@ -20,6 +20,8 @@ from ckptfix.storage.fingerprints import fingerprint
 from ckptfix.storage.in_place import undo_in_place
 from ckptfix.storage.notes import Note
 from ckptfix.storage.paths import forget
+from ckptfix.storage.pieces import Piece
+from ckptfix.storage.recipe_digests import differing
 from ckptfix.storage.recipes import Absent, Recipe
 from ckptfix.storage.renaming import move, put_back
 from ckptfix.storage.workspace import Workspace, opened
@@ -147,6 +149,8 @@ def _rebuild(
         # for nobody else to read before it is known to be what was there
         build(replace(previous, mode=0o600, uid=-1, gid=-1), work.root, part, progress=progress)
         made, why = fingerprint(part), "the files that hold its bytes are no longer what they were"
+        if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):
+            made = None
     except (OperationError, FileNotFoundError) as error:  # a source is shorter than it was, or gone
         made, why = None, str(error)
     if made is None or not made.same_content(note.old):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix.errors import ChangedError, JournalError
+from ckptfix.errors import JournalError
 from ckptfix.storage.edits import Edit, Move, Patch, Remove, Replace
 from ckptfix.storage.journal import recover, undo
 from ckptfix.storage.lock import folder_lock
@@ -82,7 +82,7 @@ def test_recovery_with_force_accepts_another_time(root: Path, kind: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_forced_undo_goes_on_as_one(tmp_path: Path, kind: str) -> None:
+def test_an_interrupted_undo_of_a_touched_file_goes_on_as_one(tmp_path: Path, kind: str) -> None:
     number = 0
 
     def fresh() -> Path:
@@ -94,27 +94,25 @@ def test_an_interrupted_forced_undo_goes_on_as_one(tmp_path: Path, kind: str) ->
         os.utime(folder / name, ns=(5, 5))
         return folder
 
-    def forced(folder: Path) -> Callable[[], None]:
+    def undoing(folder: Path) -> Callable[[], None]:
         def run() -> None:
             with folder_lock(folder):
-                undo(folder, 1, force=True)
+                undo(folder, 1)
 
         return run
 
     old = snapshot(make(tmp_path / "old"), times=False)
     folder = fresh()
-    with pytest.raises(ChangedError, match="undo --force"):
-        undo_last(folder)
-    total = len(points(forced(folder)))
+    total = len(points(undoing(folder)))
     assert snapshot(folder, times=False) == old
     undone = 0
     for at in range(total):
         folder = fresh()
-        strike(forced(folder), at, Fault.KILL_AFTER)
+        strike(undoing(folder), at, Fault.KILL_AFTER)
         run_recovery(folder)
         undone += snapshot(folder, times=False) == old
         if (folder / ".ckptfix").exists():
-            forced(folder)()
+            undoing(folder)()
         assert snapshot(folder, times=False) == old, at
     assert undone > 5
 

@@ -45,6 +45,7 @@ from ckptfix.operations.findings import (
     TrailingBytes,
     TruncatedFile,
 )
+from ckptfix.storage.comparing import Digests
 from ckptfix.weights.deepspeed_files import BESIDE
 from ckptfix.wording import list_names
 
@@ -62,6 +63,7 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Diagnosis:
     """What was found in a folder, most severe first, and what was not looked at, in words.
 
+    ``digests``: of the bytes that were read to prove a duplicate, by file that is kept, for the journal.
     ``links``: the symbolic links of a folder of which a file may go or move, and what each leads to (``links_below``).
     """
 
@@ -72,6 +74,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
     verdicts: Verdicts
+    digests: Mapping[PurePosixPath, Digests]
     links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
 
     def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
@@ -91,24 +94,31 @@ def diagnose(
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
 
-    By default bytes of look-alikes are sampled. ``prove`` reads every byte of what would be dropped (``repair``),
-    ``data`` every byte of every look-alike and of every record with a CRC (``check --data``). ``drops`` names the
-    roles of which equal entries are to be dropped. ``known``: comparisons made already, which hold still.
-    ``progress`` is called with byte counts.
+    By default bytes of look-alikes are sampled. ``prove`` reads every byte of what would be dropped, and hashes it on
+    the way (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check --data``).
+    ``drops`` names the roles of which equal entries are to be dropped. ``known``: comparisons made already, which hold
+    still. ``progress`` is called with byte counts.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
 
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
+    digests: dict[PurePosixPath, Digests] = {}
 
     def compare(pairing: Pairing | ShardedPairing, must_prove: bool) -> Verdict:
         pair, full = (pairing.kept.path, pairing.other.path), data or (prove and must_prove)
         verdict = (known or {}).get(pair)
         if verdict is None or (full and not verdict.full and verdict.difference is None):
+            hashed = digests if prove and full else None
             if isinstance(pairing, ShardedPairing):
-                difference = first_unequal_item(folder.root, pairing, full=full, progress=progress)
+                difference = first_unequal_item(
+                    folder.root, pairing, full=full, progress=progress, digests=hashed
+                )
             else:
-                difference = first_unequal(folder.root, pairing, full=full, progress=progress)
+                of_file = None if hashed is None else hashed.setdefault(pairing.kept.path, {})
+                difference = first_unequal(
+                    folder.root, pairing, full=full, progress=progress, digests=of_file
+                )
             verdict = Verdict(difference, full)
         verdicts[pair] = verdict
         return verdict
@@ -152,6 +162,7 @@ def diagnose(
         findings=tuple(findings),
         not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *unchecked),
         verdicts=verdicts,
+        digests=digests,
         links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
     )
 
