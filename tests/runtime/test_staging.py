@@ -184,6 +184,131 @@ def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -
             return
 
 
+OLD_SAVE = {
+    **dict.fromkeys(("model.safetensors", "model_1.safetensors", "pytorch_model_2.bin"), b"old"),
+    **dict.fromkeys(("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin"), b"old"),
+    **dict.fromkeys(("sampler.bin", "sampler_1.bin", "dl_state_dict_1.bin", "scaler.pt"), b"old"),
+    **dict.fromkeys(("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"), b"old"),
+    **{f"random_states_{rank}.pkl": b"old" for rank in range(4)},
+    **{f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)},
+    "model.safetensors.index.json": b"{}",
+}
+"""What stock accelerate left, over several runs, of which none is of ours: there is no manifest."""
+
+OLD_FOLDERS = (
+    "pytorch_model_fsdp_0/.metadata",
+    "pytorch_model_fsdp_0/__0_0.distcp",
+    "pytorch_model_fsdp_0/.ckptfix/0001.done/journal",
+    "optimizer_0/.metadata",
+    "optimizer_0/__1_0.distcp",
+    "pytorch_model/mp_rank_00_model_states.pt",
+    "latest",
+)
+
+STRANGERS = {
+    "config.json": b"{}",
+    "adapter_model.safetensors": b"mine",
+    "model.fp16.safetensors": b"mine",
+    "my-00001-of-00001.bin": b"mine",
+    "optimizer.pt": b"mine",
+    "rng_state.pth": b"mine",
+    "model_01.safetensors": b"mine",
+    "model.safetensors.bak": b"mine",
+}
+
+
+def write_old(target: Path, strangers: dict[str, bytes]) -> None:
+    write(target, {**OLD_SAVE, **strangers})
+    for name in OLD_FOLDERS:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(b"old")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("strangers", [{}, STRANGERS], ids=["alone", "with strangers"])
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_save_replaces_all_that_older_runs_left(
+    tmp_path: Path,
+    strangers: dict[str, bytes],
+    can_exchange: bool,
+    repaired: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``model_1.safetensors`` of a doubling run stayed, and ``check`` called the folder a mix of two saves."""
+    if not can_exchange:
+        monkeypatch.setattr("ckptfix.runtime.saving.staging.exchange", lambda one, other: False)
+    target = tmp_path / "out"
+    write_old(target, strangers)
+    if repaired:
+        (target / ".ckptfix" / "0001.done").mkdir(parents=True)
+    assert save(target, NEW).how is (How.INSIDE if strangers else How.SWAP)
+    assert contents(target) == {**strangers, **NEW}
+    assert [path.name for path in target.iterdir() if path.is_dir()] == [".ckptfix"]
+    assert incomplete(target) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_strangers_file_in_a_folder_of_an_older_save_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write_old(target, {})
+    mine = [target / "pytorch_model_fsdp_0" / "notes.txt", target / "pytorch_model" / "notes.txt"]
+    for path in mine:
+        path.write_text("mine")
+    (target / "optimizer_7").write_text("mine")
+    assert save(target, NEW).how is How.INSIDE
+    assert contents(target) == {**NEW, "optimizer_7": b"mine"}
+    assert [sorted(path.parent.iterdir()) for path in mine] == [[path] for path in mine]
+
+
+def test_random_states_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
+    """Other ranks of the run add their own; those of an older run with more ranks are of another moment."""
+    target = tmp_path / "out"
+    write(target, {f"random_states_{rank}.pkl": b"%d" % rank for rank in range(4)})
+    own = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!"}
+    for _ in range(2):
+        staging = plan_staging(target, processes=2)
+        begin(staging)
+        write(staging.folder, own)
+        commit(staging, manifest(own))
+        assert contents(target) == {**own, "random_states_1.pkl": b"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["exchange", "no exchange", "strangers"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "no exchange":
+        monkeypatch.setattr("ckptfix.runtime.saving.staging.exchange", lambda one, other: False)
+    strangers = {"notes.txt": b"mine"} if way == "strangers" else {}
+    old = {name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")}
+    for kill_at in range(1000):
+        target = tmp_path / str(kill_at) / "out"
+        write(target, {**old, **strangers})
+
+        def work(target: Path = target, kill_at: int = kill_at) -> None:
+            steps = Steps(str(target.parent), kill_at)
+            steps.armed = True
+            save(target, NEW)
+
+        status = in_child(work)
+        assert status in (0, signal.SIGKILL)
+        now = contents(target)
+        assert strangers.items() <= now.items()
+        is_one = now in ({**old, **strangers}, {**NEW, **strangers})
+        assert is_one or incomplete(target) is not None
+        assert is_one or way != "exchange"
+        save(target, NEW)
+        assert contents(target) == {**NEW, **strangers}
+        assert incomplete(target) is None
+        assert [path.name for path in target.parent.iterdir()] == ["out"]
+        if status == 0:
+            assert kill_at > 10
+            return
+    pytest.fail("it never ended")
+
+
 def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
     """A folder that no guarded save wrote: what has the name of a checkpoint's file may be the user's."""
     target = tmp_path / "out"

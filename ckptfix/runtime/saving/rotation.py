@@ -4,11 +4,12 @@ import os
 import shutil
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.latest import candidates, outside_checkpoints
 from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
 from ckptfix.checkpoint.staged import own_name, release, sweep
 from ckptfix.errors import FormatError
+from ckptfix.runtime.saving.replacing import role_of
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
@@ -43,8 +44,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
 
 def _was_saved(path: Path) -> bool:
     """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
-    parsed = [parse_file_name(name) for name in os.listdir(path)]
-    roles = {name.role for name in parsed if name is not None and not name.is_of_trainer}
+    roles = {role_of(name) for name in os.listdir(path)}
     return (
         _has_manifest_of_save(path)
         or Role.RNG_STATE in roles

@@ -8,15 +8,15 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.latest import UNFINISHED
-from ckptfix.checkpoint.manifest import MANIFEST, read_manifest
+from ckptfix.checkpoint.manifest import MANIFEST
 from ckptfix.checkpoint.staged import is_own_name, own_name, release, sweep
-from ckptfix.errors import FormatError
+from ckptfix.runtime.saving.replacing import files_in, rank_of_states, replaced_files
 from ckptfix.storage.atomic import create_file, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.renaming import exchange
@@ -34,22 +34,28 @@ class How(Enum):
 class Staging:
     """A save on its way: ``folder`` is written, ``target`` is what it becomes.
 
-    ``is_part``: other processes add files of their own, so the random states of other ranks stay.
+    ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
     """
 
     target: Path
     folder: Path
     how: How
-    is_part: bool = False
+    processes: int = 1
+
+    def keeps(self, name: str) -> bool:
+        """Whether another process of this run may have written a file: its random states."""
+        rank = rank_of_states(name) if self.processes > 1 else None
+        return rank is not None and rank < self.processes
 
 
-def plan_staging(target: Path, *, is_part: bool = False) -> Staging:
+def plan_staging(target: Path, *, processes: int = 1) -> Staging:
     """Return where a save of ``target`` is staged. Looks only."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
     beside = own_name(given)
     if not _can_rename(beside.parent, target):
-        return Staging(target, target / JOURNAL / beside.name, How.INSIDE, is_part)
-    return Staging(target, beside, _how(target, is_part), is_part)
+        return Staging(target, target / JOURNAL / beside.name, How.INSIDE, processes)
+    staging = Staging(target, beside, How.NEW, processes)
+    return replace(staging, how=_how(staging))
 
 
 def begin(staging: Staging) -> bool:
@@ -89,7 +95,7 @@ def commit(staging: Staging, manifest: bytes) -> None:
     is_in_place = False
     while not is_in_place:
         # Looked at again: files may have come while we were writing, and this may be another disk than the main one's.
-        how = How.INSIDE if folder.parent == target / JOURNAL else _how(target, staging.is_part)
+        how = How.INSIDE if folder.parent == target / JOURNAL else _how(staging)
         is_in_place = how is not How.INSIDE and _put_in_place(staging, how, manifest)
         if how is How.INSIDE:
             _move_in(staging, manifest)
@@ -102,28 +108,29 @@ def add(staging: Staging) -> None:
     """Put the files of one process beside those of the others, each in one step; nothing is removed."""
     _widen_modes(staging.folder)
     sync_tree(staging.folder)
-    for name in sorted(_files_in(staging.folder)):
+    for name in sorted(files_in(staging.folder)):
         _replace(staging.folder / name, staging.target / name)
     sync_folder(staging.target)
     shutil.rmtree(staging.folder, ignore_errors=True)
     release(staging.folder)
 
 
-def _how(target: Path, is_part: bool) -> How:
+def _how(staging: Staging) -> How:
+    target = staging.target
     names = os.listdir(target) if target.is_dir() else []
     if not names:
         return How.NEW
-    known = _own_files(target)
+    known = replaced_files(target)
     if not known and JOURNAL in names:
         return How.INSIDE  # a journal alone is not ours to replace
-    strange = _files_in(target) - known
-    return How.INSIDE if any(not (is_part and _is_random_states(name)) for name in strange) else How.SWAP
+    strange = files_in(target) - known
+    return How.SWAP if all(map(staging.keeps, strange)) else How.INSIDE
 
 
 def _put_in_place(staging: Staging, how: How, manifest: bytes) -> bool:
     """Do it by one rename or exchange; False when it has to be done in another way."""
     folder, target = staging.folder, staging.target
-    known = _own_files(target)
+    known = replaced_files(target)
     (folder / JOURNAL).mkdir()
     create_file(folder / MANIFEST, manifest)
     sync_folder(folder / JOURNAL)
@@ -161,20 +168,19 @@ def _rename_new(folder: Path, target: Path) -> bool:
 def _copy_random_states(staging: Staging) -> dict[str, int]:
     """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a kill is between."""
     copied: dict[str, int] = {}
-    if staging.is_part:
-        for name in filter(_is_random_states, _files_in(staging.target)):
-            with suppress(FileExistsError), (staging.target / name).open("rb") as file:
-                create_file(staging.folder / name, file.read())
-                copied[name] = os.fstat(file.fileno()).st_ino
+    for name in filter(staging.keeps, files_in(staging.target)):
+        with suppress(FileExistsError), (staging.target / name).open("rb") as file:
+            create_file(staging.folder / name, file.read())
+            copied[name] = os.fstat(file.fileno()).st_ino
     return copied
 
 
 def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> None:
     """After an exchange, take from the old folder what came there since our last look."""
-    for name in _files_in(staging.folder):
+    for name in files_in(staging.folder):
         is_new = (
             name not in known
-            if not (staging.is_part and _is_random_states(name))
+            if not staging.keeps(name)
             else name not in copied or copied[name] != os.lstat(staging.folder / name).st_ino
         )
         if is_new and (name in copied or not os.path.lexists(staging.target / name)):
@@ -183,7 +189,7 @@ def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> No
 
 def _move_in(staging: Staging, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
-    known, new = _own_files(target), _files_in(folder)
+    known, new = replaced_files(target), files_in(folder)
     journal = target / JOURNAL
     journal.mkdir(parents=True, exist_ok=True)
     # What is ours is known without a manifest from here on.
@@ -193,9 +199,12 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
     try:
         (target / MANIFEST).unlink(missing_ok=True)
         sync_folder(journal)
-        for name in (known & _files_in(target)) - new:
-            if not (staging.is_part and _is_random_states(name)):
+        for name in (known & files_in(target)) - new:
+            if not staging.keeps(name):
                 _remove(target / name)
+                with suppress(OSError):  # the folder of others' files, or the target itself
+                    for parent in (target / name).parents:
+                        os.rmdir(parent)
         for name in sorted(new):
             _replace(folder / name, target / name)
         sync_folder(target)
@@ -227,39 +236,6 @@ def _can_rename(parent: Path, target: Path) -> bool:
         and not os.path.ismount(target)
         and not is_here
     )
-
-
-def _own_files(target: Path) -> set[str]:
-    """Return the files in a folder that our last save there wrote; all else is the user's, whatever its name."""
-    names: set[str] = set()
-    with suppress(FormatError, OSError):
-        manifest = read_manifest(target)
-        if manifest is not None:  # and what other processes may have added
-            names = {*manifest.files, *(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))}
-    with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
-        names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
-    return names
-
-
-def _files_in(folder: Path) -> set[str]:
-    """Return all files, links and empty folders, relative, but for the journal."""
-    found: set[str] = set()
-    if not folder.is_dir():
-        return found
-    for root, folders, files in os.walk(folder):
-        if root == str(folder) and JOURNAL in folders:
-            folders.remove(JOURNAL)
-        inside = os.path.relpath(root, folder)
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        found.update(os.path.normpath(os.path.join(inside, name)) for name in (*files, *links))
-        if not files and not folders and inside != ".":
-            found.add(inside)
-    return found
-
-
-def _is_random_states(name: str) -> bool:
-    parsed = parse_file_name(name)
-    return parsed is not None and parsed.role is Role.RNG_STATE and not parsed.is_of_trainer
 
 
 def _replace(source: Path, place: Path) -> None:

@@ -104,7 +104,7 @@ class _Save:
         leads = accelerator.is_main_process or (
             accelerator.is_local_main_process and self._config.save_on_each_node
         )
-        self._staging = plan_staging(target, is_part=accelerator.num_processes > 1)
+        self._staging = plan_staging(target, processes=accelerator.num_processes)
         try:
             self._owns = begin(self._staging)
             self._write_all(safetensors)
