@@ -89,6 +89,18 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
+def mixtral() -> Any:
+    """Its experts are a tensor each in the file; transformers 5 merges them into one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    return MixtralForCausalLM(config).eval()
+
+
 def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -85,16 +85,22 @@ def test_a_shape_that_differs_from_the_config_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ({"architectures": ["os.system"]}, "no class of transformers"),
-        ({"architectures": ["AutoConfig"]}, "no class of transformers"),
+        ({"architectures": ["os.system"]}, "not a model class of transformers"),
+        ({"architectures": ["AutoConfig"]}, "not a model class of transformers"),
         ({"architectures": None}, "names no single architecture"),
         ({"architectures": [1]}, "names no single architecture"),
+        (
+            {"architectures": None, "transformers_version": None, "model_type": "mine"},
+            "no class of transformers",
+        ),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized"),
-        ({"model_type": "of-nobody"}, "cannot be built from config.json"),
-        ({"num_attention_heads": "four"}, "cannot be built from config.json"),
+        (
+            {"model_type": "of-nobody", "auto_map": {"AutoConfig": "evil.C"}},
+            "code from the folder (auto_map)",
+        ),
     ],
 )
-def test_configs_that_build_nothing_leave_the_weights_proven(
+def test_configs_that_name_no_known_class_leave_the_weights_proven(
     tmp_path: Path, entries: dict[str, Any], says: str
 ) -> None:
     folder = saved(tmp_path / "model", qwen2())
@@ -102,6 +108,7 @@ def test_configs_that_build_nothing_leave_the_weights_proven(
     report = verify_reload(folder)
     assert report.status == 0, str(report)
     assert says in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
+    assert "--model module:factory" in text_of(report, Subject.OUTPUTS, Outcome.NOT_EXERCISED)
     assert outcomes(report, Subject.FILE_BYTES) == [Outcome.PROVEN]
     assert report.model == ""
 

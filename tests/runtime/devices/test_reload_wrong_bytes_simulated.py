@@ -24,6 +24,7 @@ from ckptfix.runtime.devices.reload.filling import size_of
 from tests.runtime.devices import reload_models as models
 from tests.runtime.devices.reload_models import Head, eights, save_model
 from tests.simulated import Simulator
+from tests.simulated.models import mixtral
 
 pytestmark = pytest.mark.simulated(3)
 
@@ -191,24 +192,9 @@ def vit() -> Any:
     return ViTForImageClassification(config).eval()
 
 
-def test_tensors_that_a_loader_renames_are_compared_with_the_loaded_model(
-    simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = vit()
-    model.save_pretrained(tmp_path / "model")
-    renamed = [
-        name for name in load_file(tmp_path / "model" / "model.safetensors") if name not in model.state_dict()
-    ]
-    if not renamed:
-        pytest.skip("this transformers renames none of them")
-    options: dict[str, Any] = {"device_map": "balanced", "repeats": 2, "require_transfer_proof": True}
-    report = verify_reload(tmp_path / "model", **options)
-    assert report.status == 0, str(report)
-    many = f"{len(renamed)} tensors"
-    assert f"loaded model -> 0, 1 -> host: {many}" in texts(report, Subject.PLACEMENT, Outcome.PROVEN)
-    assert f"where {many} of the file went" in texts(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
-    assert f"{len(model.state_dict())} tensors" in texts(report, Subject.PEER_HOPS, Outcome.PROVEN)
-    assert sum(report.device_bytes.values()) == size_of(model)
+def corrupt_after_dispatch(monkeypatch: pytest.MonkeyPatch, hurt: str) -> None:
+    """Have one parameter change where it was dispatched to."""
+    dispatch = vars(dispatching)["dispatch_model"]
 
     def damaged(dispatched: Any, *given: Any, **options: Any) -> Any:
         there = dispatch(dispatched, *given, **options)
@@ -216,10 +202,48 @@ def test_tensors_that_a_loader_renames_are_compared_with_the_loaded_model(
             there.get_parameter(hurt).view(-1)[5] += 1
         return there
 
-    layers = (name for name in model.state_dict() if name.endswith("2.layernorm_before.weight"))
-    hurt = next(layers)
-    dispatch = vars(dispatching)["dispatch_model"]
     monkeypatch.setattr(dispatching, "dispatch_model", damaged)
+
+
+def test_tensors_that_a_loader_renames_are_compared_with_the_file(
+    simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = vit()
+    model.save_pretrained(tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    if set(stored) == set(model.state_dict()):
+        pytest.skip("this transformers renames none of them")
+    options: dict[str, Any] = {"device_map": "balanced", "repeats": 2, "require_transfer_proof": True}
+    report = verify_reload(tmp_path / "model", **options)
+    assert report.status == 0, str(report)
+    assert f"-> host: {len(stored)} tensors" in texts(report, Subject.PLACEMENT, Outcome.PROVEN)
+    assert f"{len(stored)} tensors" in texts(report, Subject.PEER_HOPS, Outcome.PROVEN)
+    assert sum(report.device_bytes.values()) == size_of(model)
+    hurt = next(name for name in model.state_dict() if name.endswith("2.layernorm_before.weight"))
+    corrupt_after_dispatch(monkeypatch, hurt)
+    report = verify_reload(tmp_path / "model", **options)
+    assert report.status == 1
+    assert f"'{hurt}': on " in texts(report, Subject.PLACEMENT, Outcome.FAILED)
+
+
+def test_tensors_that_a_loader_merges_are_compared_with_the_loaded_model(
+    simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mixtral()
+    model.save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {
+        "device_map": "balanced",
+        "repeats": 2,
+    }  # the simulated cuda cannot run its experts
+    report = verify_reload(tmp_path / "model", **options)
+    assert report.status == 0, str(report)
+    proven = texts(report, Subject.PLACEMENT, Outcome.PROVEN)
+    assert "-> host: 4 tensors" in proven
+    assert "loaded model -> " in proven
+    assert "24 tensors of the file" in texts(report, Subject.PLACEMENT, Outcome.NOT_EXERCISED)
+    assert f"{len(model.state_dict())} tensors" in texts(report, Subject.PEER_HOPS, Outcome.PROVEN)
+    hurt = "model.layers.1.mlp.experts.down_proj"
+    corrupt_after_dispatch(monkeypatch, hurt)
     report = verify_reload(tmp_path / "model", **options)
     assert report.status == 1
     says = texts(report, Subject.PLACEMENT, Outcome.FAILED)

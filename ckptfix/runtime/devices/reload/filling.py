@@ -33,15 +33,14 @@ class Filled:
 
     ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider dtype.
     ``untied``: pairs of names that are one tensor in the model, with different bytes in the file.
-    ``renamed``: names of the file that a loader renames, merges or leaves out, so that no name of the model stands for
-    their bytes.
+    ``unproven``: sentences about tensors of the file that no tensor of the model stands for alone.
     """
 
     names: Mapping[str, str]
     differences: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     untied: tuple[tuple[str, str], ...] = ()
-    renamed: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
@@ -66,7 +65,7 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
     missing = [name for name in state if name not in names]
     extra = _extra_states(model)
     unexpected = [name for name in weights.tensors if name not in state and name not in extra]
-    problems = _names_in_words(missing, unexpected, weights)
+    problems = names_in_words(missing, unexpected, weights)
     shapes = [
         f"{ours!r} has shape {list(weights.tensors[theirs].shape)} in the file, {list(state[ours].shape)} in the model"
         for ours, theirs in names.items()
@@ -74,7 +73,7 @@ def name_problems(model: Any, weights: Weights) -> list[str]:
         and _has_whole_bytes(weights, theirs)
         and tuple(state[ours].shape) != weights.tensors[theirs].shape
     ]
-    return problems + _few(shapes, "shape")
+    return problems + few(shapes, "shape")
 
 
 def fill(model: Any, weights: Weights) -> Filled:
@@ -118,7 +117,7 @@ def fill(model: Any, weights: Weights) -> Filled:
         )
     return Filled(
         names=filled,
-        differences=(*differences, *narrowings(narrowed), *_few(refused, "tensor")),
+        differences=(*differences, *few(narrowed, "dtype"), *few(refused, "tensor")),
         converted=tuple(converted),
         untied=untied(ties, weights),
     )
@@ -157,12 +156,9 @@ def _extra_states(model: Any) -> dict[str, Any]:
 
 def narrowing(name: str, stored: torch.dtype, held: torch.dtype) -> str:
     """Return in words that a model holds a tensor in a dtype which loses some of the file's values."""
-    return f"{name!r} is {_short(stored)} in the file, {_short(held)} in the model"
-
-
-def narrowings(sentences: Sequence[str]) -> list[str]:
-    """Return the first few of such sentences, and how many more there are."""
-    return _few(sentences, "dtype")
+    return (
+        f"{name!r} is {_short(stored)} in the file, {_short(held)} in the model: values are rounded or lost"
+    )
 
 
 def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
@@ -171,32 +167,9 @@ def untied(ties: Ties, weights: Weights) -> tuple[tuple[str, str], ...]:
     for group in ties:
         stored = [name for name in group if name in weights.tensors]
         for name in stored[1:]:
-            if not _same(weights, stored[0], name):
+            if not same_bytes(weights, stored[0], name):
                 found.append((stored[0], name))
     return tuple(found)
-
-
-def names_by_prefix(model: Any, weights: Weights) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return name in the model -> name in the file, and names of the file that the model knows under no name.
-
-    transformers loads a base model's file into a model with a head, and the other way round, by one prefix.
-    """
-    state = tensors_of(model)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found: dict[str, str] = {}
-    renamed = []
-    for name, stored in weights.tensors.items():
-        tries = (name, prefix + name, name.removeprefix(prefix))
-        ours = next((one for one in tries if one in state and tuple(state[one].shape) == stored.shape), None)
-        if ours is None:
-            renamed.append(name)
-        else:
-            found[ours] = name
-    for group in find_tied_parameters(model):
-        source = next((found[name] for name in group if name in found), None)
-        if source is not None:
-            found.update({name: source for name in group if name not in found})
-    return found, tuple(renamed)
 
 
 def _sources(state: Mapping[str, torch.Tensor], ties: Ties, weights: Weights) -> dict[str, str]:
@@ -212,8 +185,10 @@ def _sources(state: Mapping[str, torch.Tensor], ties: Ties, weights: Weights) ->
     return sources
 
 
-def _names_in_words(missing: Sequence[str], unexpected: Sequence[str], weights: Weights) -> list[str]:
-    problems = []
+def names_in_words(
+    missing: Sequence[str], unexpected: Sequence[str], weights: Weights, *, then: tuple[str, str] = ("", "")
+) -> list[str]:
+    """Return in words that a file lacks keys of a model, and has others. ``then``: what a loader makes of either."""
     chain = common_wrappers(weights.tensors)
     prefix = "".join(f"{segment}." for segment in chain)
     if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
@@ -221,10 +196,13 @@ def _names_in_words(missing: Sequence[str], unexpected: Sequence[str], weights: 
             f"every name in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
             f"loaded; next: {command('repair', weights.root)} --keys bare"
         ]
+    problems = []
     if missing:
-        problems.append(f"{count_of(len(missing), 'name')} of the model missing: {list_names(missing)}")
+        text = f"{count_of(len(missing), 'name')} of the model missing: {list_names(missing)}"
+        problems.append(f"{text}{then[0]}")
     if unexpected:
-        problems.append(f"{count_of(len(unexpected), 'unexpected name')}: {list_names(unexpected)}")
+        text = f"{count_of(len(unexpected), 'unexpected name')}: {list_names(unexpected)}"
+        problems.append(f"{text}{then[1]}")
     return problems
 
 
@@ -237,7 +215,8 @@ def _has_whole_bytes(weights: Weights, name: str) -> bool:
     return DTYPE_BITS[weights.tensors[name].dtype] >= 8
 
 
-def _same(weights: Weights, one: str, other: str) -> bool:
+def same_bytes(weights: Weights, one: str, other: str) -> bool:
+    """Whether two tensors of a file are equal in dtype, shape and every byte."""
     left, right = weights.tensors[one], weights.tensors[other]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
@@ -261,7 +240,8 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return bool(torch.promote_types(dtype, other) == dtype)
 
 
-def _few(sentences: Sequence[str], what: str) -> list[str]:
+def few(sentences: Sequence[str], what: str) -> list[str]:
+    """Return the first two sentences, and how many more there are."""
     if len(sentences) <= 2:
         return list(sentences)
     return [*sentences[:2], f"and {count_of(len(sentences) - 2, f'more {what}')} differ"]

@@ -38,6 +38,11 @@ from ckptfix.runtime.devices.reload.running import Runs, baseline, compare_split
 from ckptfix.runtime.devices.reload.tally import Tally
 from ckptfix.wording import count_of, human_size, list_names
 
+_LOADED_FIRST = (
+    "loading straight onto devices: the model is filled on the CPU and then dispatched; "
+    "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its device"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelProof:
@@ -64,6 +69,8 @@ def verify_model(
     in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
     prove_held(built, {"": CPU}, in_memory, main=CPU)
     proof.proofs += in_memory.proofs()
+    for text in (*built.beyond, _LOADED_FIRST):
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     loaded = remember_loaded(built)
     trials = _trials(built, plan, machine)
     single = _one_device(proof, built, trials, machine)
@@ -85,7 +92,7 @@ def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machin
     where = _begin(trials[0].main) if trials else torch.device(CPU)
     reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
     if not reason:
-        single = baseline(built, where)
+        single, unreached = baseline(built, where)
         if isinstance(single, str):
             is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
             outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
@@ -94,12 +101,26 @@ def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machin
         elif is_empty(single):
             reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
         else:
+            _say_unreached(proof, unreached)
             return single
     proof.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
     if machine.count > 1:
         text = "direct copies against staged ones: the model is not run"
         proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     return None
+
+
+def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
+    """Name the parts of a model that no input reached: the vision tower of a model that was given tokens alone."""
+    if unreached is None:
+        text = "which parts of the model no input reached: not known, as its weights came block by block"
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+    elif unreached:
+        text = (
+            f"parts of the model that no input reached: {list_names(unreached)}; next: give --model a factory that "
+            "returns (model, inputs)"
+        )
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
 
 
 def _on_a_map(
@@ -192,13 +213,12 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
     for text in filled.differences:
         proof.add(Subject.NAMES, Outcome.FAILED, text)
     for one, other in filled.untied:
-        text = f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: one of them is lost"
-        proof.add(Subject.TIES, Outcome.FAILED, text)
-    if filled.renamed:
         text = (
-            f"where {count_of(len(filled.renamed), 'tensor')} of the file went ({list_names(filled.renamed)}): "
-            "the loader renames or merges them"
+            f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader that ties them loses "
+            'one of them; where both are meant, set "tie_word_embeddings": false in config.json'
         )
+        proof.add(Subject.TIES, Outcome.FAILED, text)
+    for text in filled.unproven:
         proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
     if not filled.differences:
         wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""

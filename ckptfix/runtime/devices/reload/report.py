@@ -25,6 +25,7 @@ class Subject(Enum):
     """What a proof is about. The value is a stable name for programs."""
 
     FILE_BYTES = "file-bytes"
+    LOADING = "loading"
     NAMES = "names"
     DEVICE_MAP = "device-map"
     TIES = "ties"

@@ -20,6 +20,7 @@ from ckptfix.runtime.devices.reload.machine import answers, has_room
 from ckptfix.runtime.devices.reload.mapping import CPU, DISK
 from ckptfix.runtime.devices.reload.outputs import Spread, equal_bits, spread
 from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
+from ckptfix.runtime.devices.reload.reaching import unreached_parts
 from ckptfix.runtime.devices.reload.report import Divergence, Outcome, Proof, Subject
 from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
 from ckptfix.wording import count_of
@@ -44,10 +45,11 @@ class Runs:
         self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
 
 
-def baseline(built: Built, where: torch.device) -> Outputs | str:
+def baseline(built: Built, where: torch.device) -> tuple[Outputs | str, tuple[str, ...] | None]:
     """Return the output of the model on one device, without a copy between accelerators; or why there is none.
 
-    The whole model where it fits, else with its weights brought from host memory block by block.
+    The whole model where it fits, else with its weights brought from host memory block by block. The second value: the
+    parts of the model that no input reached, None where that is not known.
     """
     assert not isinstance(built.inputs, str)
     ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
@@ -55,10 +57,11 @@ def baseline(built: Built, where: torch.device) -> Outputs | str:
     for whole in ways:
         try:
             with on_one_device(built, where, whole=whole):
-                return run(built.model, built.inputs, where)
+                output = run(built.model, built.inputs, where)
+                return output, unreached_parts(built.model, built.inputs, where) if whole else None
         except ANYTHING as error:  # the model's own forward
             problem = problem or in_words(error)
-    return problem
+    return problem, ()
 
 
 def _hint(built: Built, trial: Trial) -> str:

@@ -10,13 +10,7 @@ from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.runtime.devices.probe import ProbeReport, Verdict, probe_peer_copies
-from ckptfix.runtime.devices.reload.building import (
-    Built,
-    Factory,
-    NoModel,
-    build_from_config,
-    build_from_factory,
-)
+from ckptfix.runtime.devices.reload.building import Built, Factory, build_from_factory
 from ckptfix.runtime.devices.reload.filling import tensors_of
 from ckptfix.runtime.devices.reload.judging import beyond, judge_pairs, pair_facts, untried
 from ckptfix.runtime.devices.reload.machine import this_machine
@@ -24,6 +18,7 @@ from ckptfix.runtime.devices.reload.mapping import Spread, read_device_map, read
 from ckptfix.runtime.devices.reload.modelling import ModelProof, verify_model
 from ckptfix.runtime.devices.reload.placing import FileProofs, Hops, bytes_on, prove_files
 from ckptfix.runtime.devices.reload.planning import MapPlan, Wish, plan_for_model, plan_for_weights
+from ckptfix.runtime.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config
 from ckptfix.runtime.devices.reload.report import (
     Machine,
     Outcome,
@@ -171,9 +166,13 @@ def _built(
 ) -> Built | None:
     try:
         return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
-    except NoModel as reason:
+    except (NoModel, LoaderRefuses) as reason:
+        why = str(reason)
+        if isinstance(reason, LoaderRefuses):
+            found.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
+            why = "from_pretrained builds no model"
         next_step = f"; next: {command('verify', path)} --model module:factory"
-        found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {reason}{next_step}")
+        found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
         return None
 
 
