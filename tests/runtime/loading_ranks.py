@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ckptfix.runtime.loading import LoadError, LoadPolicy, load_state_tolerant
+from ckptfix.runtime.loading import LoadError, LoadPolicy, Need, load_state_tolerant
 from fixtures.models import TwoLayer
 from tests.runtime.loading_runs import FIXTURES, Run, make_run, reset, run_of_fixture, seeded
 from tests.runtime.rank_cases import Seen, case, main, rank, turn_on_fsdp
@@ -177,7 +177,73 @@ def fully_sharded(folder: Path) -> Seen:
         error = ""
     except LoadError as refusal:
         error = str(refusal)
-    return {"calls": calls == [str(path)], "report": str(report), "error": error}
+    try:
+        load_state_tolerant(accelerator, path, policy=LoadPolicy(models=Need.PARTIAL))
+        in_part = ""
+    except LoadError as refusal:
+        in_part = str(refusal)
+    return {"calls": calls == [str(path)], "report": str(report), "error": error, "in_part": in_part}
+
+
+class Longer(TwoLayer):
+    """A model with a layer that no checkpoint here has, before those that they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = dict(self._modules)
+        self._modules.clear()
+        self.add_module("fresh", nn.Linear(3, 3))
+        self._modules.update(layers)
+
+
+def longer() -> Run:
+    return make_run(seeded(Longer, 9), scheduler=True, custom=1)
+
+
+@case
+def in_part(folder: Path) -> Seen:
+    path = saved(folder, "in_part")
+    stock = fresh()
+    stock.accelerator.load_state(str(path))
+    wanted = [stock.optimizers[0].state[one]["exp_avg"].sum().item() for one in stock.models[0].parameters()]
+    weights = [one.detach().sum().item() for one in stock.models[0].parameters()]
+    reset()
+    run = longer()
+    before = run.models[0].fresh.weight.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = load_state_tolerant(run.accelerator, path, policy=LoadPolicy(models=Need.PARTIAL))
+    _, _, *loaded = run.models[0].parameters()
+    return {
+        "fresh": report.of("models")[0].fresh,
+        "untouched": bool(torch.equal(run.models[0].fresh.weight, before)),
+        "weights": [one.detach().sum().item() for one in loaded] == weights,
+        "moments": [run.optimizers[0].state[one]["exp_avg"].sum().item() for one in loaded] == wanted,
+        "warnings": sum("kept as initialized" in str(one.message) for one in caught),
+    }
+
+
+@case
+def in_part_on_one_rank_alone(folder: Path) -> Seen:
+    """The ranks would load different keys."""
+    path = saved(folder, "in_part_alone")
+    run = longer()
+    if rank() == 1:
+        run.models[0].register_buffer("more", torch.zeros(1))
+    return failing(run, path, policy=LoadPolicy(models=Need.PARTIAL))
+
+
+@case
+def in_part_and_an_object_of_one_rank_refuses(folder: Path) -> Seen:
+    path = saved(folder, "in_part_refused")
+    run = longer()
+    if rank() == 1:
+
+        def refuse(state: Any) -> None:
+            raise KeyError("colour")
+
+        run.custom[0].load_state_dict = refuse
+    return failing(run, path, policy=LoadPolicy(models=Need.PARTIAL))
 
 
 class Evil:

@@ -78,3 +78,29 @@ def test_fsdp_is_left_to_accelerate_and_said(seen: Ranks) -> None:
         assert rank["calls"]
         assert "by accelerator.load_state (FSDP)" in rank["report"]
         assert "custom_checkpoint_0.pkl needs posix.mkdir" in rank["error"]
+        assert "LoadPolicy(models='partial') is not possible with FSDP: accelerate's own" in rank["in_part"]
+
+
+def test_both_ranks_load_what_matches(seen: Ranks) -> None:
+    first, second = seen["in_part"]
+    assert first == {
+        "fresh": ["fresh.weight", "fresh.bias"],
+        "untouched": True,
+        "weights": True,
+        "moments": True,
+        "warnings": 1,
+    }
+    assert second == first | {"warnings": 0}
+
+
+def test_ranks_that_would_load_different_keys_load_nothing(seen: Ranks) -> None:
+    for rank in seen["in_part_on_one_rank_alone"]:
+        assert "rank 1 would load something else than rank 0" in rank["error"]
+        assert rank["same"]
+
+
+def test_a_failure_of_one_rank_takes_a_partial_load_back_on_both(seen: Ranks) -> None:
+    for rank in seen["in_part_and_an_object_of_one_rank_refuses"]:
+        assert "everything was taken back" in rank["error"]
+        assert rank["same"]
+        assert not rank["modified"]

@@ -155,8 +155,8 @@ def test_names_that_do_not_fit_are_told_by_both_sides(folder: Path) -> None:
     refused(
         make_run(Other(), optimizer=None),
         folder,
-        r"it lacks 2 of the model's names: 'head\.weight', 'head\.bias'; "
-        r"2 of its names the model does not have: 'fc2\.bias', 'fc2\.weight'",
+        r"2 keys are missing from the file: 'head\.weight', 'head\.bias'; "
+        r"2 keys are not in the model: 'fc2\.bias', 'fc2\.weight'",
         LoadPolicy(custom=Need.IGNORE),
     )
 

@@ -14,7 +14,7 @@ from ckptfix.runtime.saving.recording import parameter_shapes
 
 _SHAPED_TEXT = """
     exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg prev step_size sum ax"""
-_SHAPED = frozenset(_SHAPED_TEXT.split())
+SHAPED = frozenset(_SHAPED_TEXT.split())
 """State of torch's own optimizers that has one element for each element of the parameter."""
 
 _ADDED_LATER = frozenset(
@@ -28,11 +28,8 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
 
     Nothing of this stops torch, which then trains with another parameter's momentum.
     """
-    if not _is_dict(state, "state", "param_groups"):
-        return "it is no optimizer's state: 'state' and 'param_groups' are expected"
-    if not same_class(entry, target, full=False):
-        assert entry.recorded is not None
-        return f"it was saved from {entry.recorded.type}, the optimizer here is {target.what}"
+    if reason := class_problem(state, entry, target):
+        return reason
     if not isinstance(target.inner, torch.optim.Optimizer):
         return ""
     saved, own = state["param_groups"], target.inner.param_groups
@@ -41,7 +38,7 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
     for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
             return f"its group {number} has {len(theirs['params'])} parameters, here it has {len(ours['params'])}"
-        if reason := _options_problem(theirs, target.inner):
+        if reason := options_problem(theirs, target.inner):
             return f"group {number}: {reason}"
         names, mine = theirs.get("param_names"), ours.get("param_names")
         if (
@@ -60,7 +57,18 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
     return ""
 
 
-def _options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
+def class_problem(state: Any, entry: Entry, target: Target) -> str:
+    """Return why a state is not that of an optimizer of this class, whatever its parameters are."""
+    if not _is_dict(state, "state", "param_groups"):
+        return "it is no optimizer's state: 'state' and 'param_groups' are expected"
+    if not same_class(entry, target, full=False):
+        assert entry.recorded is not None
+        return f"it was saved from {entry.recorded.type}, the optimizer here is {target.what}"
+    return ""
+
+
+def options_problem(theirs: Mapping[str, Any], optimizer: Any) -> str:
+    """Return why a parameter group was saved from another class of torch's optimizers, by the options that it has."""
     if not _is_torchs(optimizer):
         return ""  # others may fill in what is lacking
     lacking = sorted(optimizer.defaults.keys() - theirs.keys() - _ADDED_LATER)
@@ -88,9 +96,9 @@ def _shapes_problem(state: Mapping[str, Any], optimizer: Any) -> str:
                 if not isinstance(value, torch.Tensor):
                     continue
                 known = optimizer.state.get(parameter, {}).get(name)
-                if is_torch and name in _SHAPED:
+                if is_torch and name in SHAPED:
                     shape = tuple(parameter.shape)
-                elif not is_torch and isinstance(known, torch.Tensor) and name in _SHAPED:
+                elif not is_torch and isinstance(known, torch.Tensor) and name in SHAPED:
                     shape = tuple(known.shape)
                 else:
                     continue

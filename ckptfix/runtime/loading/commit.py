@@ -28,7 +28,7 @@ from ckptfix.runtime.loading.report import LoadError, Part
 from ckptfix.runtime.loading.rollback import State, Tensors, can_be_kept, may_refuse, same_bytes
 from ckptfix.runtime.ranks import Ranks
 
-Outline = tuple[tuple[str, str, tuple[str, ...], tuple[int, ...]], ...]
+Outline = tuple[tuple[object, ...], ...]
 
 _ORDER = (
     Part.MODELS,
@@ -176,10 +176,16 @@ def agree(accelerator: Any, error: BaseException | None, outline: Outline = ()) 
 
 
 def outline(draft: Draft) -> Outline:
-    """Return what must be the same on every rank: component, status, files and their sizes in bytes."""
+    """Return what must be the same on every rank: component, status, files, their sizes in bytes, and what is left."""
     sizes = {str(member.path): member.size for entry in draft.used for member in entry.members}
     return tuple(
-        (report.name, report.status.value, report.files, tuple(sizes.get(name, 0) for name in report.files))
+        (
+            report.name,
+            report.status.value,
+            report.files,
+            tuple(sizes.get(name, 0) for name in report.files),
+            *(() if report.is_in_full else (report.fresh, report.unused, report.mismatched)),
+        )
         for report in draft.report().components
         if report.part not in OF_A_RANK
     )
@@ -240,7 +246,7 @@ def _load_model(action: LoadModel) -> None:
     result = action.target.thing.load_state_dict(state, strict=False)
     if result is None:  # a model with a load_state_dict of its own
         result = torch.nn.modules.module._IncompatibleKeys([], [])
-    missing = set(result.missing_keys) - set(action.fit.absent) - set(values)
+    missing = set(result.missing_keys) - action.fit.absent - action.fit.kept - set(values)
     if missing or result.unexpected_keys:
         raise RuntimeError(
             f"missing names {sorted(missing)}, unexpected names {sorted(result.unexpected_keys)}"

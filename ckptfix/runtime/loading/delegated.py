@@ -16,7 +16,15 @@ from ckptfix.runtime.loading.commit import agree, go_on_numbering, perform
 from ckptfix.runtime.loading.draft import Draft, SetRandom, SetStep, as_load_error, stop_if_failed, warn_of
 from ckptfix.runtime.loading.randomness import current_random, not_of_a_rank, plan_random, set_random
 from ckptfix.runtime.loading.reading import resolve
-from ckptfix.runtime.loading.report import ComponentReport, LoadError, LoadPolicy, LoadReport, Part, Status
+from ckptfix.runtime.loading.report import (
+    ComponentReport,
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Need,
+    Part,
+    Status,
+)
 from ckptfix.runtime.loading.states import has_sampler, is_stateful
 from ckptfix.runtime.loading.targets import Target, distinct
 from ckptfix.storage.reading import open_reader
@@ -38,6 +46,12 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     error: Exception | None = None
     draft = Draft(path=root, policy=policy)
     try:
+        if policy.models is Need.PARTIAL:
+            raise LoadError(
+                f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's own load_state loads "
+                f"its models, all keys or none; next: load_checkpoint_tolerant(model, path, "
+                f"policy=LoadPolicy(models='partial')) before accelerator.prepare(model)"
+            )
         _check(draft, root)
         plan_random(draft, root, read_manifest(root), accelerator.process_index, accelerator.num_processes)
         stop_if_failed(draft, root)

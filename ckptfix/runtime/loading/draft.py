@@ -93,7 +93,7 @@ class Draft:
 
         A required part then fails the whole load.
         """
-        required = self.policy.need(part) is Need.REQUIRE
+        required = self.policy.need(part) in (Need.REQUIRE, Need.PARTIAL)
         report = ComponentReport(
             part=part,
             status=Status.SKIPPED if missing and not required else Status.FAILED,
@@ -123,8 +123,8 @@ class Draft:
         self.others.append(ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason))
 
     def to_warn_of(self) -> tuple[ComponentReport, ...]:
-        """Return the objects that were left as they were although the policy did not say ignore."""
-        return tuple(
+        """Return the objects that were left as they were, or in part, although the policy did not say ignore."""
+        return tuple(report for report, _ in self.planned if not report.is_in_full) + tuple(
             report
             for report in self.others
             if self.policy.need(report.part) is Need.WARN
@@ -165,7 +165,10 @@ def as_load_error(problem: Exception, draft: Draft) -> LoadError:
 
 
 def warn_of(draft: Draft, *, is_main: bool) -> None:
-    """Emit one UserWarning for each object that was left as it was; those all ranks share, on the main one alone."""
+    """Emit one UserWarning for each object that was left as it was, or in part.
+
+    For an object that all ranks share only the main one does.
+    """
     for report in draft.to_warn_of():
         if is_main or report.part in OF_A_RANK:
             warnings.warn(f"{draft.path}: {report}", UserWarning, stacklevel=3)

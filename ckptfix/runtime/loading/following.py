@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.runtime.loading.report import Part
-from ckptfix.runtime.loading.targets import Target
+from ckptfix.runtime.loading.targets import Fit, Target
 
 Owners = Sequence[tuple[int, ...]]
 """``owners[number]``: the objects of the part before (its numbers) that an object holds; () when none is known."""
@@ -15,7 +15,8 @@ Owners = Sequence[tuple[int, ...]]
 class Placed:
     """Where the entries of a part went. ``pairs``: target -> entry, of those that get one. ``aside``: as in Settled.
 
-    ``is_moved``: entries went to other positions than they were saved at, doubles not counted.
+    ``is_moved``: entries went to other positions than they were saved at, doubles not counted. ``fits``: of models,
+    target -> how its names lead to those of its entry.
     """
 
     part: Part
@@ -24,6 +25,7 @@ class Placed:
     pairs: Mapping[int, int] = field(default_factory=dict)
     aside: Mapping[int, int] = field(default_factory=dict)
     is_moved: bool = False
+    fits: Mapping[int, Fit] = field(default_factory=dict, repr=False)
 
     def name(self, number: int) -> str:
         """Return what a target is called in messages."""

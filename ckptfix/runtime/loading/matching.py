@@ -122,6 +122,37 @@ def settle(
         aside = {**aside, **more}
 
 
+def settle_by_score(
+    root: Path, entries: Sequence[Entry], targets: Sequence[Target], scores: Sequence[Sequence[int]],
+    aside: dict[int, int],
+) -> Settled:  # fmt: skip
+    """Decide which entry goes to which target where none fits in full.
+
+    ``scores[entry][target]``: how many of their keys match. An entry goes to the target that matches it best of all,
+    when that target has no better one; otherwise entries that match the same targets go by position. ``aside``: proven
+    doubles that are known already. Raises OSError.
+    """
+    count = len(targets)
+    modes = _type_modes(entries, targets)
+    while True:
+        left = [[0 if number in aside else score for score in row] for number, row in enumerate(scores)]
+        columns = [max(column, default=0) for column in zip(*left, strict=True)]
+        any_match = [[score > 0 for score in row] for row in left]
+        best_match = [
+            [score == max(row) == most > 0 for score, most in zip(row, columns, strict=True)] for row in left
+        ]
+        for relation in (best_match, any_match):
+            for mode in modes:
+                found = assign(_both(relation, mode), count)
+                if found.is_whole(count):
+                    return Settled(assignment=_trimmed(found, aside), aside=aside)
+        found = _trimmed(assign(any_match, count), aside)
+        more = _surplus(root, entries, found)
+        if not more:
+            return Settled(assignment=found, aside=aside)
+        aside = {**aside, **more}
+
+
 def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[int, int]:
     """Return the doubles to set aside where more entries than targets fit, {} when bytes do not say which."""
     if found.refusal is None or len(found.refusal[1]) <= len(found.refusal[0]):

@@ -1,4 +1,4 @@
-"""Plan what each model of a run gets: which entry, under which names, and whether it would really arrive."""
+"""Plans of what each model of a run gets: which entry, under which names, and that it really arrives."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,12 +11,20 @@ from ckptfix.checkpoint.entries import Entry
 from ckptfix.runtime.loading.checking import dtype_change, dtype_problem
 from ckptfix.runtime.loading.draft import Draft, LoadModel
 from ckptfix.runtime.loading.following import Placed, went_elsewhere
-from ckptfix.runtime.loading.matching import Assignment, hidden_by, misfits, settle, undecided
-from ckptfix.runtime.loading.offloaded import find_slots
+from ckptfix.runtime.loading.matching import (
+    Assignment,
+    hidden_by,
+    misfits,
+    settle,
+    settle_by_score,
+    undecided,
+)
+from ckptfix.runtime.loading.offloaded import EmptySlot, find_slots
 from ckptfix.runtime.loading.reading import Unreadable, read_weights
-from ckptfix.runtime.loading.report import ComponentReport, Part, Status
-from ckptfix.runtime.loading.targets import Fit, ModelTarget, distinct, fit
+from ckptfix.runtime.loading.report import ComponentReport, Mismatch, Need, Part, Status
+from ckptfix.runtime.loading.targets import Fit, ModelTarget, distinct, fit, partial_fit, without
 from ckptfix.storage.paths import command
+from ckptfix.wording import count_of, list_names
 
 Fits = list[list[Fit | str]]
 
@@ -32,8 +40,13 @@ def plan_models(
     reasons = [[found if isinstance(found, str) else "" for found in row] for row in fits]
     exact = [[isinstance(found, Fit) and found.is_exact for found in row] for row in fits]
     settled = settle(root, entries, targets, reasons, exact=exact)
+    if draft.policy.models is Need.PARTIAL and not settled.assignment.is_whole(len(targets)):
+        fits = [[_as_far_as_it_goes(entry, target) for target in targets] for entry in entries]
+        scores = [[len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits]
+        settled = settle_by_score(root, entries, targets, scores, settled.aside)
     assignment = settled.assignment
     pairs: dict[int, int] = {}
+    loaded: dict[int, Fit] = {}
     for number, target in enumerate(targets):
         position = assignment.pairs.get(number)
         if position is None:
@@ -45,10 +58,11 @@ def plan_models(
         found = fits[position][number]
         assert isinstance(found, Fit)
         moved = position != number
-        if _load(
+        arrives = _load(
             draft, root, entries[position], target, found, device, number in assignment.by_position, moved
-        ):
-            pairs[number] = position
+        )
+        if arrives is not None:
+            pairs[number], loaded[number] = position, arrives
     for double, original in settled.aside.items():
         reason = f"the same model again as {entries[original].label}, equal in every byte"
         draft.leave(Part.MODELS, entries[double].files, reason)
@@ -63,6 +77,7 @@ def plan_models(
         pairs=pairs,
         aside=settled.aside,
         is_moved=went_elsewhere(entries, targets, pairs, settled.aside),
+        fits=loaded,
     )
 
 
@@ -105,68 +120,130 @@ def _nothing_for(
         reason += f"; next: {draft.advice or command('check', draft.path)}"
     else:
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
+        if draft.policy.models is Need.PARTIAL:
+            reason += "; no key matches in name and shape"
+        else:
+            reason += _partial_advice(entries, target)
     draft.cannot(Part.MODELS, reason, target=target)
+
+
+def _as_far_as_it_goes(entry: Entry, target: ModelTarget) -> Fit | str:
+    """Return the fit of an entry, in full where there is one, or why it cannot be read."""
+    if entry.problem:
+        return entry.problem
+    found = fit(entry.shapes, target)
+    return found if isinstance(found, Fit) else partial_fit(entry.shapes, target)
+
+
+def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
+    """Return what to pass so that what matches is loaded, "" when nothing does."""
+    counts = [len(partial_fit(entry.shapes, target).names) for entry in entries if not entry.problem]
+    if not max(counts, default=0):
+        return ""
+    return (
+        f'; next: policy=LoadPolicy(models="partial") loads the {max(counts)} of its '
+        f"{count_of(len(target.state), 'key')} that match in name and shape"
+    )
+
+
+def _read(
+    draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit
+) -> tuple[Fit, "OrderedDict[str, Any]", str] | str:
+    """Return the fit with the values that arrive, in the model's names, and which dtypes change; or why none does."""
+    try:
+        weights = read_weights(root, entry, trust=draft.policy.trust)
+    except Unreadable as error:
+        return str(error)
+    listed = {*found.names, *found.unused, *(one.name for one in found.mismatched)}
+    if changed := weights.keys() ^ listed:
+        return f"{root / entry.label} changed while it was read: {min(changed)!r}; load it again"
+    pairs = []
+    mismatched = []
+    for name, ours in found.names.items():
+        value, own = weights[name], target.state[ours]
+        if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
+            continue
+        if type(own).__name__ == "DTensor":
+            return f"{ours!r}: the model's tensor is sharded over ranks; next: accelerator.load_state(path)"
+        shapes = tuple(value.shape), tuple(own.shape)
+        reason = dtype_problem(value, own)
+        if not reason and shapes[0] == shapes[1]:
+            pairs.append((value.dtype, own.dtype))
+        elif draft.policy.models is Need.PARTIAL:
+            mismatched.append(
+                Mismatch(key=ours, name=name, file_shape=shapes[0], model_shape=shapes[1], reason=reason)
+            )
+        else:
+            reason = reason or f"the shape is {list(shapes[0])} in the file, {list(shapes[1])} in the model"
+            return f"{entry.label}: {ours!r}: {reason}"
+    if mismatched:
+        found = without(found, mismatched, target)
+        if not found.names:
+            return f"{entry.label}: no key matches: {mismatched[0]}"
+    state: OrderedDict[str, Any] = OrderedDict((ours, weights[name]) for name, ours in found.names.items())
+    _metadata(weights, state, found)
+    return found, state, dtype_change(pairs)
 
 
 def _load(
     draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit, device: torch.device,
     by_position: bool, moved: bool,
-) -> bool:  # fmt: skip
-    """Read an entry for a model, and add its loading or the reason against it. Return whether it is loaded."""
-    try:
-        weights = read_weights(root, entry, trust=draft.policy.trust)
-    except Unreadable as error:
-        draft.cannot(Part.MODELS, str(error), target=target, files=entry.files)
-        return False
-    changed = [name for name in weights if name not in found.names]
-    state: OrderedDict[str, Any] = OrderedDict(
-        (found.names[name], weights[name]) for name in weights if not changed
-    )
-    lost = [name for name in found.names if name not in weights]
-    if changed or lost:
-        text = f"{root / entry.label} changed while it was read: {(changed or lost)[0]!r}; load it again"
-        draft.cannot(Part.MODELS, text, target=target, files=entry.files)
-        return False
-    _metadata(weights, state, found)
-    pairs = []
-    for name, value in state.items():
-        own = target.state[name]
-        if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
-            continue
-        shapes = (list(value.shape), list(own.shape))
-        if type(own).__name__ == "DTensor":
-            reason = "the model's tensor is sharded over ranks; next: accelerator.load_state(path)"
-            draft.cannot(Part.MODELS, f"{name!r}: {reason}", target=target, files=entry.files)
-            return False
-        reason = dtype_problem(value, own)
-        if shapes[0] != shapes[1]:
-            reason = f"the shape is {shapes[0]} in the file, {shapes[1]} in the model"
-        if reason:
-            draft.cannot(Part.MODELS, f"{entry.label}: {name!r}: {reason}", target=target, files=entry.files)
-            return False
-        pairs.append((value.dtype, own.dtype))
-    slots, wrong = find_slots(target.thing, target.meta, device)
+) -> Fit | None:  # fmt: skip
+    """Read an entry for a model, and add its loading or the reason against it. Return how it is loaded."""
+    read = _read(draft, root, entry, target, found)
+    if isinstance(read, str):
+        draft.cannot(Part.MODELS, read, target=target, files=entry.files)
+        return None
+    found, state, change = read
+    slots, wrong = find_slots(target.thing, [name for name in target.meta if name not in found.kept], device)
+    kept_slots, _ = find_slots(target.thing, [name for name in target.meta if name in found.kept], device)
+    wrong += [
+        f"{name!r} is on the meta device, without a value that it could keep, and the file has none for it"
+        for name, slot in kept_slots.items()
+        if isinstance(slot, EmptySlot)
+    ]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         draft.cannot(Part.MODELS, f"its weights would not arrive: {wrong[0]}{more}", target=target)
-        return False
-    reasons = [] if found.is_exact else [_renamed(entry, found)]
+        return None
+    reasons = [] if found.is_in_full else [_left_over(found, target)]
+    if not found.is_exact:
+        reasons.append(_renamed(entry, found))
     if moved:
         reasons.append("from another position")
-    if change := dtype_change(pairs):
+    if change:
         reasons.append(change)
     notes = [f"{len(slots)} tensors go to where accelerate keeps them offloaded"] if slots else []
+    status = Status.PARTIAL if found.kept else Status.ADAPTED if reasons else Status.RESTORED
     report = ComponentReport(
         part=Part.MODELS,
-        status=Status.ADAPTED if reasons else Status.RESTORED,
+        status=status,
         index=target.index,
         what=target.what,
         files=entry.files,
         reason=", ".join(reasons + notes),
         by_position=by_position,
+        fresh=found.fresh(target),
+        unused=found.unused,
+        mismatched=found.mismatched,
     )
     draft.do(report, LoadModel(target=target, state=state, fit=found, slots=slots), entry)
-    return True
+    return found
+
+
+def _left_over(found: Fit, target: ModelTarget) -> str:
+    """Say how many keys are loaded, and list those that are not."""
+    filled = len(target.state) - len(found.kept)
+    words = [f"{filled} of {count_of(len(target.state), 'key')} loaded"]
+    if fresh := found.fresh(target):
+        words.append(f"not in the file, kept as initialized: {list_names(fresh)}")
+    if found.mismatched:
+        shown = ", ".join(map(str, found.mismatched[:3]))
+        more = f" and {len(found.mismatched) - 3} more" if len(found.mismatched) > 3 else ""
+        words.append(f"mismatched, kept as initialized: {shown}{more}")
+    if found.unused:
+        words.append(f"in the file only, unused: {list_names(found.unused)}")
+    return "; ".join(words)
 
 
 def _metadata(weights: Any, state: Any, found: Fit) -> None:

@@ -1,13 +1,15 @@
-"""What a load insists on, and what it did: a policy for every part of a checkpoint, a report of every object."""
+"""The requirements of a load, and its results: a policy for each part of a checkpoint, a report of each object."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfix.errors import OperationError
+
+Word = TypeVar("Word", bound=Enum)
 
 
 class Part(Enum):
@@ -26,11 +28,13 @@ class Part(Enum):
 class Need(Enum):
     """REQUIRE: missing or wrong, nothing is loaded at all. WARN: then it is left as it was, with one UserWarning.
 
-    IGNORE: its files are not read and its objects are left as they are.
+    IGNORE: its files are not read and its objects are left as they are. PARTIAL: for models only; each key that matches
+    in name and shape is loaded, the others are listed in one UserWarning. Without any match nothing is loaded at all.
     """
 
     REQUIRE = "require"
     WARN = "warn"
+    PARTIAL = "partial"
     IGNORE = "ignore"
 
 
@@ -38,9 +42,10 @@ class Need(Enum):
 class LoadPolicy:
     """How strict a load is, part by part; strings such as ``"warn"`` are taken as well.
 
-    The defaults require what stock ``load_state`` fails without. ``trust``: a pickle that holds globals outside the
-    allow-list is unpickled in full, which can run any code in it; said aloud by a UserWarning. Raises ValueError for a
-    word that is no ``Need``.
+    The defaults require what stock ``load_state`` fails without. An optimizer is loaded only when the weights of its
+    models are, unless ``models`` says ignore; with ``models="partial"`` it gets the moments of the parameters that are
+    loaded. ``trust``: a pickle that holds globals outside the allow-list is unpickled in full, which can run any code
+    in it; a UserWarning says so. Raises ValueError for any other word.
     """
 
     models: Need = Need.REQUIRE
@@ -55,8 +60,13 @@ class LoadPolicy:
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            value = getattr(self, field.name)
+            where = f"LoadPolicy({field.name}={value!r})"
             if field.name != "trust":
-                object.__setattr__(self, field.name, Need(getattr(self, field.name)))
+                words = [need for need in Need if need is not Need.PARTIAL or field.name == Part.MODELS.value]
+                object.__setattr__(self, field.name, _member(words, value, where))
+            elif not isinstance(value, bool):  # "False" is true
+                raise ValueError(f"{where}: expected True or False")
 
     def need(self, part: Part) -> Need:
         """Return how much a part is needed."""
@@ -70,13 +80,38 @@ class Status(Enum):
 
     RESTORED: exactly as ``Accelerator.load_state`` would. ADAPTED: restored, but names, positions or dtypes were
     mapped; the reason says which. SKIPPED: left as it was, because there is nothing for it or the policy says so.
-    FAILED: left as it was, because what is there is wrong.
+    FAILED: left as it was, because what is there is wrong. PARTIAL: some of its keys or moments were loaded, the others
+    are as they were; the report lists them.
     """
 
     RESTORED = "restored"
     ADAPTED = "adapted"
+    PARTIAL = "partial"
     SKIPPED = "skipped"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A tensor in both the file and the model that does not fit: another shape, or numbers of another kind.
+
+    ``key``: its key in the model. ``name``: its key in the file, which may have a wrapper's prefix.
+    """
+
+    key: str
+    name: str
+    file_shape: tuple[int, ...]
+    model_shape: tuple[int, ...]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        shapes = f"{list(self.file_shape)} in the file, {list(self.model_shape)} in the model"
+        return f"{self.key!r} ({self.reason or shapes})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mismatch as plain values for JSON."""
+        shapes = {"file_shape": list(self.file_shape), "model_shape": list(self.model_shape)}
+        return {"key": self.key, "name": self.name, **shapes, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +121,9 @@ class ComponentReport:
     ``index``: position of the object in its registry; None for a file left aside, and for parts of which there is one.
     ``what``: the class of the object, "" where there is none. ``files``: what was read for it, relative to the folder.
     ``by_position``: several objects fitted equally, so the order alone decided.
+
+    Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose moments start empty;
+    ``unused`` are keys, or moments, that only the file has; ``mismatched`` are keys in both that were not loaded.
     """
 
     part: Part
@@ -95,6 +133,14 @@ class ComponentReport:
     files: tuple[str, ...] = ()
     reason: str = ""
     by_position: bool = False
+    fresh: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
+
+    @property
+    def is_in_full(self) -> bool:
+        """Whether nothing was left over on either side."""
+        return not (self.fresh or self.unused or self.mismatched)
 
     @property
     def name(self) -> str:
@@ -119,6 +165,9 @@ class ComponentReport:
             "files": list(self.files),
             "by_position": self.by_position,
             "reason": self.reason,
+            "fresh": list(self.fresh),
+            "unused": list(self.unused),
+            "mismatched": [one.to_dict() for one in self.mismatched],
         }
 
 
@@ -131,12 +180,12 @@ class LoadReport:
 
     def of(self, part: Part | str) -> tuple[ComponentReport, ...]:
         """Return the components of one part, for instance ``report.of("models")``."""
-        wanted = Part(part)
+        wanted = _member(Part, part, f"of({part!r})")
         return tuple(component for component in self.components if component.part is wanted)
 
     def with_status(self, status: Status | str) -> tuple[ComponentReport, ...]:
         """Return the components that ended so, for instance ``report.with_status("skipped")``."""
-        wanted = Status(status)
+        wanted = _member(Status, status, f"with_status({status!r})")
         return tuple(component for component in self.components if component.status is wanted)
 
     @property
@@ -175,6 +224,16 @@ class LoadError(OperationError):
         super().__init__(message)
         self.report = report
         self.modified = modified
+
+
+def _member(words: Iterable[Word], given: object, where: str) -> Word:
+    """Return the member that is given, by itself or by its value. Raises ValueError, which lists the values."""
+    known = list(words)
+    for word in known:
+        if given is word or given == word.value:
+            return word
+    *others, last = (repr(word.value) for word in known)
+    raise ValueError(f"{where}: expected {', '.join(others)} or {last}")
 
 
 def _is_file(component: ComponentReport) -> bool:

@@ -22,6 +22,7 @@ from ckptfix.runtime.loading.report import LoadError, LoadPolicy, LoadReport, Ne
 from ckptfix.runtime.loading.rollback import Tensors
 from ckptfix.runtime.loading.states import (
     Offer,
+    after_models,
     is_hopeless,
     plan_dataloaders,
     plan_scaler,
@@ -144,23 +145,30 @@ def _plan_before_hooks(
     if accelerator._load_model_state_pre_hook:
         trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
         for offer in (optimizers, schedulers, custom):
-            if is_hopeless(trial, offer):
+            # Which moments a model that is loaded in part leaves in use is known only after the hooks.
+            depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Need.PARTIAL
+            if not depends and is_hopeless(trial, offer):
                 plan_states(trial, root, offer)
         stop_if_failed(trial, root)
     return optimizers, schedulers, custom
 
 
 def _plan(
-    draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
+    draft: Draft, accelerator: Any, left: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
     offers: tuple[Offer, Offer, Offer],
 ) -> None:  # fmt: skip
-    """Add to the draft what models get, and what follows them. ``models``: those that hooks left to load."""
+    """Add to the draft what models get, and what follows them. ``left``: the models that hooks left to load."""
     root = folder.root
     optimizers, schedulers, custom = offers
-    placed = _plan_models(draft, accelerator, models, folder, manifest)
+    placed = _plan_models(draft, accelerator, left, folder, manifest)
     things = [target.thing for target in optimizers.targets]
-    held = [target.thing for target in placed.targets]
-    driving = plan_states(draft, root, optimizers, placed, lambda: held_models(things, held))
+    models = [target.thing for target in placed.targets]
+
+    def owners() -> Owners:
+        return held_models(things, models)
+
+    optimizers = after_models(draft, optimizers, placed, owners)
+    driving = plan_states(draft, root, optimizers, placed, owners)
     plan_states(draft, root, schedulers, driving, lambda: _driven(schedulers, driving))
     plan_states(draft, root, custom)
 

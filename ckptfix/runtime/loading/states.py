@@ -1,7 +1,7 @@
 """Plan what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ckptfix.runtime.loading.checking import scaler_problem
 from ckptfix.runtime.loading.draft import Draft, LoadState, SetSampler
 from ckptfix.runtime.loading.following import Owners, Placed, follow, went_elsewhere
 from ckptfix.runtime.loading.matching import hidden_by, misfits, settle, undecided
+from ckptfix.runtime.loading.moments import Carried, carry
 from ckptfix.runtime.loading.reading import Unreadable, read_pickle
 from ckptfix.runtime.loading.report import ComponentReport, Need, Part, Status
 from ckptfix.runtime.loading.targets import Target
@@ -26,6 +27,9 @@ class Offer:
     """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it can.
 
     ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores the part.
+
+    Of optimizers: ``carried`` are the states to load instead of those that are saved, by entry and target; ``withheld``
+    says of a target why it gets nothing, whatever fits it; ``remark`` is added to what is said of all others.
     """
 
     part: Part
@@ -34,6 +38,9 @@ class Offer:
     states: list[Any] = field(default_factory=list, repr=False)
     problems: list[str] = field(default_factory=list)
     reasons: list[list[str]] = field(default_factory=list)
+    carried: Mapping[tuple[int, int], Carried] = field(default_factory=dict, repr=False)
+    withheld: Mapping[int, str] = field(default_factory=dict)
+    remark: str = ""
 
 
 def read_states(
@@ -62,6 +69,57 @@ def is_hopeless(draft: Draft, offer: Offer) -> bool:
     return len(fitting) < len(offer.targets) or any(all(column) for column in zip(*fitting, strict=True))
 
 
+def after_models(draft: Draft, offer: Offer, models: Placed, owners: Callable[[], Owners]) -> Offer:
+    """Return what optimizers may get once it is known which weights are loaded.
+
+    ``owners`` says which of the models each optimizer has parameters of; it is asked for only where some model is not
+    loaded, or in part. An optimizer of a model that is not loaded gets nothing: its moments belong to other weights.
+    """
+    if draft.policy.models is Need.IGNORE:
+        return replace(offer, remark="its weights are not loaded, as the policy says")
+    in_part = {number for number, found in models.fits.items() if not found.is_in_full}
+    lacking = set(range(len(models.targets))) - models.pairs.keys()
+    if not offer.reasons or not (in_part or lacking) or (lacking and draft.policy.models is not Need.WARN):
+        return offer
+    held = owners()
+    names = {
+        number: ", ".join(models.name(model) for model in sorted(lacking.intersection(owned)))
+        for number, owned in enumerate(held)
+    }
+    withheld = {number: _withheld(draft, text) for number, text in names.items() if text}
+    carried: dict[tuple[int, int], Carried] = {}
+    reasons = [list(row) for row in offer.reasons]
+    for number, owned in enumerate(held):
+        if not in_part.intersection(owned) or number in withheld:
+            continue
+        found = {
+            position: carry(offer.states[position], entry, offer.targets[number], models, owned)
+            for position, entry in enumerate(offer.entries)
+            if not offer.problems[position]
+        }
+        most = max((one.count for one in found.values() if isinstance(one, Carried)), default=0)
+        for position, one in found.items():
+            if isinstance(one, str):
+                reasons[position][number] = f"{one}; next: {_policy(offer.part)}"
+            elif one.count < most and not one.count:
+                reasons[position][number] = "none of its moments fits a parameter that is loaded"
+            else:
+                reasons[position][number] = ""
+                carried[position, number] = one
+    return replace(offer, reasons=reasons, carried=carried, withheld=withheld)
+
+
+def _withheld(draft: Draft, models: str) -> str:
+    """Say why an optimizer of models that are not loaded gets nothing, and what to pass."""
+    reason = (
+        f"its moments belong to the weights of {models}, which are not loaded; "
+        f'next: policy=LoadPolicy(models="partial") loads what matches'
+    )
+    if draft.policy.optimizers is Need.REQUIRE:
+        reason += ', LoadPolicy(models="warn", optimizers="warn") leaves both as they are'
+    return reason
+
+
 def plan_states(
     draft: Draft, root: Path, offer: Offer, before: Placed | None = None, owners: Callable[[], Owners] = tuple
 ) -> Placed:
@@ -85,6 +143,10 @@ def plan_states(
     pairs: dict[int, int] = {}
     for number, target in enumerate(targets):
         position = assignment.pairs.get(number)
+        if number in offer.withheld:
+            files = () if position is None else entries[position].files
+            draft.cannot(part, offer.withheld[number], target=target, files=files)
+            continue
         if position is None:
             row = [reasons[number] for reasons in followed.reasons]
             _nothing_for(draft, offer, target, row, assignment.refusal, number)
@@ -94,16 +156,26 @@ def plan_states(
             continue
         entry, moved = entries[position], position != number
         pairs[number] = position
+        carried = offer.carried.get((position, number))
+        status = Status.ADAPTED if moved or carried else Status.RESTORED
+        reasons = (
+            carried.reason if carried else "",
+            followed.why(before, number, position) if moved else "",
+            offer.remark,
+        )
         report = ComponentReport(
             part=part,
-            status=Status.ADAPTED if moved else Status.RESTORED,
+            status=Status.PARTIAL if carried and carried.fresh else status,
             index=target.index,
             what=target.what,
             files=entry.files,
-            reason=followed.why(before, number, position) if moved else "",
+            reason=", ".join(filter(None, reasons)),
             by_position=number in assignment.by_position,
+            fresh=carried.fresh if carried else (),
+            unused=carried.unused if carried else (),
         )
-        draft.do(report, LoadState(thing=target.thing, state=offer.states[position]), entry)
+        state = carried.state if carried else offer.states[position]
+        draft.do(report, LoadState(thing=target.thing, state=state), entry)
     for double, original in settled.aside.items():
         draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
     for number in assignment.left:

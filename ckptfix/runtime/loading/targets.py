@@ -1,7 +1,7 @@
 """The objects of a run that can be loaded into, and which tensor of a file is which tensor of a model."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from ckptfix.checkpoint.entries import Shapes
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, inner_wrappers, without_private_wrappers
 from ckptfix.runtime.held import innermost, levels
 from ckptfix.runtime.loading.offloaded import offloaded_ties
-from ckptfix.wording import list_names
+from ckptfix.runtime.loading.report import Mismatch
+from ckptfix.wording import count_of, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,16 +119,32 @@ class Fit:
 
     ``names``: name in the file -> name in the model. ``modules``: the map for ``_metadata``, which holds the names of
     modules. ``absent``: names of the model that the file lacks, and may lack, because they are tied to others.
+
+    Of a partial fit: ``kept`` are names of the model that nothing fills, ``fresh`` those of them that the file lacks;
+    ``unused`` are names of the file alone; ``mismatched`` are in both, and do not fit.
     """
 
     names: Mapping[str, str]
     modules: KeyMap
     absent: frozenset[str]
+    kept: frozenset[str] = frozenset()
+    unused: tuple[str, ...] = ()
+    mismatched: tuple[Mismatch, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         """Whether no name changes."""
         return all(old == new for old, new in self.names.items())
+
+    @property
+    def is_in_full(self) -> bool:
+        """Whether every name of the file and of the model has its counterpart."""
+        return not (self.kept or self.unused or self.mismatched)
+
+    def fresh(self, target: ModelTarget) -> tuple[str, ...]:
+        """Return the names of the model that the file does not have, in the model's order."""
+        others = {one.key for one in self.mismatched}
+        return tuple(name for name in target.state if name in self.kept and name not in others)
 
 
 def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
@@ -140,22 +157,62 @@ def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
     if as_is.keys() <= target.state.keys() and not _lacking(as_is, target)[0]:
         mapping, modules = as_is, KeyMap(remove=())
     else:
-        bare_file, bare_model = _bare(shapes), _bare(target.state)
-        if isinstance(bare_file, str) or isinstance(bare_model, str):
-            return bare_file if isinstance(bare_file, str) else str(bare_model)
-        unknown = [bare_file[name] for name in bare_file if name not in bare_model]
-        mapping = {bare_file[name]: bare_model[name] for name in bare_file if name in bare_model}
+        bare = _without_wrappers(shapes, target)
+        if isinstance(bare, str):
+            return bare
+        mapping, modules = bare
         lacking, _ = _lacking(mapping, target)
-        if unknown or lacking:
-            return _difference(unknown, lacking)
-        inner = inner_wrappers(shapes)
-        modules = KeyMap(remove=_chain(shapes, inner), insert=common_wrappers(target.state), inner=inner)
+        if len(mapping) < len(shapes) or lacking:
+            return _difference([name for name in shapes if name not in mapping], lacking)
     for name, ours in mapping.items():
-        value = target.state[ours]
-        have = shapes[name]
-        if isinstance(value, torch.Tensor) and have is not None and tuple(value.shape) != have:
-            return f"{name!r} has the shape {list(have)} in the file, {list(value.shape)} in the model"
+        if mismatch := _mismatch(name, ours, shapes, target):
+            return (
+                f"{name!r} has the shape {list(mismatch.file_shape)} in the file, "
+                f"{list(mismatch.model_shape)} in the model"
+            )
     return Fit(names=mapping, modules=modules, absent=_lacking(mapping, target)[1])
+
+
+def partial_fit(shapes: Shapes, target: ModelTarget) -> Fit:
+    """Return the fit of all keys that match in name and shape, under the names that ``fit`` tries."""
+    ways = [({name: name for name in shapes if name in target.state}, KeyMap(remove=()))]
+    bare = _without_wrappers(shapes, target)
+    if not isinstance(bare, str):
+        ways.append(bare)
+    fits = []
+    for mapping, modules in ways:
+        unused = tuple(name for name in shapes if name not in mapping)
+        found = Fit(names=mapping, modules=modules, absent=frozenset(), unused=unused)
+        wrong = [_mismatch(name, ours, shapes, target) for name, ours in mapping.items()]
+        fits.append(without(found, [one for one in wrong if one is not None], target))
+    return max(fits, key=lambda found: len(found.names))
+
+
+def without(found: Fit, mismatched: Iterable[Mismatch], target: ModelTarget) -> Fit:
+    """Return a fit without these names; what nothing fills then is kept as it is in the model."""
+    wrong = (*found.mismatched, *mismatched)
+    left = {one.name for one in wrong}
+    names = {name: ours for name, ours in found.names.items() if name not in left}
+    lacking, tied = _lacking(names, target)
+    return replace(found, names=names, absent=tied, kept=frozenset(lacking), mismatched=wrong)
+
+
+def _mismatch(name: str, ours: str, shapes: Shapes, target: ModelTarget) -> Mismatch | None:
+    value, have = target.state[ours], shapes[name]
+    if not isinstance(value, torch.Tensor) or have is None or tuple(value.shape) == have:
+        return None
+    return Mismatch(key=ours, name=name, file_shape=have, model_shape=tuple(value.shape))
+
+
+def _without_wrappers(shapes: Shapes, target: ModelTarget) -> tuple[dict[str, str], KeyMap] | str:
+    """Return name in the file -> name in the model of those that are equal without wrappers, and the map of modules."""
+    bare_file, bare_model = _bare(shapes), _bare(target.state)
+    if isinstance(bare_file, str) or isinstance(bare_model, str):
+        return bare_file if isinstance(bare_file, str) else str(bare_model)
+    mapping = {bare_file[name]: bare_model[name] for name in bare_file if name in bare_model}
+    inner = inner_wrappers(shapes)
+    remove, insert = _chain(shapes, inner), common_wrappers(target.state)
+    return mapping, KeyMap(remove=remove, insert=insert, inner=inner)
 
 
 def _lacking(mapping: Mapping[str, str], target: ModelTarget) -> tuple[list[str], frozenset[str]]:
@@ -186,7 +243,11 @@ def _chain(names: Iterable[str], inner: bool) -> tuple[str, ...]:
 def _difference(unknown: list[str], lacking: list[str]) -> str:
     parts = []
     if lacking:
-        parts.append(f"it lacks {len(lacking)} of the model's names: {list_names(lacking)}")
+        parts.append(f"{_keys_are(len(lacking))} missing from the file: {list_names(lacking)}")
     if unknown:
-        parts.append(f"{len(unknown)} of its names the model does not have: {list_names(unknown)}")
+        parts.append(f"{_keys_are(len(unknown))} not in the model: {list_names(unknown)}")
     return "; ".join(parts)
+
+
+def _keys_are(count: int) -> str:
+    return f"{count_of(count, 'key')} {'is' if count == 1 else 'are'}"
