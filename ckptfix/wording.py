@@ -33,9 +33,13 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a report. ``str()`` is its plain text, in which nothing moves the cursor of a terminal."""
+    """One line of a report. ``str()`` is its plain text, in which nothing moves the cursor of a terminal.
+
+    ``unchecked``: the words of a line about what was not checked, "" for every other line.
+    """
 
     spans: tuple[Span, ...]
+    unchecked: str = ""
 
     def __str__(self) -> str:
         return escape("".join(span.text for span in self.spans))
@@ -65,6 +69,11 @@ class Printable:
 def line(text: str, *, colour: str | None = None, bold: bool = False) -> Line:
     """Return a line in one style."""
     return Line((Span(text, colour, bold),))
+
+
+def unchecked_line(words: str) -> Line:
+    """Return the line about something that was not checked."""
+    return Line((Span(f"not checked: {words}"),), words)
 
 
 def few(lines: Sequence[str], what: str, *, colour: str | None = None) -> Iterator[Line]:

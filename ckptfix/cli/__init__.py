@@ -13,29 +13,11 @@ from typing import Any
 
 import click
 
+from ckptfix.cli.endings import FAILURES, INTERRUPTED, ending_of
 from ckptfix.cli.report import JSON_VERSION, json_text, put
 from ckptfix.cli.terminal import COLOUR
-from ckptfix.errors import CkptfixError, OperationError, UsageError
-from ckptfix.storage.atomic import DISK_FULL
+from ckptfix.errors import OperationError
 from ckptfix.wording import escape
-
-_INTERRUPTED = (
-    "interrupted; the folder is as it was, or repaired as a whole, or the next repair or undo takes it back first: "
-    "ckptfix check says which"
-)
-
-_READ_ALONE = "interrupted; no file of a checkpoint was changed"
-_INTERRUPTED_BESIDE = (
-    "interrupted; SRC is as it was, and nothing was written at DST, or it is there as a whole"
-)
-
-_SEALING = "interrupted; the checkpoint is as it was, its manifest the old one or the new one"
-_IN_WORDS = {
-    **dict.fromkeys(("migrate", "salvage"), _INTERRUPTED_BESIDE),
-    **dict.fromkeys(("check", "diff", "doctor", "verify"), _READ_ALONE),
-    "seal": _SEALING,
-}
-"""What is so when a verb was interrupted; of the others ``_INTERRUPTED``."""
 
 _HELP = {"-h", "--help", "--version"}
 
@@ -74,7 +56,7 @@ def cli() -> None:
     """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
 
     Exit status: 0 nothing wrong or all repaired, 1 damage found or left, 2 wrong usage, 3 could not finish (the
-    folder is as it was), 130 interrupted (the next run recovers).
+    folder is as it was), 130 interrupted (the next run recovers). Of several paths, the highest.
     """
 
 
@@ -142,24 +124,16 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit:
         # click's own way to end when the reader of its help has gone. A verb does not end so: it prints with put().
         return 0 if _HELP.intersection(arguments) else 3
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        verb = next((one for one in arguments if not one.startswith("-")), "")
-        return _fail(_IN_WORDS.get(verb, _INTERRUPTED), 130, as_json)
+    except (click.exceptions.Abort, KeyboardInterrupt):  # a verb that had begun to write raises Interrupted
+        return _fail("interrupted: nothing was changed", INTERRUPTED, as_json)
     except click.ClickException as error:
         if not as_json:
             with suppress(BrokenPipeError):
                 error.show()
             return error.exit_code
         return _fail(error.format_message(), error.exit_code, as_json)
-    except UsageError as error:
-        return _fail(str(error), 2, as_json)
-    except CkptfixError as error:
-        return _fail(str(error), 3, as_json)
-    except OSError as error:
-        advice = "; next: make room on that disk, and run it again" if error.errno in DISK_FULL else ""
-        return _fail(f"{error}{advice}", 3, as_json)
-    except MemoryError:
-        return _fail("out of memory; nothing was changed", 3, as_json)
+    except FAILURES as error:
+        return _fail(*ending_of(error), as_json)
 
 
 def _fail(message: str, status: int, as_json: bool) -> int:

@@ -7,43 +7,77 @@ from dataclasses import replace
 import click
 
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
+from ckptfix.cli.endings import FAILURES
 from ckptfix.cli.report import Report
-from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.cli.several import visit
 from ckptfix.operations.check import CheckReport, check
+from ckptfix.operations.findings import Severity
 from ckptfix.operations.target import find_checkpoints
+from ckptfix.wording import Line, count_of, line, unchecked_line
+
+_DAMAGED, _WARNED, _CLEAN = _ORDER = ("damaged", "with warnings", "clean")
 
 
 @click.command("check")
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
-@click.option("--quiet", "-q", is_flag=True, help="Print only folders with errors or warnings.")
+@click.option(
+    "--quiet", "-q", is_flag=True,
+    help="Print only the paths with errors or warnings, one a line, quoted where xargs needs it.",
+)  # fmt: skip
+@click.option(
+    "--null", "-0", is_flag=True, help="The same, each path unquoted and with a NUL behind it: for xargs -0."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check_command(paths: tuple[str, ...], data: bool, recursive: bool, quiet: bool, as_json: bool) -> int:
+def check_command(
+    paths: tuple[str, ...], data: bool, recursive: bool, quiet: bool, null: bool, as_json: bool
+) -> int:
     """Say what is wrong with checkpoints. Reads headers and small samples; changes nothing."""
     report = Report(as_json=as_json)
-    targets = [found for path in paths for found in find_checkpoints(path)] if recursive else list(paths)
-    documents: list[dict[str, object]] = []
-    worst = 0
-    for target in targets:
+    targets: list[str] = []
+    failures: dict[str, BaseException] = {}
+    for path in paths:
         try:
-            with report.progress(f"reading {target}") as progress:
-                result = check(target, data=data, progress=progress)
-                if recursive:
-                    result = replace(result, not_checked=tuple(_unless_below(result)))
-        except (CkptfixError, OSError) as error:
-            if len(targets) == 1:
+            targets += map(str, find_checkpoints(path)) if recursive else [path]
+        except FAILURES as error:
+            if len(paths) == 1:
                 raise
-            status = 2 if isinstance(error, UsageError) else 3  # and go on: the other folders have answers
-            report.message(f"ckptfix: {error}")
-            documents.append({"path": str(target), "status": status, "error": str(error)})
-        else:
-            status = result.status
-            documents.append(result.as_json())
-            if not (quiet and status == 0):
-                report.show(result.lines())
-        worst = max(worst, status)
-    return report.finish({"checkpoints": documents}, worst)
+            targets.append(path)
+            failures[path] = error
+
+    def work(path: str) -> CheckReport:
+        if path in failures:
+            raise failures[path]
+        with report.progress(f"reading {path}") as progress:
+            result = check(path, data=data, progress=progress)
+        return replace(result, not_checked=tuple(_unless_below(result))) if recursive else result
+
+    def lines(result: CheckReport) -> Iterator[Line]:
+        if not (quiet or null):
+            yield from _in_one_line(result) if len(targets) > 1 and result.status == 0 else result.lines()
+        elif result.status:
+            report.path(result.path, null=null)
+
+    batch = visit(report, targets, work, word=_word, lines=lines)
+    if len(targets) > 1 and not (quiet or null):
+        report.show(batch.lines(_ORDER))
+    return report.finish({"checkpoints": batch.documents}, batch.status)
+
+
+def _word(result: CheckReport) -> str:
+    if result.status == 0:
+        return _CLEAN
+    is_damaged = any(finding.severity is Severity.ERROR for finding in result.findings)
+    return _DAMAGED if is_damaged else _WARNED
+
+
+def _in_one_line(result: CheckReport) -> Iterator[Line]:
+    """Yield one line about a checkpoint without errors and warnings, and what was not checked of it."""
+    codes = sorted({finding.code for finding in result.findings})
+    notes = f"; {count_of(len(result.findings), 'note')}: {', '.join(codes)}" if codes else ""
+    yield line(f"{result.path}: {result.counts}: no error found{notes}")
+    yield from map(unchecked_line, result.not_checked)
 
 
 def _unless_below(result: CheckReport) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import click
 
+from ckptfix.cli.endings import interruptible, state_after_writing
 from ckptfix.cli.report import Report
 from ckptfix.operations.migrate import migrate
 from ckptfix.operations.migrate.options import FLOATS, ORIGINAL, TARGETS
@@ -44,7 +45,7 @@ def migrate_command(
 ) -> int:
     """Write the checkpoint SRC in another format to DST, which is there whole or not at all; SRC stays as it is."""
     report = Report(as_json=as_json)
-    with report.progress(f"migrating {src}") as progress:
+    with interruptible(state_after_writing(src, dst)), report.progress(f"migrating {src}") as progress:
         receipt = migrate(
             src,
             dst,

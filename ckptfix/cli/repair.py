@@ -1,18 +1,31 @@
 """``ckptfix repair``."""
 
+from functools import partial
+
 import click
 
 from ckptfix.checkpoint.filenames import Role
+from ckptfix.cli.endings import state_after_repair, state_after_writing
 from ckptfix.cli.report import Report
+from ckptfix.cli.several import run_each
 from ckptfix.errors import UsageError
 from ckptfix.operations.policy import KEEPABLE, Keys, Policy
-from ckptfix.operations.receipt import plan_lines
+from ckptfix.operations.receipt import Receipt, plan_lines
 from ckptfix.operations.repair import repair
 from ckptfix.operations.steps import Step, Unplanned
 
+_WORDS: dict[object, str] = {
+    (1, False): "left damaged",
+    (1, True): "repaired in part",
+    "dry": "to repair",
+    (0, True): "repaired",
+    (0, False): "without damage",
+}
+"""(exit status, whether anything was done) -> what became of a checkpoint, for the summary of several."""
+
 
 @click.command("repair")
-@click.argument("path", type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
     "--output", type=click.Path(), metavar="DST", help="Write a repaired copy to DST; leave PATH alone."
@@ -30,7 +43,7 @@ from ckptfix.operations.steps import Step, Unplanned
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def repair_command(
-    path: str,
+    paths: tuple[str, ...],
     dry_run: bool,
     output: str | None,
     atomic: bool,
@@ -41,8 +54,13 @@ def repair_command(
     allow: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Repair a checkpoint in place, journaled: `ckptfix undo PATH` gives every byte back."""
+    """Repair each of PATHS in place, journaled: `ckptfix undo PATH` gives every byte back."""
     report = Report(as_json=as_json)
+    if output is not None and len(paths) > 1:
+        raise UsageError(
+            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; give one PATH, "
+            "or repair all of them in place: ckptfix undo gives every byte back"
+        )
     policy = Policy(
         keep=_keep(models, keep),
         keys=Keys(keys),
@@ -51,15 +69,28 @@ def repair_command(
         atomic=atomic,
     )
 
-    def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
-        report.show(plan_lines(path, steps, stays))
+    def work(path: str) -> Receipt:
+        def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
+            report.show(plan_lines(path, steps, stays))
 
-    with report.progress(f"reading {path}") as progress:
-        receipt = repair(
-            path, policy=policy, dry_run=dry_run, output=output, progress=progress, on_plan=show_plan
-        )
-    report.show(receipt.outcome_lines())
-    return report.finish(receipt.as_json(), receipt.status)
+        with report.progress(f"reading {path}") as progress:
+            return repair(
+                path, policy=policy, dry_run=dry_run, output=output, progress=progress, on_plan=show_plan
+            )
+
+    return run_each(
+        report,
+        paths,
+        work,
+        word=_word,
+        order=list(_WORDS.values()),
+        lines=Receipt.outcome_lines,
+        state_after=state_after_repair if output is None else partial(state_after_writing, output=output),
+    )
+
+
+def _word(receipt: Receipt) -> str:
+    return _WORDS["dry" if receipt.dry_run and receipt.steps else (receipt.status, bool(receipt.steps))]
 
 
 def _keep(models: int | None, keep: tuple[str, ...]) -> dict[Role, int]:

@@ -7,12 +7,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ckptfix.cli.terminal import can_redraw
 from ckptfix.operations.findings import Finding, finding_lines
+from ckptfix.storage.paths import shell_path
 from ckptfix.wording import Line, escape, line
 
 JSON_VERSION = 1
@@ -45,6 +47,13 @@ class Report:
     def findings(self, findings: Sequence[Finding], at: str) -> None:
         """Print findings about the checkpoint ``at``."""
         self.show(finding_lines(findings, at))
+
+    def path(self, path: Path, *, null: bool) -> None:
+        """Print a path for xargs: quoted in a line, or, with ``null``, as it is and with a NUL behind it."""
+        if not self.as_json and null:
+            put(os.fsencode(f"./{path}" if str(path).startswith("-") else path) + b"\0", newline=False)
+        elif not self.as_json:
+            put(shell_path(path))
 
     def message(self, text: str) -> None:
         """Print a message that is no result, to stderr."""
@@ -89,7 +98,7 @@ class Report:
                 bar.close()
 
 
-def put(text: str, *, newline: bool = True, err: bool = False) -> None:
+def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     """Print text to stdout or stderr; click drops the colour where that is no terminal.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair goes on. A failure

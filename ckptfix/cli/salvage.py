@@ -2,6 +2,7 @@
 
 import click
 
+from ckptfix.cli.endings import interruptible, state_after_writing
 from ckptfix.cli.report import Report
 
 
@@ -22,7 +23,10 @@ def salvage_command(source: str, output: str, keep_damaged: bool, as_json: bool)
     from ckptfix.operations.salvage import salvage
 
     report = Report(as_json=as_json)
-    with report.progress(f"salvaging {source}") as progress:
+    with (
+        interruptible(state_after_writing(source, output)),
+        report.progress(f"salvaging {source}") as progress,
+    ):
         receipt = salvage(source, output, keep_damaged=keep_damaged, progress=progress)
     report.show(receipt.lines())
     return report.finish(receipt.as_json(), receipt.status)

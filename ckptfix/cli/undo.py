@@ -2,22 +2,28 @@
 
 import click
 
+from ckptfix.cli.endings import state_after_undo
 from ckptfix.cli.report import Report
-from ckptfix.operations.undo import undo
+from ckptfix.cli.several import run_each
+from ckptfix.operations.undo import UndoReceipt, undo
 
 
 @click.command("undo")
-@click.argument("path", type=click.Path())
+@click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--force",
     is_flag=True,
     help="For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not their size or ends.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def undo_command(path: str, force: bool, as_json: bool) -> int:
-    """Undo the last repair of PATH, byte for byte."""
+def undo_command(paths: tuple[str, ...], force: bool, as_json: bool) -> int:
+    """Undo the last repair of each of PATHS, byte for byte."""
     report = Report(as_json=as_json)
-    with report.progress(f"undoing {path}") as progress:
-        receipt = undo(path, force=force, progress=progress)
-    report.show(receipt.lines())
-    return report.finish(receipt.as_json(), receipt.status)
+
+    def work(path: str) -> UndoReceipt:
+        with report.progress(f"undoing {path}") as progress:
+            return undo(path, force=force, progress=progress)
+
+    return run_each(
+        report, paths, work, word=lambda receipt: "undone", order=["undone"], state_after=state_after_undo
+    )

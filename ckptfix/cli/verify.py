@@ -1,16 +1,23 @@
 """``ckptfix verify``: digests, or with ``--device-map`` the proof of a reload."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptfix.cli.reloading import reload
 from ckptfix.cli.report import Report
+from ckptfix.cli.several import run_each
 from ckptfix.errors import UsageError
 
+if TYPE_CHECKING:
+    from ckptfix.operations.sealing.report import VerifyReport
+
 _REPEATS = 8
+_WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
 
 
 @click.command("verify")
-@click.argument("path", default=".", metavar="[DIR]", type=click.Path())
+@click.argument("paths", nargs=-1, metavar="[DIR]...", type=click.Path())
 @click.option("--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights.")
 @click.option(
     "--against", type=click.Path(), metavar="OTHER",
@@ -37,25 +44,30 @@ _REPEATS = 8
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(
-    path: str, data: bool, against: str | None, device_map: str | None, max_memory: str | None, model: str | None,
-    repeats: int | None, require_transfer_proof: bool, html: str | None, as_json: bool,
+    paths: tuple[str, ...], data: bool, against: str | None, device_map: str | None, max_memory: str | None,
+    model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, as_json: bool,
 ) -> int:  # fmt: skip
-    """Check the checkpoint in DIR, and compare every file and tensor with the digests that seal wrote.
+    """Check the checkpoint in each DIR (or here), and compare every file and tensor with the digests that seal wrote.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
     names, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs your own
     code; the folder's never.
     """
     report = Report(as_json=as_json)
+    paths = paths or (".",)
     given = (device_map, max_memory, model, repeats)
     if any(one is not None for one in given) or require_transfer_proof:
         if data or against is not None:
             raise UsageError(
                 "--data and --against compare digests, and have no part in the proof of a reload"
             )
+        if len(paths) > 1:
+            raise UsageError(
+                f"--device-map proves one reload at a time: give one DIR instead of {len(paths)}"
+            )
         return reload(
             report,
-            path,
+            paths[0],
             device_map or "auto",
             max_memory,
             model,
@@ -67,7 +79,10 @@ def verify_command(
         raise UsageError("--html is for the proof of a reload: add --device-map auto")
     from ckptfix.operations.sealing.verify import verify
 
-    with report.progress(f"reading {path}") as progress:
-        result = verify(path, data=data, against=against, progress=progress)
-    report.show(result.lines())
-    return report.finish(result.as_json(), result.status)
+    def work(path: str) -> "VerifyReport":
+        with report.progress(f"reading {path}") as progress:
+            return verify(path, data=data, against=against, progress=progress)
+
+    return run_each(
+        report, paths, work, word=lambda result: _WORDS[result.status], order=list(_WORDS.values())
+    )

@@ -26,7 +26,7 @@ from ckptfix.operations.findings import (
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.wording import Line, Printable, count_of, human_size, line
+from ckptfix.wording import Line, Printable, count_of, human_size, line, unchecked_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -63,7 +63,7 @@ class CheckReport(Printable):
     def lines(self) -> Iterator[Line]:
         """Yield what is wrong with the checkpoint, what to do, and what was not looked at."""
         yield from self.verdict_lines()
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
 
     def verdict_lines(self) -> Iterator[Line]:
         """Yield what is wrong with the checkpoint, and what to do."""

@@ -10,7 +10,7 @@ from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, NestedPrefix, finding_lines, salvage_lines
 from ckptfix.operations.steps import DropEntry, Renumber, Safety, Step, Unplanned
 from ckptfix.storage.paths import command
-from ckptfix.wording import Line, Printable, count_of, few, line
+from ckptfix.wording import Line, Printable, count_of, few, line, unchecked_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -65,7 +65,7 @@ class Receipt(Printable):
         if self.transaction is not None:
             yield line(f"to undo: {command('undo', self.path)}")
         yield from (line(words, colour="yellow") for words in self.advice)
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""

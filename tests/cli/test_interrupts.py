@@ -46,13 +46,23 @@ def lone(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("code", [DURING_THE_IMPORTS, WHILE_CLEANING_UP])
-def test_one_object_and_nothing_left(lone: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (DURING_THE_IMPORTS, "interrupted: nothing was changed"),
+        (
+            WHILE_CLEANING_UP,
+            "interrupted: {0}/a.bin is unchanged, and nothing was written at {0}/b.safetensors",
+        ),
+    ],
+    ids=["during-the-imports", "while-cleaning-up"],
+)
+def test_one_object_and_nothing_left(lone: Path, code: str, words: str) -> None:
     arguments = ["migrate", str(lone), str(lone.parent / "b.safetensors"), "--to", "safetensors", "--json"]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     document = json.loads(result.stdout)
     assert result.returncode == document["status"] == 130
-    assert "SRC is as it was" in document["error"]
+    assert document["error"] == words.format(lone.parent)
     assert "Traceback" not in result.stderr
     assert ("interrupted already" in result.stderr) == (code == WHILE_CLEANING_UP)
     assert os.listdir(lone.parent) == ["a.bin"]

@@ -149,7 +149,8 @@ def test_an_interruption_says_what_is_at_dst(
 
     monkeypatch.setattr("ckptfix.operations.migrate.produce", interrupt)
     assert run(["migrate", str(folder), str(folder.parent / "b"), "--to", "bin"]) == 130
-    assert "SRC is as it was, and nothing was written at DST" in capsys.readouterr().err
+    target = folder.parent / "b"
+    assert f"{folder} is unchanged, and nothing was written at {target}" in capsys.readouterr().err
     assert os.listdir(folder.parent) == ["a"]
 
 

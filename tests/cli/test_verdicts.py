@@ -180,8 +180,8 @@ def test_models_in_each_others_place_are_one_line(tmp_path: Path, capsys: Captur
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
-        ("verify", "interrupted; no file of a checkpoint was changed"),
-        ("seal", "interrupted; the checkpoint is as it was, its manifest the old one or the new one"),
+        ("verify", "interrupted: nothing was changed"),
+        ("seal", "interrupted: {} is unchanged"),
     ],
 )
 def test_an_interrupted_verb_says_what_is_so(
@@ -193,7 +193,7 @@ def test_an_interrupted_verb_says_what_is_so(
     make_sharded(tmp_path)
     monkeypatch.setattr(f"ckptfix.cli.{'seal.seal' if verb == 'seal' else 'report.Report.progress'}", stop)
     assert run([verb, str(tmp_path)]) == 130
-    assert capsys.readouterr().err.lstrip() == f"ckptfix: {words}\n"
+    assert capsys.readouterr().err.lstrip() == f"ckptfix: {words.format(tmp_path)}\n"
 
 
 def test_a_value_that_is_no_plain_tensor_is_called_so(tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ from ckptfix.operations.doctor.catalogue import CHECKS
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.unchecked import unchecked
 from ckptfix.operations.findings.base import Severity
-from ckptfix.wording import Line, Printable, line
+from ckptfix.wording import Line, Printable, line, unchecked_line
 
 _GRAVEST_FIRST = tuple(Severity)
 
@@ -51,7 +51,7 @@ class Diagnosis(Printable):
             yield from advice.lines()
         if self.status == 0:
             yield line("no problems found in what was checked", colour="green")
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
 
     def as_json(self) -> dict[str, object]:
         """Return the diagnosis as JSON values."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
 
 
 class MigratedModel(NamedTuple):
@@ -81,7 +81,7 @@ class MigrateReceipt(Printable):
             done = "done and verified" if self.verified else "done"
             yield line(f"{done}: {what}", colour="green")
         yield from (line(f"warning: {words}", colour="yellow") for words in self.warnings)
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfix.storage.paths import command
 from ckptfix.weights.salvaging import Lost
-from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line, unchecked_line
 
 _SHOWN = 20
 
@@ -88,7 +88,7 @@ class SalvageReceipt(Printable):
         yield from (line(f"note: {words}") for words in self.notes)
         if self.verdict:
             yield line(self.verdict, colour="green")
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
         yield from (line(f"next: {step}") for step in self.next_steps)
 
     def as_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, Severity, finding_lines, labelled
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.values import ValueFinding
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 _WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
 """What happens to a file and to all tensors in it at once."""
@@ -119,7 +119,7 @@ class VerifyReport(Printable):
                 yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
         if self.status == 0:
             yield line("no difference found in what was checked", colour="green")
-        yield from (line(f"not checked: {words}") for words in self.not_checked)
+        yield from map(unchecked_line, self.not_checked)
         if self.status:
             yield line(f"wrong: {', '.join(_wrong(self))}", colour="red")
 
@@ -209,7 +209,7 @@ def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
     for reason, same in reasons.items():
         what = _named(same[0]).rstrip(":") if len(same) == 1 else count_of(len(same), same[0].kind.value)
         each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
-        yield line(f"not checked: {what}: {each}{reason}")
+        yield unchecked_line(f"{what}: {each}{reason}")
 
 
 def _named(item: Item) -> str:

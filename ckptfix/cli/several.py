@@ -1,0 +1,145 @@
+"""One verb over several paths: each on its own, what was not checked once, and a summary of all."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ckptfix.cli.endings import FAILURES, Interrupted, ending_of, interruptible
+from ckptfix.cli.report import Report
+from ckptfix.storage.paths import shell_path
+from ckptfix.wording import Line, count_of, line, unchecked_line
+
+_FAILED = "failed"
+_NOT_REACHED = "not reached"
+_COUNTED = re.compile(r"(\d+) ([a-z]+?)s?\b(.*)", re.DOTALL)
+_NAMES = re.compile(r"'[^']*'(?:, '[^']*')*(?: and \d+ more)?|\d+")
+
+
+class Result(Protocol):
+    """What a verb returns for one path."""
+
+    @property
+    def status(self) -> int:
+        """The exit status of this path alone."""
+
+    def as_json(self) -> Mapping[str, object]:
+        """Return the result as JSON values."""
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what a person should read."""
+
+
+R = TypeVar("R", bound=Result)
+StateAfter = Callable[[str], Callable[[], str]]
+"""Takes a path before the work on it, and returns what describes the state in which an interrupt left it."""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """The results of a verb. ``status``: the worst of all paths, which is the highest: 130, then 3, 2, 1, 0.
+
+    ``words``: how many paths came to what. ``unchecked``: path -> what was not checked there.
+    """
+
+    documents: list[Mapping[str, object]] = field(default_factory=list)
+    status: int = 0
+    words: Counter[str] = field(default_factory=Counter)
+    unchecked: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, document: Mapping[str, object], status: int, word: str) -> None:
+        """Add the result of one path. ``word``: what became of it, for the summary."""
+        self.documents.append(document)
+        self.status = max(self.status, status)
+        self.words[word] += 1
+
+    def lines(self, order: Sequence[str]) -> Iterator[Line]:
+        """Yield what was not checked, and how many paths came to what, in this order."""
+        yield from map(unchecked_line, folded(self.unchecked))
+        words = [word for word in (*order, _FAILED, _NOT_REACHED) if self.words[word]]
+        counts = ", ".join(f"{self.words[word]} {word}" for word in words)
+        total = count_of(self.words.total(), "checkpoint")
+        yield line(f"{total}: {counts}", colour="red" if self.status else "green", bold=True)
+
+
+def visit(
+    report: Report,
+    paths: Sequence[str],
+    work: Callable[[str], R],
+    *,
+    word: Callable[[R], str],
+    lines: Callable[[R], Iterable[Line]] | None = None,
+    state_after: StateAfter | None = None,
+) -> Batch:
+    """Do the work on each path, and print its lines. A failure is printed, too, and the next path follows.
+
+    Of a lone path, a failure is raised. An interrupt ends the work on all of them.
+    """
+    batch = Batch()
+    for number, path in enumerate(paths):
+        try:
+            with interruptible(state_after(path)) if state_after is not None else nullcontext():
+                result = work(path)
+                for one in result.lines() if lines is None else lines(result):
+                    if one.unchecked and len(paths) > 1:
+                        batch.unchecked.setdefault(path, []).append(one.unchecked)
+                    else:
+                        report.show([one])
+        except FAILURES as error:
+            if len(paths) == 1:
+                raise
+            message, status = ending_of(error)
+            report.message(f"ckptfix: {message}")
+            batch.add({"path": path, "status": status, "error": message}, status, _FAILED)
+            if isinstance(error, Interrupted):
+                batch.words[_NOT_REACHED] = len(paths) - number - 1
+                break
+        else:
+            batch.add(result.as_json(), result.status, word(result))
+    return batch
+
+
+def run_each(
+    report: Report,
+    paths: Sequence[str],
+    work: Callable[[str], R],
+    *,
+    word: Callable[[R], str],
+    order: Sequence[str],
+    lines: Callable[[R], Iterable[Line]] | None = None,
+    state_after: StateAfter | None = None,
+) -> int:
+    """Do the work on each path, print the summary of several, and return the worst exit status.
+
+    The JSON object is that of the path; of several, its ``reports`` are those of all.
+    """
+    batch = visit(report, paths, work, word=word, lines=lines, state_after=state_after)
+    if len(paths) == 1:
+        return report.finish(batch.documents[0], batch.status)
+    report.show(batch.lines(order))
+    return report.finish({"reports": batch.documents}, batch.status)
+
+
+def folded(unchecked: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield what was not checked, once for all paths: words that differ in a number, a path or names are one."""
+    groups: dict[object, dict[str, str]] = {}
+    for path, every in unchecked.items():
+        for words in every:
+            counted = _COUNTED.fullmatch(words)
+            about, _, pasted = words.partition("ckptfix ")
+            general = about + pasted.replace(shell_path(Path(path)), "")
+            key = counted.groups()[1:] if counted else _NAMES.sub("", general)
+            groups.setdefault(key, {})[path] = words
+    for same in groups.values():
+        first, *others = same.values()
+        counted = _COUNTED.fullmatch(first)
+        if others and counted is not None:
+            total = sum(int(words.split()[0]) for words in same.values())
+            yield f"{count_of(total, counted[2])}{counted[3]}"
+        elif any(words != first for words in others):
+            yield f"{first} (and {count_of(len(others), 'more checkpoint')})"
+        else:
+            yield first
