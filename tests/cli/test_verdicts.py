@@ -100,7 +100,7 @@ def test_what_to_type_where_nothing_is_sealed(
     elif damage:
         (tmp_path / ".ckptfix").mkdir()
         (tmp_path / ".ckptfix" / UNFINISHED).touch()
-    assert run(["verify", str(tmp_path)]) == int(damage in ("cut", "index"))
+    assert run(["verify", str(tmp_path)]) == int(damage != "")
     line = f"not checked: digests: no manifest: nothing to compare with{words.format(tmp_path)}"
     assert line in out(capsys).splitlines()
     if damage in ("", "index"):
@@ -212,5 +212,5 @@ def test_equal_sizes_are_no_reason_of_an_undo_that_is_refused(tmp_path: Path) ->
     data = bytearray((tmp_path / "a.safetensors").read_bytes())
     data[-1] ^= 1
     (tmp_path / "a.safetensors").write_bytes(data)
-    with pytest.raises(ChangedError, match=r"changed since transaction 1: the sha256 of its ends is"):
+    with pytest.raises(ChangedError, match=r"changed since repair 1: the sha256 of its ends is"):
         undo(tmp_path)
