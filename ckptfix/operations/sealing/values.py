@@ -1,17 +1,26 @@
-"""What the values of tensors say: NaN, Inf, weights of nothing but zeros, lost pages, LoRA that was never trained."""
+"""Damage that shows in the values of tensors: NaN, Inf, weights of zeros, lost pages, LoRA that was never trained."""
 
+import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptfix.checkpoint.filenames import Role, parse_folder_name
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component
+from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.formats.torch_file import TorchFile
 from ckptfix.operations.findings import Severity
 from ckptfix.operations.sealing.hashing import Hashed
 from ckptfix.operations.sealing.lost import Lost, lost
 from ckptfix.storage.pieces import OpenFiles
 from ckptfix.weights.layouts import Contiguous
 from ckptfix.weights.stored import StoredTensor
-from ckptfix.wording import count_of, human_size, list_names
+from ckptfix.wording import count_of, human_size, layer_of, list_names
 
 if TYPE_CHECKING:
     from ckptfix.weights.elements.pages import ZeroRun
@@ -25,6 +34,12 @@ _HONEST_ZERO = re.compile(
 
 _WEIGHT = re.compile(r"q?_?weight(_packed)?|kernel", re.IGNORECASE)
 """The last part of a name: integers that are a quantised weight. Others are zero in many sound models, as ids are."""
+
+_SCALAR = 8
+"""Bytes of one number: the optimizer's file may keep its learning rate as a tensor before any step."""
+
+_COUNTERPARTS = 3
+"""In so many other layers a tensor must have values before one of zeros is taken for lost."""
 
 _MASK = re.compile(r"mask", re.IGNORECASE)
 _LORA = re.compile(
@@ -58,22 +73,110 @@ class ValueFinding:
         }
 
 
-def judge_values(label: str, tensors: Sequence[tuple[StoredTensor, Hashed]]) -> Iterator[ValueFinding]:
-    """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more."""
+def has_stepped(root: Path) -> bool:
+    """Whether the folder of a model has proof of optimizer steps: moments, or the Trainer's count. Reads headers.
+
+    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet. After a step they
+    have other values.
+    """
+    try:
+        steps = json.loads((root / "trainer_state.json").read_bytes()).get("global_step")
+    except (OSError, ValueError, AttributeError):
+        steps = 0
+    if isinstance(steps, int) and steps > 0:
+        return True
+    folder = parse_folder_name(Path(os.path.abspath(root)).name)
+    if folder is not None and folder.role is Role.MODEL:  # the optimizer's folder is next to it
+        root = Path(os.path.abspath(root)).parent
+    found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
+    for path, kind in found.subfolders.items():
+        name = parse_folder_name(path.name)
+        if kind != PLAIN_FOLDER and name is not None and name.role is Role.OPTIMIZER:
+            return True
+    return any(_has_moments(one) for one in found.components)
+
+
+def _has_moments(component: Component) -> bool:
+    """Whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
+    if not isinstance(component.content, TorchFile):
+        return True
+    return any(length > _SCALAR for _, length in component.content.storage_ranges.values())
+
+
+def judge_values(
+    label: str,
+    tensors: Sequence[tuple[StoredTensor, Hashed]],
+    stepped: Callable[[], bool] = bool,
+) -> Iterator[ValueFinding]:
+    """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more.
+
+    ``stepped`` says whether the weights are those of a trained model; it is asked for only where some are zero.
+    """
     untrained = _untrained(tensors)
+    lone = _zero_alone(tensors)
+    stepped = cache(stepped)
     if untrained:
         text = f"the LoRA was never trained: all of {list_names(untrained)} are zero"
         yield ValueFinding(code="untrained-lora", severity=Severity.WARNING, label=label, fqn="", text=text)
     with OpenFiles() as files:
         for tensor, hashed in tensors:
-            for code, severity, text in _of_one(tensor, hashed, files, frozenset(untrained)):
+            if hashed.scan is not None and hashed.scan.is_zero and 0 not in tensor.shape:
+                if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, stepped)):
+                    severity, text = found
+                    words = (
+                        f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) is zero in every element{text}"
+                    )
+                    yield ValueFinding(
+                        code="all-zero", severity=severity, label=label, fqn=tensor.fqn, text=words
+                    )
+                continue
+            for code, severity, text in _of_one(tensor, hashed, files):
                 words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {text}"
                 yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
 
 
-def _of_one(
-    tensor: StoredTensor, hashed: Hashed, files: OpenFiles, untrained: frozenset[str]
-) -> Iterator[tuple[str, Severity, str]]:
+def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int]:
+    """Return the tensors of zeros of which most other layers have one with other values -> how many do."""
+    groups: dict[tuple[str, str, tuple[int, ...]], tuple[list[str], list[str]]] = {}
+    for tensor, hashed in tensors:
+        before, number, after = layer_of(tensor.fqn)
+        # "layers.3.mlp.weight" has counterparts; those of "net.4.weight" in a Sequential are other things.
+        if hashed.scan is None or number is None or after.count(".") < 2:
+            continue
+        group = groups.setdefault((before, after, tensor.shape), ([], []))
+        group[hashed.scan.is_zero].append(tensor.fqn)
+    return {
+        fqn: len(others)
+        for others, zeros in groups.values()
+        if len(others) >= _COUNTERPARTS and len(others) > len(zeros)
+        for fqn in zeros
+    }
+
+
+def _of_zeros(
+    tensor: StoredTensor, lone: dict[str, int], stepped: Callable[[], bool]
+) -> tuple[Severity, str] | None:
+    """Return how bad it is that a tensor is zero, and why; None where that is what the model's class makes."""
+    from ckptfix.weights.elements.scanning import FLOATS
+
+    if not _must_not_be_zero(tensor):
+        return None
+    if others := lone.get(tensor.fqn):
+        return Severity.WARNING, f", and in {count_of(others, 'other layer')} it is not"
+    if tensor.dtype not in FLOATS:  # a quantised weight: no class makes one of zeros
+        return Severity.WARNING, ""
+    if _LORA_ZERO.search(tensor.fqn):
+        return Severity.WARNING, ", and the LoRA of other layers was trained"
+    if len(tensor.shape) <= 1 and not is_flat_name(
+        tensor.fqn
+    ):  # of a norm, or a scale, which may begin with zeros
+        return None
+    if stepped():
+        return Severity.WARNING, ", although the optimizer took steps"
+    return Severity.NOTE, ", as some models begin; no optimizer step is recorded in its folder"
+
+
+def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[tuple[str, Severity, str]]:
     scan = hashed.scan
     if 0 in tensor.shape:
         is_lora = _LORA.search(tensor.fqn) is not None
@@ -86,8 +189,6 @@ def _of_one(
         is_mask = not scan.nan and _MASK.search(tensor.fqn.rpartition(".")[2]) is not None
         yield "nonfinite", Severity.NOTE if is_mask else Severity.WARNING, _nonfinite(scan)
     if scan.is_zero:
-        if tensor.fqn not in untrained and _must_not_be_zero(tensor):
-            yield "all-zero", Severity.WARNING, "is zero in every element"
         return
     if _MASK.search(tensor.fqn.rpartition(".")[2]):
         return

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from ckptfix.checkpoint.latest import UNFINISHED
@@ -20,9 +21,10 @@ from ckptfix.operations.sealing.contents import Contents, Place, read_contents
 from ckptfix.operations.sealing.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
 from ckptfix.operations.sealing.report import VerifyReport
-from ckptfix.operations.sealing.values import ValueFinding, judge_values
+from ckptfix.operations.sealing.values import ValueFinding, has_stepped, judge_values
 from ckptfix.operations.target import Target, find_target
 from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.weights.stored import Format
 from ckptfix.wording import count_of, list_names
 
 _COVERED = ("values of tensors", "digests in ", "other files beside it")
@@ -148,7 +150,9 @@ def found_values(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> It
     """Yield what is wrong with the values of the models. Every tensor must have been scanned."""
     for weights in contents.weights:
         tensors = [(tensor, hashed[Place(weights.label, tensor.fqn)]) for tensor in weights.tensors]
-        yield from judge_values(weights.label, tensors)
+        is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
+        stepped = (lambda: True) if is_engine else partial(has_stepped, contents.root)
+        yield from judge_values(weights.label, tensors, stepped)
 
 
 def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str]:
