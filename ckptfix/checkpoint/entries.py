@@ -83,6 +83,8 @@ def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tup
         if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
             continue
         alone = group.members[0] if len(group.members) == 1 else None
+        if alone is not None and alone.is_unsupported:
+            continue  # it holds no weights that could be read
         if alone is None or alone.problem is not None or _is_one_state_dict(alone):
             found.append(_entry(group, len(found), None))
             continue

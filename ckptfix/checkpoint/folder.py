@@ -38,7 +38,8 @@ class ProblemKind(Enum):
 class Problem:
     """A component that could not be read: a value, so that one bad file never stops a scan.
 
-    ``in_header``: a truncated one that ends before what says where its tensors are.
+    ``in_header``: a truncated one that ends before what says where its tensors are. ``is_foreign``: an unsupported one
+    that is sound, and of a format that nothing here reads.
     """
 
     kind: ProblemKind
@@ -46,6 +47,7 @@ class Problem:
     have: int = 0
     need: int | None = None
     in_header: bool = False
+    is_foreign: bool = False
 
 
 class NameScope(NamedTuple):
@@ -90,6 +92,11 @@ class Component:
     def role(self) -> Role:
         """What the component is for, by its name."""
         return self.name.role
+
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether it is sound as far as can be seen, and of a kind that is not read."""
+        return self.problem is not None and self.problem.kind is ProblemKind.UNSUPPORTED
 
     @property
     def whole(self) -> NameScope | None:

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile, looks_like_safetensors, read_safetensors
-from ckptfix.formats.sniff import describe_content
+from ckptfix.formats.sniff import describe_content, other_format
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
@@ -125,9 +125,18 @@ def _read_index(reader: FileReader) -> WeightsIndex:
 
 
 def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
-    """Tell a broken file of the right kind from a file of another kind."""
+    """Tell a broken file of the right kind from a file of another kind.
+
+    A script may call a file of another program as it likes; under a name that a loader looks for it is damage.
+    """
+    if problem.kind is ProblemKind.UNSUPPORTED:
+        return problem
     head = reader.read(0, min(16, reader.size))
     wants_safetensors = name.suffix == ".safetensors"
+    is_scripts_own = name.role is Role.UNKNOWN and not (name.is_of_library or wants_safetensors)
+    if is_scripts_own and (words := other_format(reader)) is not None:
+        message = f"{words}, not a format that ckptfix reads"
+        return replace(problem, kind=ProblemKind.UNSUPPORTED, message=message, is_foreign=True)
     words = describe_content(reader, json=name.role is not Role.WEIGHTS_INDEX)
     if words == "a zip archive":
         words = "a torch zip file" if wants_safetensors else None

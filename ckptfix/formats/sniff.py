@@ -2,12 +2,14 @@
 
 import re
 
+from ckptfix.errors import FormatError
+from ckptfix.formats.zip_directory import read_records
 from ckptfix.storage.reading import FileReader
 
 _HEAD = 512
-_SIGNATURES = (
-    (b"version https://git-lfs.github.com/spec", "a git-LFS pointer: the real file was never downloaded"),
-    (b"PK\x03\x04", "a zip archive"),
+_ZIP = b"PK\x03\x04"
+_POINTER = b"version https://git-lfs.github.com/spec"
+_OTHERS = (
     (b"\x1f\x8b", "gzip data"),
     (b"\x28\xb5\x2f\xfd", "zstd data"),
     (b"BZh", "bzip2 data"),
@@ -19,6 +21,11 @@ _SIGNATURES = (
 )
 
 
+_ONNX = re.compile(rb"\x08[\x03-\x20](\x12[\x01-\x40][ -~]|[\x1a\x22\x32\x3a\x42])")
+"""The first fields of a protobuf ``ModelProto``, which has no magic: the version of the format, the producer's name."""
+
+_OF_TORCH = re.compile(r"[^/]+/(data\.pkl|data/[0-9]+|byteorder|version|\.data/serialization_id)")
+_OF_EXPORT = re.compile(r"([^/]+/)?(archive_format|serialized_exported_program\.json)")
 _JSON = re.compile(rb"""\s*(\{\s*("|\}|\Z)|\[\s*(["{\[\]\-0-9tfn]|\Z))""")
 
 
@@ -30,9 +37,12 @@ def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
     if reader.size == 0:
         return "an empty file"
     head = reader.read(0, min(_HEAD, reader.size))
-    for signature, words in _SIGNATURES:
-        if head.startswith(signature):
-            return words
+    if head.startswith(_POINTER):
+        return "a git-LFS pointer: the real file was never downloaded"
+    if head.startswith(_ZIP):
+        return "a zip archive"
+    if (words := _other(head)) is not None:
+        return words
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
         return "an HTML or XML page, probably the answer of a failed download"
@@ -41,6 +51,29 @@ def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
     if not any(head) and not any(reader.read(reader.size - len(head), len(head))):
         return "all zeros where a header should be, as after a lost write"
     return None
+
+
+def other_format(reader: FileReader) -> str | None:
+    """Return what kind of a sound file another program wrote, or None for a file that may be torch's."""
+    head = reader.read(0, min(_HEAD, reader.size))
+    if not head.startswith(_ZIP):
+        return _other(head)
+    try:
+        _, _, records = read_records(reader)
+    except FormatError:
+        return None  # a damaged archive, whatever it was
+    names = [record.name for record in records]
+    if all(name.endswith(".npy") for name in names):
+        return "an npz archive of numpy"
+    if any(map(_OF_EXPORT.fullmatch, names)):
+        return "a program of torch.export"
+    return None if any(map(_OF_TORCH.fullmatch, names)) else "a zip archive of another program"
+
+
+def _other(head: bytes) -> str | None:
+    if _ONNX.match(head):
+        return "an ONNX model"
+    return next((words for signature, words in _OTHERS if head.startswith(signature)), None)
 
 
 def looks_like_json(head: bytes) -> bool:

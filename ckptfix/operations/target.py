@@ -43,7 +43,10 @@ def find_target(path: str | os.PathLike[str]) -> Target:
 
 
 def ensure_checkpoint(folder: CheckpointFolder) -> None:
-    """Raise UsageError when a scanned folder holds nothing of a checkpoint: "nothing wrong" would be no answer."""
+    """Raise UsageError when nothing scanned is of a checkpoint: "nothing wrong" would be no answer."""
+    for one in folder.components if folder.only is not None else ():
+        if one.problem is not None and one.problem.is_foreign:
+            raise UsageError(f"{folder.root / one.path} is {one.problem.message}")
     if folder.components or any(kind != PLAIN_FOLDER for kind in folder.subfolders.values()):
         return
     if any(holds_dcp(folder.root / path) for path in (Path(), *folder.subfolders)):

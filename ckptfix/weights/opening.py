@@ -62,7 +62,8 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
     found = all_state_dicts(folder) or all_state_dicts(folder, of_modules=False)
     entries = [one for one in found if not is_index or one.label == path.name]
     if not entries:
-        raise UsageError(f"{path} holds no weights of a model; next: {command('check', path)}")
+        why = _unsupported(folder) or f"next: {command('check', path)}"
+        raise UsageError(f"{path} holds no weights of a model; {why}")
     return StoredCheckpoint(root=folder.root, only=path.name, weights=_all_readable(folder, entries, path))
 
 
@@ -85,7 +86,8 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
         weights = _all_readable(folder, _in_one_format(all_state_dicts(folder)), root)
     if not weights:
         below = ("--recursive",) if folder.subfolders and not folder.components else ()
-        raise UsageError(f"{root} holds no weights of a model; next: {command('check', root, '', *below)}")
+        why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
+        raise UsageError(f"{root} holds no weights of a model; {why}")
     used = {str(file) for one in weights for file in one.files}
     return StoredCheckpoint(
         root=root,
@@ -93,6 +95,12 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
         rivals=tuple(path for path in _other_weights(folder, weights) if str(path) not in used),
         is_save_state=folder.is_save_state,
     )
+
+
+def _unsupported(folder: CheckpointFolder) -> str:
+    """Return in words which file is of a kind that is not read, "" when none is."""
+    found = (one for one in folder.components if one.problem is not None and one.is_unsupported)
+    return next((f"not read: {one.path}: {one.problem.message}" for one in found if one.problem), "")
 
 
 def _by_itself(component: Component) -> Component:

@@ -248,6 +248,10 @@ def test_states_of_an_optimizer_without_a_model(folder: Path) -> None:
         "a/b/c/weights.pt",
         "ema.pth",
         "weights.npz",
+        "model.pth.tar",
+        "best.th",
+        "program.pt2",
+        "unet/model.pth.tar",
         "unet/x.msgpack",
     ],
 )

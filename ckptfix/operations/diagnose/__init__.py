@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
+from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.links import links_below
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
@@ -186,7 +186,7 @@ def _not_checked(
     words += [
         f"{component.path}: {component.problem.message}"
         for component in folder.components
-        if component.problem is not None and component.problem.kind is ProblemKind.UNSUPPORTED
+        if component.problem is not None and component.is_unsupported
     ]
     sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
     if sampled:

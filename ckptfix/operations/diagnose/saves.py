@@ -15,7 +15,7 @@ from ckptfix.errors import FormatError
 from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
 from ckptfix.storage.paths import JOURNAL, command
 
-_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl")
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
 
 
 def diagnose_save(

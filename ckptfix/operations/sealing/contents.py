@@ -44,7 +44,8 @@ class Contents:
     """A checkpoint. ``files``: every regular file by its relative path, but for what ckptfix keeps for itself.
 
     ``only``: the name of the one file that was asked for. ``unreadable``: what a model is called -> why not all of its
-    tensors can be found; those that can are in ``weights``. ``special``: links that lead nowhere or in a circle, pipes
+    tensors can be found; those that can are in ``weights``. ``unsupported``: the same of sound files of a kind that is
+    not read. ``special``: links that lead nowhere or in a circle, pipes
     and the like, with the reason why they are in none of ``files``.
     """
 
@@ -54,6 +55,7 @@ class Contents:
     special: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[Weights, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +68,7 @@ class Contents:
         Such are the files of a model in a second format, and weights in folders below. States of optimizers are none.
         """
         used = {str(path) for one in self.weights for path in one.files}
+        used |= self.unsupported.keys()
         return sorted(name for name in self.files if name not in used and _names_weights(PurePosixPath(name)))
 
     def check_unchanged(self) -> None:
@@ -102,7 +105,7 @@ def read_contents(target: Target) -> Contents:
             files[path] = FileState(status.st_size, status.st_mtime_ns)
         else:
             special[path] = "is no regular file"
-    weights, unreadable = _weights(target)
+    weights, unreadable, unsupported = _weights(target)
     weights = tuple(replace(one, label=lasting_label(one, target.root)) for one in weights)
     return Contents(
         root=target.root,
@@ -111,21 +114,35 @@ def read_contents(target: Target) -> Contents:
         special=special,
         weights=weights,
         unreadable=unreadable,
+        unsupported=unsupported,
     )
 
 
 @paused_gc()
-def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str]]:
-    """Return the models, and what a model is called that cannot be read as a whole -> why."""
+def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[str, str]]:
+    """Return the models, and what a model is called that cannot be read as a whole -> why.
+
+    Third, the same of files of a kind that is not read: nothing says that anything is wrong with them.
+    """
     try:
-        return open_checkpoint(target.path).weights, {}
+        return open_checkpoint(target.path).weights, {}, {}
     except UsageError:
-        return (), {}
+        folder = scan_folder(target.root, target.only)
+        found_unsupported = {
+            str(one.path): one.problem.message
+            for one in folder.components
+            if one.problem is not None and one.is_unsupported
+        }
+        return (), {}, found_unsupported
     except OperationError:  # one of them: the others can be compared, and what is left of that one
         folder = scan_folder(target.root, target.only)
     found: list[Weights] = []
     unreadable: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     for entry in model_entries(folder, usable_manifest(target.root)) or all_state_dicts(folder):
+        if entry.problem and all(member.is_unsupported for member in entry.members):
+            unsupported[_whole_label(entry)] = entry.problem
+            continue
         try:
             if entry.problem:
                 raise OperationError(entry.problem)
@@ -146,7 +163,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str]]:
                 )
             except (OperationError, UsageError) as error:
                 unreadable[str(path)] = str(error)
-    return tuple(found), unreadable
+    return tuple(found), unreadable, unsupported
 
 
 def lasting_label(weights: Weights, root: Path) -> str:

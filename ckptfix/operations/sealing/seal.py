@@ -158,7 +158,9 @@ def seal(
         files=len(manifest.sha256),
         tensors=sum(len(entry.digests.keys() | entry.aliases.keys()) for entry in manifest.models),
         nbytes=contents.nbytes,
-        unreadable=tuple(f"{label}: {why}" for label, why in contents.unreadable.items()),
+        unreadable=tuple(
+            f"{label}: {why}" for label, why in {**contents.unreadable, **contents.unsupported}.items()
+        ),
         special=tuple(f"{name}: {why}" for name, why in contents.special.items()),
         transaction=number,
     )

@@ -80,7 +80,7 @@ def verify(
         sealed=manifest is not None,
         against=None if against is None else Path(against),
         crossed=crossed,
-        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, data=data)),
+        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, data=data)),
         unfinished=(*(f"{key}: {one.problem}" for key, one in hashed.items() if one.problem), *lost),
     )
 
@@ -166,12 +166,20 @@ def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str
             yield f"values of {label}: {why}"
 
 
-def _not_looked_at(contents: Contents, hashed: Mapping[str | Place, Hashed], *, data: bool) -> Iterator[str]:
+def _not_looked_at(
+    contents: Contents, hashed: Mapping[str | Place, Hashed], told: tuple[str, ...], *, data: bool
+) -> Iterator[str]:
+    """Yield in words what was not looked at, but for the files of which ``told`` says so."""
     if not data:
         yield "values of tensors (NaN, Inf, zeros); --data reads them"
     else:
         yield "values of what is no model's weights, as the states of optimizers"
-        if beside := contents.beside():
+        beside = [
+            name
+            for name in contents.beside()
+            if not any(words.startswith(f"structure: {name}: ") for words in told)
+        ]
+        if beside:
             files = count_of(len(beside), "file")
             yield f"values of {files} of weights beside those that are loaded: {list_names(beside)}"
         spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
