@@ -55,7 +55,8 @@ class Entry:
 def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[Entry, ...]:
     """Return the models that ``load_state`` would look for, one a position; safetensors before ``.bin``, as it does."""
     found: dict[int, tuple[int, Entry]] = {}
-    recorded = {entry.index: entry for entry in manifest.models} if manifest else {}
+    models = manifest.models if manifest else ()
+    recorded = {entry.index: entry for entry in models if "/" not in entry.file}  # and not in a sub-folder
     if (
         manifest is not None and not manifest.is_of_a_save
     ):  # a seal lists ties that it saw in files: no proof of itself

@@ -15,6 +15,7 @@ from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.listing import listed_files
 from ckptfix.storage.paths import command, existing
+from ckptfix.weights.below import model_folders
 from ckptfix.weights.deepspeed import deepspeed_weights
 from ckptfix.weights.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
 from ckptfix.weights.sharded import dcp_folders, dcp_paths, dcp_weights
@@ -29,7 +30,8 @@ def open_checkpoint(
     """Return what lies at a path, by headers and opcodes; no tensor is read.
 
     Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format; without
-    any, every state dict of a module. ``original``: of DeepSpeed the weights in the dtype of training, not in fp32.
+    any, every state dict of a module; and those in sub-folders as hooks and pipelines have them. ``original``: of
+    DeepSpeed the weights in the dtype of training, not in fp32.
     ``lone_shard``: a shard that is given by its name stands for itself, without the other files of its model.
     Raises UsageError when nothing is there, OperationError when weights cannot be read as a whole (what is wrong, and
     what to type next), OSError.
@@ -68,6 +70,16 @@ def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
 
 
 def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
+    folder, found = _opened(root, original=original, depth=0)
+    if not found.weights:
+        below = ("--recursive",) if folder.subfolders and not folder.components else ()
+        why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
+        raise UsageError(f"{root} holds no weights of a model; {why}")
+    return found
+
+
+def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder, StoredCheckpoint]:
+    """Return what is in a folder, and in those below that belong to the same checkpoint; it can be nothing."""
     folder = scan_folder(
         root, wanted=lambda name: not is_deepspeed_file(str(name))
     )  # a thousand ranks have many
@@ -84,16 +96,14 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
     weights = tuple(found[index] for index in sorted(found))
     if not weights:
         weights = _all_readable(folder, _in_one_format(all_state_dicts(folder)), root)
-    if not weights:
-        below = ("--recursive",) if folder.subfolders and not folder.components else ()
-        why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
-        raise UsageError(f"{root} holds no weights of a model; {why}")
     used = {str(file) for one in weights for file in one.files}
-    return StoredCheckpoint(
-        root=root,
-        weights=weights,
-        rivals=tuple(path for path in _other_weights(folder, weights) if str(path) not in used),
-        is_save_state=folder.is_save_state,
+    rivals = [path for path in _other_weights(folder, weights) if str(path) not in used]
+    for where in model_folders(folder, has_weights=bool(weights), depth=depth):
+        _, below = _opened(root / where, original=original, depth=depth + 1)
+        weights += tuple(one.below(where) for one in below.weights)
+        rivals += (where / path for path in below.rivals)
+    return folder, StoredCheckpoint(
+        root=root, weights=weights, rivals=tuple(rivals), is_save_state=folder.is_save_state
     )
 
 

@@ -37,7 +37,7 @@ def pair_models(
             one = [weights for weights in one if weights is not places[key]]
             other = [weights for weights in other if weights is not others[key]]
     pairs += [(weights, None) for weights in one] + [(None, weights) for weights in other]
-    yield from sorted(pairs, key=lambda pair: next(weights.index for weights in pair if weights is not None))
+    yield from sorted(pairs, key=lambda pair: next(one.position for one in pair if one is not None))
 
 
 def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
@@ -45,7 +45,7 @@ def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tu
     for one, other in pairs:
         if one is None or other is None or (one.path and one.path == other.path):
             continue
-        if one.index != other.index:
+        if one.position != other.position:
             yield one, other
 
 
@@ -70,15 +70,15 @@ def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B
     return f"{', '.join(shown + more)}: a load would take the wrong model" if pairs else ""
 
 
-def _slot(weights: Weights) -> int | str:
+def _slot(weights: Weights) -> object:
     """Return what a loader finds a model by: its position, or the name of its file where that has none."""
     if weights.format in (Format.DCP, Format.DEEPSPEED):
-        return weights.index
+        return weights.position
     name = parse_file_name(weights.files[0].name) if weights.files and not weights.path else None
     if name is None or not name.is_of_library or name.model is None:
         return weights.label
     is_numbered = name.model == ModelName("model")
-    return weights.index if is_numbered else ".".join(filter(None, name.model))
+    return weights.position if is_numbered else (weights.home, name.model)
 
 
 _Kind = frozenset[tuple[str, tuple[int, ...]]]
@@ -92,7 +92,7 @@ def _kind(weights: Weights) -> _Kind:
 
 
 def _same(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
-    return {(one.index, kinds[id(one)]): one for one in side if id(one) in kinds}
+    return {(one.position, kinds[id(one)]): one for one in side if id(one) in kinds}
 
 
 def _moved(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
@@ -108,7 +108,7 @@ def _paths(side: Sequence[Weights]) -> dict[object, Weights]:
 
 
 def _positions(side: Sequence[Weights]) -> dict[object, Weights]:
-    return {weights.index: weights for weights in side}
+    return {weights.position: weights for weights in side}
 
 
 def _only(side: Sequence[Weights]) -> dict[object, Weights]:

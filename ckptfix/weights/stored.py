@@ -1,7 +1,7 @@
 """Tensors as they are stored, and the models and folders that they make up."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -44,7 +44,8 @@ class Weights:
     """The weights of one model.
 
     ``label``: what to call it: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``: its position among the
-    models of a ``save_state`` folder. ``files``: what holds it, relative to the checkpoint, an index included.
+    models of a ``save_state`` folder. ``home``: the sub-folder that it lies in, such as ``unet`` of a script's hook.
+    ``files``: what holds it, relative to the checkpoint, an index included.
     ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in ``tensors``.
     ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
     ``unread``: those of them that are tensors all the same, of a kind that only torch itself can store -> what it is
@@ -75,6 +76,24 @@ class Weights:
     disputed: tuple[str, ...] = ()
     index_words: Mapping[str, Any] = field(default_factory=dict, repr=False)
     views: tuple[str, ...] = field(default=(), repr=False)
+    home: PurePosixPath = field(default_factory=PurePosixPath)
+
+    @property
+    def position(self) -> tuple[PurePosixPath, int]:
+        """Where a loader finds it: its folder, and its index among the models there."""
+        return self.home, self.index
+
+    def below(self, where: PurePosixPath) -> "Weights":
+        """Return the same weights as a checkpoint has them in whose sub-folder ``where`` they lie."""
+        is_folder = self.format in (Format.DCP, Format.DEEPSPEED) and any(
+            len(file.parts) == 1 for file in self.files
+        )
+        return replace(
+            self,
+            label=str((where.parent if is_folder else where) / self.label),
+            files=tuple(where / file for file in self.files),
+            home=where / self.home,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -114,3 +114,78 @@ def test_transformers_loads_the_shards_of_a_variant(tmp_path: Path, variant: str
             tmp_path / name, variant=variant, use_safetensors=name == "safe"
         )
         assert same_values(before, after)
+
+
+def unet_class() -> Any:
+    """Return the class, which has no types."""
+    from diffusers import UNet2DModel
+
+    return UNet2DModel
+
+
+def tiny_unet() -> Any:
+    torch.manual_seed(0)
+    return unet_class()(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+    )
+
+
+def test_diffusers_loads_what_its_hook_saved_below_a_folder_of_save_state(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    unet_type = unet_class()
+
+    accelerator = Accelerator(cpu=True)
+    unet = accelerator.prepare(tiny_unet())
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        """Save as the hooks in the training scripts of diffusers do."""
+        for model in models:
+            model.save_pretrained(f"{folder}/unet")
+            weights.pop()
+
+    def load(models: list[Any], folder: str) -> None:
+        for _ in range(len(models)):
+            models.pop().load_state_dict(
+                unet_type.from_pretrained(folder, subfolder="unet", use_safetensors=False).state_dict()
+            )
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    source = tmp_path / "checkpoint"
+    accelerator.save_state(str(source))
+    assert not list(source.glob("*.safetensors"))
+    assert [finding for finding in check(source).findings if finding.severity.value != "note"] == []
+    assert diff(source, source).status == 0
+    before = unet_type.from_pretrained(source / "unet")
+    migrate(source, tmp_path / "bin", to="bin")
+    migrate(tmp_path / "bin", tmp_path / "safe", to="safetensors", max_shard_size="40KB")
+    assert same_values(before, unet_type.from_pretrained(tmp_path / "bin" / "unet", use_safetensors=False))
+    assert list((tmp_path / "safe" / "unet").glob("*.index.json"))
+    assert same_values(before, unet_type.from_pretrained(tmp_path / "safe" / "unet"))
+    with torch.no_grad():
+        next(unet.parameters()).zero_()
+    accelerator.load_state(str(tmp_path / "bin"))
+    assert same_values(before, unet)
+
+
+@pytest.mark.parametrize("most", ["10MB", "30KB"])
+def test_diffusers_loads_a_variant(tmp_path: Path, most: str) -> None:
+    unet_type = unet_class()
+
+    source = tmp_path / "src"
+    tiny_unet().half().save_pretrained(source, variant="fp16", max_shard_size=most)
+    torch.save({"step": 1}, source / "random_states_0.pkl")
+    before = unet_type.from_pretrained(source, variant="fp16")
+    migrate(source, tmp_path / "bin", to="bin", max_shard_size=most)
+    migrate(tmp_path / "bin", tmp_path / "safe", to="safetensors", max_shard_size=most)
+    for name in ("bin", "safe"):
+        after = unet_type.from_pretrained(tmp_path / name, variant="fp16", use_safetensors=name == "safe")
+        assert same_values(before, after)

@@ -59,7 +59,8 @@ def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Besi
     if is_lone(source):
         reason = "no weights of a model, and only those are migrated here"
         return Beside(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
-    folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath(".")}
+    homes = {folder for one in source.weights for folder in (one.home, *one.home.parents)}
+    folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath("."), *homes}
     taken = partial(_taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders)
     carried: list[PurePosixPath] = []
     left: list[LeftOut] = []

@@ -44,15 +44,23 @@ class Config:
         return _DTYPE.sub(lambda match: match[1] + _WORDS[dtype] + match[2], self.data)
 
 
-def read_config(source: StoredCheckpoint) -> Config:
-    """Return the config of a folder. Raises OSError when there is one that cannot be read."""
+def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
+    """Return the config of a folder, or of a model in its sub-folder. Raises OSError when it cannot be read."""
     if source.only is not None or is_lone(source):
         return Config()
     try:
-        found = json_object(source.root / NAME)
+        found = json_object(source.root / home / NAME)
     except FileNotFoundError:
         return Config()
     return Config(*found) if found is not None else Config()
+
+
+def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) -> str | None:
+    """Return what the library that wrote a config calls the weights next to it; None for what ``load_state`` finds."""
+    if "_diffusers_version" in config.values:
+        return "diffusion_pytorch_model"
+    is_adapter = not config.data and (source.root / home / "adapter_config.json").exists()
+    return "adapter_model" if is_adapter else None
 
 
 def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:

@@ -5,8 +5,8 @@
 """
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import FileName, parse_file_name
 from ckptfix.errors import UsageError
@@ -68,9 +68,17 @@ def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
     return True
 
 
-def stems(source: StoredCheckpoint, to: Format, output: Path, *, is_file: bool) -> list[str]:
+def stems(
+    source: StoredCheckpoint,
+    to: Format,
+    output: Path,
+    known: Mapping[PurePosixPath, str | None],
+    *,
+    is_file: bool,
+) -> list[str]:
     """Return for each model what its files begin with; for DCP its folder, "." when that is the whole.
 
+    ``known``: folder -> what its library calls weights, by its config, as a DCP folder has Accelerate's name.
     Raises UsageError when two models would get the same name.
     """
     if is_file:
@@ -83,13 +91,16 @@ def stems(source: StoredCheckpoint, to: Format, output: Path, *, is_file: bool) 
         name = _name_of(one)
         if lone and not (name is not None and name.is_of_library):
             found.append(_numbered(to, number))
+        elif to is not Format.DCP and one.format in _FOLDERS and not one.index and (stem := known[one.home]):
+            found.append(stem)
         elif to is Format.DCP or _is_loaded(one):  # a folder of DCP is known by its name alone
             found.append(_numbered(to, one.index))
         else:
             found.append(_own_stem(one, source.weights, to))
-    for number, stem in enumerate(found):
-        if stem in found[:number]:
-            first, second = source.weights[found.index(stem)].label, source.weights[number].label
+    places = [(one.home, stem) for one, stem in zip(source.weights, found, strict=True)]
+    for number, (_, stem) in enumerate(places):
+        if places[number] in places[:number]:
+            first, second = source.weights[places.index(places[number])].label, source.weights[number].label
             raise UsageError(
                 f"{first} and {second} would both become {stem}; give one of them instead of the folder"
             )
@@ -98,7 +109,8 @@ def stems(source: StoredCheckpoint, to: Format, output: Path, *, is_file: bool) 
 
 def _is_loaded(weights: Weights) -> bool:
     """Whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
-    return weights.format in _FOLDERS or _LOADED.fullmatch(weights.label) is not None
+    label = weights.label.removeprefix(f"{weights.home}/")
+    return weights.format in _FOLDERS or _LOADED.fullmatch(label) is not None
 
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
@@ -107,7 +119,7 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
         return f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
-    if source.is_save_state and (model is None or _is_loaded(weights)):
+    if source.is_save_state and not weights.home.parts and (model is None or _is_loaded(weights)):
         return f"{source.root} is a folder of save_state, and load_state reads one file a model"
     return ""
 
@@ -115,7 +127,7 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
 def _name_of(weights: Weights) -> FileName | None:
     """Return what the name of a model says: of its index, else of its file."""
     is_index = weights.label.endswith(".json")
-    return parse_file_name(weights.label if is_index else weights.files[0].name)
+    return parse_file_name(PurePosixPath(weights.label).name if is_index else weights.files[0].name)
 
 
 def _numbered(to: Format, index: int) -> str:
@@ -132,7 +144,7 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
     if name is not None and name.is_of_library and (model := name.model) is not None:
         stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
         return f"{stem}.{model.variant}" if model.variant else stem
-    stem = name.stem if name is not None else str(path)
+    stem = name.stem if name is not None else path.name
     if sum(1 for other in all_weights if other.files == weights.files) > 1:  # several in one training dict
         stem += "." + ".".join(re.findall(r"[\w-]+", weights.label.removeprefix(str(path))))
     return stem

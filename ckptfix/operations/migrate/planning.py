@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.operations.migrate.beside import LeftOut, look_beside
-from ckptfix.operations.migrate.config import NAME, Config, read_config
+from ckptfix.operations.migrate.config import NAME, Config, library_stem, read_config
 from ckptfix.operations.migrate.filling import Source
 from ckptfix.operations.migrate.naming import becomes_file, stems, why_one_file
 from ckptfix.operations.migrate.options import CONVERTIBLE, DEFAULT_SHARD_SIZE, PACKED, Options
@@ -99,26 +99,32 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     Raises UsageError for options that make no sense here, OperationError for what the new format cannot hold.
     """
     is_file = becomes_file(source, output, options.to)
-    config = read_config(source)
+    configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
+    known = {home: library_stem(source, home, config) for home, config in configs.items()}
     models = tuple(
         _model(
             weights,
             stem,
             options,
-            config,
+            configs[weights.home],
             _most(source, weights, options, is_file=is_file),
             output.suffix if is_file else "",
         )
         for weights, stem in zip(
-            source.weights, stems(source, options.to, output, is_file=is_file), strict=True
+            source.weights, stems(source, options.to, output, known, is_file=is_file), strict=True
         )
     )
     new = [file.path for model in models for file in model.files]
     if doubled := [path for path, count in Counter(new).items() if count > 1]:
         raise UsageError(f"two models would both become {doubled[0]}; give one of them instead of the folder")
     beside = look_beside(source, frozenset(new))
-    data = config.with_dtype(options.dtype) if options.dtype is not None else config.data
-    is_rewritten = data != config.data and NAME in beside.carried
+    rewritten = {
+        home / NAME: data
+        for home, config in configs.items()
+        if options.dtype is not None
+        and (data := config.with_dtype(options.dtype)) != config.data
+        and home / NAME in beside.carried
+    }
     return MigrationPlan(
         source=source,
         path=path,
@@ -126,8 +132,8 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
         options=options,
         is_file=is_file,
         models=models,
-        carried=tuple(path for path in beside.carried if not (is_rewritten and path == NAME)),
-        rewritten=(OutputFile(path=NAME, parts=(Literal(data),)),) if is_rewritten else (),
+        carried=tuple(path for path in beside.carried if path not in rewritten),
+        rewritten=tuple(OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()),
         empty=beside.empty,
         left_out=(*_not_weights(source.weights), *_words(models, options.to), *beside.left_out),
     )
@@ -179,6 +185,7 @@ def _model(
         files = _files(options.to, stem, [source.new for source in sources.values()], new, most, suffix)
     except UnsupportedFormat as error:
         raise OperationError(f"{weights.label}: {error}") from error
+    files = tuple(replace(file, path=weights.home / file.path) for file in files)
     return PlannedModel(label=weights.label, before=weights, weights=new, files=files, sources=sources)
 
 

@@ -37,12 +37,16 @@ def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
     ``save_state`` and ``save_pretrained`` do, and record nothing; readers of ``.bin`` files of the latter tie again.
     """
     source = plan.source
-    is_pretrained = NAME in (*plan.carried, *(file.path for file in plan.rewritten))
+    config = (*plan.carried, *(file.path for file in plan.rewritten))
+    is_pretrained = any(path.name == NAME.name for path in config)
     if is_guarded or plan.options.to is Format.SAFETENSORS:
         return False
-    if not (source.is_save_state or (is_pretrained and plan.options.to is Format.DCP)):
-        return False
-    return any(one.format is Format.SAFETENSORS and not one.ties for one in source.weights)
+    reads_all = is_pretrained and plan.options.to is Format.DCP
+    return any(
+        one.format is Format.SAFETENSORS and not one.ties
+        for one in source.weights
+        if reads_all or (source.is_save_state and not one.home.parts)
+    )
 
 
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What ``check`` says of a source: damage is refused, as a new checkpoint would look whole; the rest is passed on."""
 
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.check import check
@@ -35,11 +36,17 @@ _DAMAGE = (
 )
 
 
-def passed_on(path: Path) -> tuple[str, ...]:
+def passed_on(path: Path, homes: Iterable[PurePosixPath]) -> tuple[str, ...]:
     """Return in words what is wrong with a source and will be with its copy: doubled models, nested names.
 
+    ``homes``: the sub-folders in which models lie; ``check`` does not look into them from above.
     Raises OperationError for damage. Checksums of records are compared while they are read, not here.
     """
+    places = [path, *(path / home for home in sorted(set(homes)) if home.parts)]
+    return tuple(words for place in places for words in _passed_on(place))
+
+
+def _passed_on(path: Path) -> tuple[str, ...]:
     try:
         findings = check(path).findings
     except UsageError:

@@ -57,14 +57,35 @@ def _tensor_judgements(
     contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed]
 ) -> Iterator[Judgement[Place]]:
     digests = recorded.digests(contents.weights, contents.unreadable)
+    unknown: frozenset[str] = frozenset()
     if digests:
-        found = named_results(contents, hashed)
+        unknown = _unrecorded(contents, recorded)
+        found = {
+            place: one for place, one in named_results(contents, hashed).items() if place.label not in unknown
+        }
         digests_found = {place: one.digest for place, one in found.items()}
         zeros = _zeros(contents, found) if digests_found != digests else set()
         yield from judge(digests, digests_found, name_of=_fqn, plain=zeros)
-        return
     for weights in contents.weights:
-        yield from (Judgement(Place(weights.label, name), Outcome.NOT_CHECKED) for name in weights.named())
+        if not digests or weights.label in unknown:
+            yield from (
+                Judgement(Place(weights.label, name), Outcome.NOT_CHECKED) for name in weights.named()
+            )
+
+
+def _unrecorded(contents: Contents, recorded: Recorded) -> frozenset[str]:
+    """Return the models whose files were there and which were not taken for models when digests were recorded.
+
+    As by ckptfix before 0.5.0, which did not look into sub-folders: their tensors have not come since.
+    """
+    if contents.only is not None:
+        return frozenset()  # a shard goes by the entry of its model
+    known = recorded.sha256.keys() | recorded.sizes.keys()
+    return frozenset(
+        weights.label
+        for weights in contents.weights
+        if weights.label not in recorded.tensors and known.issuperset(map(str, weights.files))
+    )
 
 
 def _fqn(place: Place) -> str:

@@ -17,6 +17,7 @@ from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.target import Target
 from ckptfix.storage.listing import listed_files
+from ckptfix.weights.below import model_folders
 from ckptfix.weights.opening import open_checkpoint
 from ckptfix.weights.single import file_weights
 from ckptfix.weights.stored import Format, Weights
@@ -154,6 +155,11 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
                 target.only is None or not found
             ):  # a shard that was asked for by its name is all that was asked for
                 unreadable[label] = str(error)
+    for path in model_folders(folder, has_weights=bool(found or unreadable)):
+        inside, *others = _weights(Target(target.root / path, None))
+        found += (one.below(path) for one in inside)
+        for told, more in zip((unreadable, unsupported), others, strict=True):
+            told.update({f"{path}/{label}": why for label, why in more.items()})
     for path, kind in folder.subfolders.items():
         if kind != PLAIN_FOLDER:
             try:

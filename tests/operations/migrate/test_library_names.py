@@ -199,6 +199,15 @@ def test_weights_of_another_model_beside_are_carried(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"pytorch_model.bin", *names}
 
 
+def test_an_adapter_gets_its_name_back_from_a_dcp_folder(folder: Path, tmp_path: Path) -> None:
+    write(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    migrate(folder, tmp_path / "dcp", to="dcp")
+    migrate(tmp_path / "dcp", tmp_path / "back", to="safetensors")
+    back = {path.name for path in (tmp_path / "back").iterdir()}
+    assert back == {path.name for path in folder.iterdir()}
+
+
 class TestStatesOfTheTrainer:
     """They are never a model, for no command."""
 

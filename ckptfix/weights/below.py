@@ -1,0 +1,59 @@
+"""Sub-folders that hold models of a checkpoint: as hooks of ``save_state`` write them, and pipelines of diffusers."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import NOT_STATES, parse_file_name
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.weights.deepspeed_files import deepspeed_folders
+
+_DEEPEST = 2
+_NUMBERED = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
+"""How scripts call the checkpoints in a folder of such."""
+
+_PIPELINE = "model_index.json"
+_CONFIGS = frozenset({"config.json", "adapter_config.json"})
+_TRAINER_STATE = "trainer_state.json"
+
+
+def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
+    """Yield the sub-folders whose weights belong to the checkpoint in a scanned folder.
+
+    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``: its own weights are
+    in it; below are then only models that a library finds by their names and a config. ``depth``: how far below the
+    checkpoint it lies itself. Links and checkpoints of their own are left out.
+    """
+    if depth >= _DEEPEST or not (depth or _is_checkpoint(folder)):
+        return
+    taken = {where for _, where in deepspeed_folders(folder)}
+    for path, kind in folder.subfolders.items():
+        full = folder.root / path
+        if kind != PLAIN_FOLDER or path in taken or _NUMBERED.fullmatch(path.name) or full.is_symlink():
+            continue
+        try:
+            names = os.listdir(full)
+        except OSError:
+            continue
+        if _is_own_checkpoint(names) or (has_weights and not _is_of_library(names)):
+            continue
+        yield path
+
+
+def _is_checkpoint(folder: CheckpointFolder) -> bool:
+    """Whether a folder holds a state, weights of a library or the list of a pipeline's models."""
+    names = (component.name for component in folder.components)
+    return any(name.role not in NOT_STATES or name.is_of_library for name in names) or any(
+        path.name == _PIPELINE for path in folder.strays
+    )
+
+
+def _is_own_checkpoint(names: list[str]) -> bool:
+    parsed = map(parse_file_name, names)
+    return _TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+
+
+def _is_of_library(names: list[str]) -> bool:
+    parsed = map(parse_file_name, names)
+    return not _CONFIGS.isdisjoint(names) and any(name is not None and name.is_of_library for name in parsed)
