@@ -9,11 +9,11 @@ from ckptfix.storage.atomic import create_file, sync_folder
 
 _BEGINS = b"<!DOCTYPE html>\n"
 _TITLE = b"<title>ckptfix "
-_HEAD = 1024  # bytes within which the title of every page stands
+_HEAD = 1024  # bytes within which every page has its title
 
 
 def ensure_writable(html: str, inputs: Sequence[str]) -> None:
-    """Find out before the work of minutes whether the page can be written; a file that is there stays as it is.
+    """Find out before the work of minutes whether the page can be written; an existing file stays as it is.
 
     ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be written.
     """
@@ -23,7 +23,7 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
             raise UsageError(f"--html {html} would change {given}; name a file outside of it")
     try:
         if os.path.lexists(page) and not _is_ours(page):
-            raise UsageError(f"--html {html}: what stands there is no page of ckptfix; name another file")
+            raise UsageError(f"--html: {html} exists and is not a ckptfix report; choose another path")
         create_file(_beside(page), b"")
         os.unlink(_beside(page))
     except OSError as error:

@@ -4,20 +4,15 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptfix.cli.pages import ensure_writable, write_page
 from ckptfix.cli.report import Report
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.findings import Severity
 from ckptfix.storage.paths import shell_path
-from ckptfix.wording import collapse_layers, count_of, human_size
 
-if TYPE_CHECKING:
-    from ckptfix.runtime.devices.reload import ReloadReport
-
-_COLOURS = {"proven": "green", "TOLERANCE": "yellow", "failed": "red", "not exercised": None}
-_DAMAGED = "not exercised: the reload, because the checkpoint is damaged"
+_DAMAGED = "reload skipped: the checkpoint is damaged"
 
 
 def reload(
@@ -46,7 +41,7 @@ def reload(
             path, device_map=device_map, max_memory=max_memory, model=model, repeats=repeats,
             require_transfer_proof=require_transfer_proof, progress=progress,
         )  # fmt: skip
-    print_reload(report, result)
+    report.show(result.lines())
     return _finish(report, {**document, "reload": result.as_json()}, result.status, html, html_page, result)
 
 
@@ -78,46 +73,3 @@ def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
     next_step = f"next: ckptfix {verb} {shell_path(path)}"
     report.line(next_step)
     return next_step
-
-
-def print_reload(report: Report, result: "ReloadReport") -> None:
-    """Print the map, the table of proofs, the matrix of pairs, and the verdict."""
-    report.line(
-        f"{result.path}: {count_of(result.tensors, 'tensor')}, {human_size(result.nbytes)}; {result.machine}",
-        bold=True,
-    )
-    report.line(f"model: {result.model or 'no class'}; device map: {result.map_source}")
-    by_device: dict[str, list[str]] = {}
-    for name, device in result.device_map.items():
-        by_device.setdefault(device, []).append(
-            f"{name}."
-        )  # the number at the end of a block's name counts, too
-    for device, names in by_device.items():
-        blocks = [name.removesuffix(".") or "the whole model" for name in collapse_layers(names)]
-        size = human_size(result.device_bytes.get(device, 0))
-        more = f" and {len(blocks) - 8} more" if len(blocks) > 8 else ""
-        report.line(f"  {device}: {size}: {', '.join(blocks[:8])}{more}")
-    for proof in result.proofs:
-        label = proof.outcome.value.upper() if proof.outcome.value == "not exercised" else proof.outcome.value
-        report.line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome.value])
-    _print_pairs(report, result)
-    if result.status == 0 and result.is_empty:
-        report.line("nothing was exercised, and nothing is proven", bold=True)
-    elif result.status == 0:
-        report.line("no fault found in what was exercised", colour="green")
-    elif result.require_transfer_proof and result.unproven_transfers:
-        count = count_of(len(result.unproven_transfers), "line")
-        report.line(f"--require-transfer-proof: {count} about transfers above not exercised", colour="red")
-
-
-def _print_pairs(report: Report, result: "ReloadReport") -> None:
-    """Print one word for each ordered pair of accelerators: rows copy to columns."""
-    if not result.pairs:
-        return
-    words = {facts.pair: facts.word for facts in result.pairs}
-    indexes = sorted({index for pair in words for index in pair})
-    width = max(9, *(len(word) + 2 for word in words.values()))
-    report.line("from \\ to".ljust(11) + "".join(f"{index}".ljust(width) for index in indexes).rstrip())
-    for source in indexes:
-        cells = (words.get((source, index), "-").ljust(width) for index in indexes)
-        report.line(f"{source}".ljust(11) + "".join(cells).rstrip())

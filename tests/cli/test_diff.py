@@ -107,7 +107,7 @@ def test_a_page_never_replaces_what_is_compared_or_another_file(
         assert run(["diff", files[0], str(folder), "--html", page]) == 2
     for other in ("notes.html", "b.safetensors"):
         assert run(["diff", files[0], str(folder), "--html", str(tmp_path / other)]) == 2
-        assert "no page of ckptfix" in capsys.readouterr().err
+        assert "exists and is not a ckptfix report; choose another path" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

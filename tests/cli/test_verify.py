@@ -97,7 +97,7 @@ def test_damage_is_said_with_the_next_command_and_the_repaired_folder_is_proven(
     assert run(["verify", str(damaged), "--model", MODEL]) == 1
     out = capsys.readouterr().out
     assert "error doubled-model" in out
-    assert "not exercised: the reload, because the checkpoint is damaged" in out
+    assert "reload skipped: the checkpoint is damaged" in out
     assert f"next: ckptfix repair {damaged}" in out
     assert run(["verify", str(damaged), "--device-map", "auto", "--json"]) == 1
     document = printed(capsys)

@@ -113,7 +113,7 @@ def test_the_page_of_a_damaged_checkpoint_has_the_findings(
     assert f"report: {page}" in capsys.readouterr().out
     text = Page(page.read_text(encoding="utf-8")).text
     assert "doubled-model" in text
-    assert "not exercised: the reload, because the checkpoint is damaged" in text
+    assert "reload skipped: the checkpoint is damaged" in text
     assert f"next: ckptfix repair {damaged}" in text
 
 

@@ -92,10 +92,10 @@ def _to_seal(target: Target, findings: tuple[Finding, ...]) -> str:
         return f"; next: {command('repair', target.root, target.only or '')}"
     if any(one.is_salvageable for one in serious):
         return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
-    if any(map(forbids_seal, serious)):
-        return ", and a damaged folder is not sealed"
     if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
         return "; the last save was interrupted: save again"
+    if any(map(forbids_seal, serious)):
+        return ", and a damaged folder is not sealed"
     if target.only is not None:
         return f"; to seal all files of its folder: {command('seal', target.root)}"
     return f"; next: {command('seal', target.root)}"

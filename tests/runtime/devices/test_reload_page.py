@@ -130,3 +130,22 @@ def test_a_machine_without_accelerators_has_no_matrix() -> None:
     page = Page(html_page(replace(report(), pairs=(), divergence=None, machine=Machine(accelerator=None))))
     assert "Copies between accelerators" not in page.text
     assert "CPU only" in page.text
+
+
+def test_str_is_what_the_terminal_prints() -> None:
+    text = str(replace(report(), path=Path("folder"), model="Net", map_source="auto"))
+    assert text.splitlines()[:3] == [
+        "folder: 7 tensors, 3.0 KiB; 3 cuda devices (Card)",
+        "model: Net; device map: auto",
+        "  0: 2.0 KiB: layers.{0...1}",
+    ]
+    assert "       failed  transfer fault\n" in text
+    assert "NOT EXERCISED  time\n" in text
+    assert "0          -              zeros          not exercised\n" in text
+    assert "\x1b" not in text
+
+
+def test_repr_is_short() -> None:
+    assert repr(replace(report(), path=Path("f"))) == (
+        "<ReloadReport f: 7 tensors, 3.0 KiB; 3 cuda devices (Card); status 1>"
+    )

@@ -3,13 +3,16 @@
 A proof has one of four outcomes, and "not exercised" is never shown as anything else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
+
+_BLOCKS = 8  # names of blocks that are shown of a device
 
 
 class Outcome(Enum):
@@ -19,6 +22,14 @@ class Outcome(Enum):
     TOLERANCE = "TOLERANCE"
     FAILED = "failed"
     NOT_EXERCISED = "not exercised"
+
+
+_COLOURS = {
+    Outcome.PROVEN: "green",
+    Outcome.TOLERANCE: "yellow",
+    Outcome.FAILED: "red",
+    Outcome.NOT_EXERCISED: None,
+}
 
 
 class Subject(Enum):
@@ -178,8 +189,8 @@ class Machine:
         return f"{number} {self.accelerator} device{'s' if self.count > 1 else ''} ({kinds})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReloadReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReloadReport(Printable):
     """What ``verify_reload`` proved, what failed, and what it did not exercise.
 
     ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
@@ -245,5 +256,44 @@ class ReloadReport:
             "require_transfer_proof": self.require_transfer_proof,
         }
 
-    def __str__(self) -> str:
-        return "\n".join([f"{self.path} on {self.machine}", *(f"  {proof}" for proof in self.proofs)])
+    def lines(self) -> Iterator[Line]:
+        """Yield the map, the table of proofs, the matrix of pairs, and the verdict."""
+        size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.nbytes)}"
+        yield line(f"{self.path}: {size}; {self.machine}", bold=True)
+        yield line(f"model: {self.model or 'no class'}; device map: {self.map_source}")
+        yield from self._map_lines()
+        for proof in self.proofs:
+            is_open = proof.outcome is Outcome.NOT_EXERCISED
+            label = proof.outcome.value.upper() if is_open else proof.outcome.value
+            yield line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome])
+        yield from self._pair_lines()
+        if self.status == 0 and self.is_empty:
+            yield line("nothing was exercised, and nothing is proven", bold=True)
+        elif self.status == 0:
+            yield line("no fault found in what was exercised", colour="green")
+        elif self.require_transfer_proof and self.unproven_transfers:
+            count = count_of(len(self.unproven_transfers), "line")
+            yield line(f"--require-transfer-proof: {count} about transfers above not exercised", colour="red")
+
+    def _map_lines(self) -> Iterator[Line]:
+        by_device: dict[str, list[str]] = {}
+        for name, device in self.device_map.items():
+            # With a dot behind it, the number at the end of a block's name counts, too.
+            by_device.setdefault(device, []).append(f"{name}.")
+        for device, names in by_device.items():
+            blocks = [name.removesuffix(".") or "the whole model" for name in collapse_layers(names)]
+            more = f" and {len(blocks) - _BLOCKS} more" if len(blocks) > _BLOCKS else ""
+            size = human_size(self.device_bytes.get(device, 0))
+            yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
+
+    def _pair_lines(self) -> Iterator[Line]:
+        """Yield one word for each ordered pair of accelerators: rows copy to columns."""
+        if not self.pairs:
+            return
+        words = {facts.pair: facts.word for facts in self.pairs}
+        indexes = sorted({index for pair in words for index in pair})
+        width = max(9, *(len(word) + 2 for word in words.values()))
+        yield line("from \\ to".ljust(11) + "".join(f"{index}".ljust(width) for index in indexes).rstrip())
+        for source in indexes:
+            cells = (words.get((source, index), "-").ljust(width) for index in indexes)
+            yield line(f"{source}".ljust(11) + "".join(cells).rstrip())
