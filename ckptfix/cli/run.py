@@ -20,12 +20,19 @@ import click
     is_flag=True,
     help="Every process of the script calls save_state: save as one, with a barrier at the end.",
 )
+@click.option(
+    "--save-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End a save that waits for other processes with an error after SECONDS (default: 540).",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     on_reprepare: str,
     no_check_backward: bool,
     save_together: bool,
+    save_timeout: float | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> Callable[[], None]:
@@ -44,4 +51,5 @@ def run_command(
         on_reprepare=on_reprepare,
         check_backward=not no_check_backward,
         save_together=save_together,
+        save_timeout=save_timeout,
     )

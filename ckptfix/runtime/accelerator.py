@@ -11,6 +11,7 @@ from ckptfix.runtime import guard
 from ckptfix.runtime.devices.patching import patch_dispatch, unpatch_dispatch
 from ckptfix.runtime.devices.transfers import Mode, mode_named
 from ckptfix.runtime.guard import OnReprepare, Settings, guard_of
+from ckptfix.runtime.saving.meeting import timeout_of
 from ckptfix.runtime.saving.model import save_model
 from ckptfix.runtime.saving.resuming import load_state
 from ckptfix.runtime.saving.state import save_state
@@ -70,7 +71,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
     accumulated or scaled. ``tensor_digests``: record a sha256 of every tensor in the manifest of each save.
     ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
-    that calls it on the main process alone.
+    that calls it on the main process alone. ``save_timeout``: seconds after which a save that waits for other processes
+    ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540.
     """
 
     def __init__(
@@ -80,10 +82,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         check_backward: bool = True,
         tensor_digests: bool = False,
         save_together: bool = True,
+        save_timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
         """Make an accelerator; other arguments go to ``accelerate.Accelerator``."""
-        guard_of(self, Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, save_together))
+        timeout_of(save_timeout)  # a wrong value is said now, not at the first save
+        guard_of(
+            self,
+            Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, save_together, save_timeout),
+        )
         super().__init__(*args, **kwargs)
 
 
@@ -108,6 +115,7 @@ def patch_accelerate(
     check_backward: bool = True,
     tensor_digests: bool = False,
     save_together: bool = False,
+    save_timeout: float | None = None,
     safe_transfers: Mode | str = Mode.AUTO,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
@@ -121,10 +129,12 @@ def patch_accelerate(
     The environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
     """
     mode = mode_named(safe_transfers)
+    timeout_of(save_timeout)
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
     guard.DEFAULTS.tensor_digests = tensor_digests
     guard.DEFAULTS.save_together = save_together
+    guard.DEFAULTS.save_timeout = save_timeout
     for name in _GUARDED:
         if name not in _ORIGINALS:
             original = getattr(accelerate.Accelerator, name)

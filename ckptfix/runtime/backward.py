@@ -57,7 +57,7 @@ class BackwardCheck:
             return
         self.warned = True
         line = calling_line()
-        switch = as_given("check_backward=False", "--no-check-backward")
+        switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
         warnings.warn_explicit(
             f"{type(optimizer).__name__}.step() at {line} uses gradients that did not come from "
             f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "

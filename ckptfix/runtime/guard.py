@@ -44,13 +44,14 @@ class Settings:
 
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
     every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
-    and all of them save as one.
+    and all of them save as one. ``save_timeout``: seconds that such a save waits for the others, None for the default.
     """
 
     on_reprepare: OnReprepare = OnReprepare.WARN
     check_backward: bool = True
     tensor_digests: bool = False
     save_together: bool = False
+    save_timeout: float | None = None
 
 
 class Guard:

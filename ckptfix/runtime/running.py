@@ -85,9 +85,9 @@ def _tell_torchrun(error: Exception, trace: TracebackType | None) -> None:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}, file)
 
 
-def as_given(argument: str, option: str) -> str:
-    """Return what the user can change: the argument in code, or under ``ckptfix run`` its option and where it goes."""
-    return f"ckptfix run {option} SCRIPT" if _replaced else argument
+def as_given(in_code: str, typed: str) -> str:
+    """Return what the user can change: something in the code, or what was typed where ``ckptfix run`` runs it."""
+    return typed if _replaced else in_code
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

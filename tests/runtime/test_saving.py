@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from ckptfix import check
 from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.errors import UsageError
+from ckptfix.errors import OperationError, UsageError
 from ckptfix.runtime.accelerator import Accelerator
 from ckptfix.runtime.saving.resuming import latest_checkpoint
 from tests.runtime.killing import Steps
@@ -240,7 +240,7 @@ def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
 
 @FORKS
 def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.runtime.saving.state._PATIENCE", 0.2)
+    monkeypatch.setattr("ckptfix.runtime.saving.meeting.PATIENCE", 0.2)
     said = tmp_path / "said"
 
     def work(rank: int) -> None:
@@ -252,8 +252,66 @@ def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pyte
         accelerator.save_state(tmp_path / "c")
 
     assert run_ranks(2, work) == [0, 0]
-    assert "save_state has waited 0.2 s for the other processes" in said.read_text()
+    assert (
+        "save_state has waited 0.2 s for 1 process (rank 1): every process must call it" in said.read_text()
+    )
+    assert "if only the main process saves, pass save_together=False" in said.read_text()
+    assert "after 540 s this save ends with an error" in said.read_text()
     assert said.read_text().count("waited") == 1
+
+
+@FORKS
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_a_save_of_the_main_process_alone_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """It waited for ever. The others train on meanwhile, so nothing of torch.distributed may be waited for."""
+    if given == "environment":
+        monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", "0.5")
+
+    def work(rank: int) -> None:
+        accelerator = Accelerator(cpu=True, save_timeout=0.5 if given == "argument" else None)
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        for _ in range(2):
+            if rank == 0:
+                with pytest.raises(OperationError) as caught:
+                    accelerator.save_state(tmp_path / "alone")
+                for part in ("0.5 s for 1 process (rank 1)", "save_together=False", "nothing was written"):
+                    assert part in str(caught.value)
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+        assert accelerator.save_state(tmp_path / "all") == tmp_path / "all", "later all meet again"
+        accelerator.save_state(tmp_path / "all")
+
+    assert run_ranks(2, work) == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["all"]
+    assert incomplete(tmp_path / "all") is None
+
+
+@FORKS
+def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        accelerator = Accelerator(cpu=True, save_timeout=1.0)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        if rank == 0:
+            for _ in range(2):
+                with pytest.raises(OperationError, match="rank 1, 2"):
+                    accelerator.save_state(tmp_path / "c")
+        time.sleep(0.2 if rank == 0 else 2.5)
+        accelerator.save_state(tmp_path / "c")
+
+    assert run_ranks(3, work) == [0, 0, 0]
+    assert incomplete(tmp_path / "c") is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
+def test_a_timeout_that_is_none_is_refused_at_once(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", value)
+    with pytest.raises(
+        UsageError, match=f"CKPTFIX_SAVE_TIMEOUT={value}: expected a number of seconds above 0"
+    ):
+        Accelerator(cpu=True)
+    monkeypatch.setenv("CKPTFIX_SAVE_TIMEOUT", "inf")
+    Accelerator(cpu=True)
 
 
 def test_views_are_kept_and_ties_are_named(tmp_path: Path) -> None:

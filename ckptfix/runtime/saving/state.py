@@ -5,9 +5,7 @@ it on the main process alone. Such a save waits for nobody: the main process com
 adds its own. Where accelerate's own waits for all, and where the script says so, all processes save as one.
 """
 
-import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from ckptfix.checkpoint.latest import checkpoint_number
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.runtime.guard import guard_of
 from ckptfix.runtime.ranks import SHARDED, Ranks, cannot_agree
+from ckptfix.runtime.saving.meeting import meet, timeout_of
 from ckptfix.runtime.saving.recording import make_manifest, model_entries, separate_views
 from ckptfix.runtime.saving.rotation import rotate
 from ckptfix.runtime.saving.staging import Staging, abandon, add, begin, commit, plan_staging
@@ -27,11 +26,6 @@ from ckptfix.runtime.saving.staging import Staging, abandon, add, begin, commit,
 Method = Callable[..., Any]
 
 WHAT = "save_state"
-
-_PATIENCE = 30.0
-"""Seconds after which a save that waits for all processes says so."""
-
-_log = logging.getLogger("ckptfix")
 
 
 def save_state(
@@ -67,9 +61,16 @@ def _together(accelerator: Accelerator) -> bool:
         return False  # after end_training
     return (
         accelerator.num_processes == 1
-        or accelerator.project_configuration.automatic_checkpoint_naming
-        or accelerator.distributed_type in SHARDED
+        or _must_be_together(accelerator)
         or guard_of(accelerator).settings.save_together
+    )
+
+
+def _must_be_together(accelerator: Accelerator) -> bool:
+    """Whether accelerate's own ``save_state`` needs every process."""
+    return (
+        accelerator.project_configuration.automatic_checkpoint_naming
+        or accelerator.distributed_type in SHARDED
     )
 
 
@@ -95,8 +96,18 @@ class _Save:
 
     def is_of_all(self, target: Path) -> bool:
         """Whether all processes save to one folder; some scripts have one for each."""
-        with _said_when_waiting():
-            return len(set(self._ranks.gather(str(target.parent)))) == 1
+        accelerator = self._accelerator
+        if accelerator.num_processes == 1:
+            return True
+        settings = guard_of(accelerator).settings
+        parents = meet(
+            accelerator.process_index,
+            accelerator.num_processes,
+            str(target.parent),
+            timeout_of(settings.save_timeout),
+            can_save_alone=settings.save_together and not _must_be_together(accelerator),
+        )
+        return len(set(parents)) == 1
 
     def alone(self, target: Path, safetensors: bool) -> Path:
         """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
@@ -232,19 +243,3 @@ def _recorded(accelerator: Accelerator, record: Callable[..., None], safetensors
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _said_when_waiting() -> Iterator[None]:
-    """Say what is wrong when the other processes do not come."""
-    message = (
-        f"save_state has waited {_PATIENCE:g} s for the other processes: every process must call it; or pass "
-        "save_together=False, and it waits for none"
-    )
-    timer = threading.Timer(_PATIENCE, _log.warning, (message,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
