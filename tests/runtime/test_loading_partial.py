@@ -584,3 +584,62 @@ def test_words_that_are_none(tmp_path: Path) -> None:
         report.of("model")
     with pytest.raises(ValueError, match=r"^with_status\('ok'\): expected 'restored', "):
         report.with_status("ok")
+
+
+class Layers(nn.Module):  # type: ignore[misc]
+    """Layers by name and width, in this order."""
+
+    def __init__(self, layers: list[tuple[str, int]]) -> None:
+        super().__init__()
+        for name, width in layers:
+            self.add_module(name, nn.Linear(width, width))
+
+
+widths = {name: 2 + number % 2 for number, name in enumerate("abcdef")}
+layers = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1).map(sorted)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    old=layers,
+    new=layers,
+    frozen=st.sets(st.sampled_from("abcdef"), max_size=2),
+    groups=st.booleans(),
+    named=st.booleans(),
+    kind=st.sampled_from(["safetensors", "bin"]),
+)
+def test_no_moment_is_given_to_another_parameter(
+    tmp_path: Path, old: list[str], new: list[str], frozen: set[str], groups: bool, named: bool, kind: str
+) -> None:
+    def of(names: list[str]) -> Run:
+        model = Layers([(name, widths[name]) for name in names])
+        chosen = [(name, one) for name, one in model.named_parameters() if name[0] not in frozen]
+        split = [
+            [pair for pair in chosen if pair[1].ndim == 2],
+            [pair for pair in chosen if pair[1].ndim == 1],
+        ]
+        given = [
+            {"params": part if named else [one for _, one in part]}
+            for part in (split if groups else [chosen])
+        ]
+        return run_of(model, torch.optim.Adam(given))
+
+    common = [name for name in new if name in old]
+    if not common or not set(old) - frozen or not set(new) - frozen:
+        return
+    reset()
+    saved = of(old)
+    step(saved)
+    saved.accelerator.save_state(str(tmp_path / "c"), safe_serialization=kind == "safetensors")
+    reset()
+    run = of(new)
+    load(run, tmp_path / "c")
+    wanted, found = moments(saved), moments(run)
+    for name, state in found.items():
+        if name[0] not in common:
+            assert state == {}
+        elif state or named or not (frozen or set(old) - set(new)):  # nothing is in doubt: all are carried
+            assert state.keys() == wanted[name].keys()
+            assert all(torch.equal(value, wanted[name][key]) for key, value in state.items())
+    (tmp_path / "c" / "model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "c" / "pytorch_model.bin").unlink(missing_ok=True)
