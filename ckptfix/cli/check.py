@@ -82,9 +82,9 @@ def _in_one_line(result: CheckReport) -> Iterator[Line]:
 
 def _unless_below(result: CheckReport) -> Iterator[str]:
     """Yield what was not checked, without the folders into which ``--recursive`` looks: all but links."""
-    below = {
+    below = tuple(
         f"{name}/ ({PLAIN_FOLDER}): not looked into"
         for name in result.folder.subfolders
         if not os.path.islink(result.folder.root / name)
-    }
-    return (words for words in result.not_checked if words not in below)
+    )
+    return (words for words in result.not_checked if not words.startswith(below))

@@ -51,7 +51,7 @@ def test_check_ends_with_a_summary_and_says_once_what_it_did_not_check(runs: Pat
     assert lines[-1] == "4 checkpoints: 3 damaged, 1 clean"
     unchecked = [line for line in lines if line.startswith("not checked")]
     assert lines[-1 - len(unchecked) : -1] == unchecked
-    assert "not checked: 2 comparisons read samples only; --data reads every byte" in unchecked
+    assert "not checked: 2 comparisons read samples only; ckptfix check --data reads every byte" in unchecked
     assert len({line.split(";")[0].split("(")[0] for line in unchecked}) == len(unchecked)
     (clean,) = (line for line in lines if line.startswith(f"{runs}/1: "))
     assert clean.endswith(": no error found; 1 note: wrapper-prefix")

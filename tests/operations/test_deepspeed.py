@@ -92,7 +92,7 @@ def test_a_file_that_was_cut(saved: Path, tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_with_data(saved: Path) -> None:
     record = flip(saved / SECOND_RANK)
     assert codes(saved) == []
-    assert any("(--data checks them)" in words for words in check(saved).not_checked)
+    assert any("ckptfix check --data checks them" in words for words in check(saved).not_checked)
     assert codes(saved, data=True) == [("crc-mismatch", SECOND_RANK)]
     (finding,) = check(saved, data=True).findings
     assert repr(record) in str(finding)

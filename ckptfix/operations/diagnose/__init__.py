@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.links import links_below
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
@@ -167,6 +167,14 @@ def diagnose(
     )
 
 
+def _why_not(path: Path, kind: str) -> str:
+    """Say why nothing in a folder was checked, and what checks it where something does."""
+    if is_empty(path):
+        return "empty"
+    is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
+    return f"not looked into{'; ckptfix check --recursive looks into it' if is_walked else ''}"
+
+
 def _not_checked(
     folder: CheckpointFolder,
     sharded: Iterable[ShardedState],
@@ -177,7 +185,7 @@ def _not_checked(
 ) -> tuple[str, ...]:
     checked = {state.path for state in sharded} | {state.path for state in deepspeed}
     words = [
-        f"{path}/ ({kind}): {'empty' if is_empty(folder.root / path) else 'not looked into'}"
+        f"{path}/ ({kind}): {_why_not(folder.root / path, kind)}"
         for path, kind in folder.subfolders.items()
         if path not in checked
     ]
@@ -191,14 +199,14 @@ def _not_checked(
     sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
     if sampled:
         comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
-        words.append(f"{comparisons} read samples only; --data reads every byte")
+        words.append(f"{comparisons} read samples only; ckptfix check --data reads every byte")
     words.append("values of tensors (NaN, zeros, flipped bits)")
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):
-        words.append("checksums of tensor records in torch zip files (--data checks them)")
+        words.append("checksums of tensor records in torch zip files; ckptfix check --data checks them")
     if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
-        words.append("checksums of the items in .distcp files (--data checks them)")
+        words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
     known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
     known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
     strays = [str(path) for path in folder.strays if path not in known]

@@ -171,7 +171,7 @@ def _not_looked_at(
 ) -> Iterator[str]:
     """Yield in words what was not looked at, but for the files of which ``told`` says so."""
     if not data:
-        yield "values of tensors (NaN, Inf, zeros); --data reads them"
+        yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
     else:
         yield "values of what is no model's weights, as the states of optimizers"
         beside = [
