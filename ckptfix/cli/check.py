@@ -51,7 +51,9 @@ def check_command(
             raise failures[path]
         with report.progress(f"reading {path}") as progress:
             result = check(path, data=data, progress=progress)
-        return replace(result, not_checked=tuple(_unless_below(result))) if recursive else result
+        if recursive:  # models below have a report of their own
+            result = replace(result, not_checked=tuple(_unless_below(result)), below=())
+        return result
 
     def lines(result: CheckReport) -> Iterator[Line]:
         if not (quiet or null):
@@ -68,14 +70,14 @@ def check_command(
 def _word(result: CheckReport) -> str:
     if result.status == 0:
         return _CLEAN
-    is_damaged = any(finding.severity is Severity.ERROR for finding in result.findings)
+    is_damaged = any(finding.severity is Severity.ERROR for finding in result.all_findings)
     return _DAMAGED if is_damaged else _WARNED
 
 
 def _in_one_line(result: CheckReport) -> Iterator[Line]:
     """Yield one line about a checkpoint without errors and warnings, and what was not checked of it."""
-    codes = sorted({finding.code for finding in result.findings})
-    notes = f"; {count_of(len(result.findings), 'note')}: {', '.join(codes)}" if codes else ""
+    codes = sorted({finding.code for finding in result.all_findings})
+    notes = f"; {count_of(len(result.all_findings), 'note')}: {', '.join(codes)}" if codes else ""
     yield line(f"{result.path}: {result.counts}: no error found{notes}")
     yield from map(unchecked_line, result.not_checked)
 

@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.checkpoint.sharded import ShardedState, holds_dcp
 from ckptfix.checkpoint.staged import read_staged
+from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.operations.diagnose import diagnose
+from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.diagnose.deepspeed import DeepSpeedState
 from ckptfix.operations.findings import (
     Finding,
@@ -26,12 +29,22 @@ from ckptfix.operations.findings import (
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.weights.below import model_folders
 from ckptfix.wording import Line, Printable, count_of, human_size, line, unchecked_line
+
+_GENERIC = ("values of tensors", "checksums of ")
+"""How what is not checked of any folder begins; said once."""
+
+_OF_FOLDER = ("other files beside it", "digests in ")
+"""How what is about the rest of a folder begins, which is beside the point for a model below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckReport(Printable):
-    """What ``check`` found. ``not_checked`` says in words what was not looked at."""
+    """What ``check`` found. ``not_checked`` says in words what was not looked at.
+
+    ``below``: the same of the sub-folders that hold models of the checkpoint, such as ``unet``.
+    """
 
     path: Path
     folder: CheckpointFolder
@@ -39,11 +52,21 @@ class CheckReport(Printable):
     deepspeed: tuple[DeepSpeedState, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
+    below: tuple["CheckReport", ...] = ()
 
     @property
     def status(self) -> int:
         """Exit status: 1 for any error or warning, 0 otherwise. Notes change nothing."""
-        return status_of(self.findings)
+        return max(status_of(self.findings), *(report.status for report in self.below), 0)
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """The findings of the folder and of the models below, by their paths from the folder."""
+        return self.findings + tuple(
+            replace(finding, path=PurePosixPath(report.path.relative_to(self.path)) / finding.path)
+            for report in self.below
+            for finding in report.all_findings
+        )
 
     @property
     def counts(self) -> str:
@@ -69,6 +92,11 @@ class CheckReport(Printable):
         """Yield what is wrong with the checkpoint, and what to do."""
         yield line(f"{self.path}: {self.counts}", bold=True)
         yield from finding_lines(self.findings, str(self.path))
+        for report in self.below:
+            if report.findings:
+                yield from report.verdict_lines()
+            else:
+                yield line(f"{report.path}: {report.counts}: no error found")
         if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
             yield line("no error found in what was checked", colour="green")
         elif any(finding.is_fixable for finding in self.findings):
@@ -111,6 +139,7 @@ class CheckReport(Printable):
             ],
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "not_checked": list(self.not_checked),
+            **({"below": [report.as_json() for report in self.below]} if self.below else {}),
         }
 
 
@@ -136,14 +165,42 @@ def check(
         if not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress)
+    below = tuple(_below(diagnosis, data=data, progress=progress))
     return CheckReport(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
         findings=pending + diagnosis.findings + _staging_inside(target),
-        not_checked=diagnosis.not_checked,
+        not_checked=tuple(_not_checked(diagnosis.not_checked, target.path, below)),
+        below=below,
     )
+
+
+def _below(diagnosis: Diagnosis, *, data: bool, progress: Progress | None) -> Iterator[CheckReport]:
+    """Yield what is wrong with the models in sub-folders. Raises OSError."""
+    folder = diagnosis.folder
+    if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
+        return
+    models = [state for state in diagnosis.sharded if state.name is None or state.name.role is Role.MODEL]
+    has_weights = bool(
+        models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
+    )
+    for where in model_folders(folder, has_weights=has_weights):
+        with suppress(UsageError):  # nothing of a checkpoint is in it
+            yield check(folder.root / where, data=data, progress=progress)
+
+
+def _not_checked(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
+    """Yield in words what was not looked at, each once; what is about a file below with its folder."""
+    inside = {report.path.relative_to(path): report.not_checked for report in below}
+    looked_into = {f"{where}/ ({PLAIN_FOLDER}): not looked into" for where in inside}
+    told = [words for words in own if words not in looked_into]
+    yield from told
+    generic = {words for said in inside.values() for words in said if words.startswith(_GENERIC)}
+    yield from sorted(generic.difference(told))
+    for where, said in inside.items():
+        yield from (f"{where}/{words}" for words in said if not words.startswith((*_GENERIC, *_OF_FOLDER)))
 
 
 def _staging_inside(target: Target) -> tuple[Finding, ...]:

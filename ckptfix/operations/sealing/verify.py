@@ -120,7 +120,7 @@ def structure(
             return (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
         raise
     unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
-    return report.findings, tuple(f"structure: {words}" for words in unseen)
+    return report.all_findings, tuple(f"structure: {words}" for words in unseen)
 
 
 def hash_recorded(

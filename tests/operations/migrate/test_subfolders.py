@@ -12,6 +12,7 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.check import check
 from ckptfix.operations.diff import diff
 from ckptfix.operations.migrate import migrate
+from ckptfix.operations.repair import repair
 from ckptfix.operations.sealing.seal import seal
 from ckptfix.operations.sealing.verify import verify
 from ckptfix.weights.opening import open_checkpoint
@@ -183,6 +184,48 @@ def test_damage_below_is_damage(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OperationError, match="unet"):
         migrate(folder, tmp_path / "new", to="bin")
     assert not (tmp_path / "new").exists()
+
+
+class TestCheck:
+    """Looks into the models below, and gives the commands that mend them."""
+
+    def test_sound_models_are_counted(self, folder: Path) -> None:
+        report = check(folder)
+        assert (report.status, report.all_findings) == (0, ())
+        assert [one.path for one in report.below] == [folder / "unet", folder / "unet_ema"]
+        assert not [words for words in report.not_checked if "unet" in words]
+        assert str(report).count("values of tensors") == 1
+        assert "unet: 1 file, 2 tensors" in str(report)
+
+    def test_damage_is_found_from_above(self, folder: Path) -> None:
+        path = folder / UNET
+        path.write_bytes(path.read_bytes()[:-8])
+        report = check(folder)
+        assert report.status == 1
+        assert [(one.code, str(one.path)) for one in report.all_findings] == [("truncated-file", UNET)]
+        assert f"ckptfix salvage {folder / 'unet'} NEW_FOLDER" in str(report)
+        assert "no error found in what was checked" not in str(report)
+        assert [one["path"] for one in report.as_json()["below"]] == [  # type: ignore[attr-defined]
+            str(folder / "unet"),
+            str(folder / "unet_ema"),
+        ]
+        assert not seal(folder).written
+        assert verify(folder).status == 1
+
+    def test_nested_names_are_repaired_where_they_are(self, folder: Path) -> None:
+        nested = {f"module.module.{name}": tensor for name, tensor in WEIGHTS.items()}
+        save_file(nested, folder / UNET, metadata={"format": "pt"})
+        report = check(folder)
+        assert report.status == 1
+        assert f"next: ckptfix repair {folder / 'unet'}\n" in str(report)
+        repair(folder / "unet")
+        assert check(folder).status == 0
+
+    def test_other_folders_are_still_named(self, folder: Path) -> None:
+        (folder / "logs").mkdir()
+        (folder / "logs" / "run.txt").write_text("x")
+        (said,) = [words for words in check(folder).not_checked if "logs" in words]
+        assert said == "logs/ (a folder): not looked into"
 
 
 class TestSeal:
