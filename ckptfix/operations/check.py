@@ -194,8 +194,8 @@ def _below(diagnosis: Diagnosis, *, data: bool, progress: Progress | None) -> It
 def _not_checked(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
     """Yield in words what was not looked at, each once; what is about a file below with its folder."""
     inside = {report.path.relative_to(path): report.not_checked for report in below}
-    looked_into = {f"{where}/ ({PLAIN_FOLDER}): not looked into" for where in inside}
-    told = [words for words in own if words not in looked_into]
+    looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)
+    told = [words for words in own if not words.startswith(looked_into)]
     yield from told
     generic = {words for said in inside.values() for words in said if words.startswith(_GENERIC)}
     yield from sorted(generic.difference(told))

@@ -225,7 +225,7 @@ class TestCheck:
         (folder / "logs").mkdir()
         (folder / "logs" / "run.txt").write_text("x")
         (said,) = [words for words in check(folder).not_checked if "logs" in words]
-        assert said == "logs/ (a folder): not looked into"
+        assert said.startswith("logs/ (a folder): not looked into")
 
 
 class TestSeal:
