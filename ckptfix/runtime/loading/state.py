@@ -88,6 +88,35 @@ def load_state_tolerant(
     return draft.report()
 
 
+def load_here(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
+    """Load as ``load_state_tolerant`` does, and wait for no other process: some scripts load on some of them only.
+
+    Raises LoadError; what was modified until then is taken back.
+    """
+    draft = Draft(path=root, policy=policy)
+    undo: Tensors | None = None
+    commit: Commit | None = None
+    try:
+        folder, manifest = look(root)
+        offers = _plan_before_hooks(draft, accelerator, folder, manifest)
+        models = accelerator._models
+        if accelerator._load_model_state_pre_hook:
+            undo = Tensors(models)
+            models = run_hooks(accelerator, str(root), draft)
+        _plan(draft, accelerator, models, folder, manifest, offers)
+        stop_if_failed(draft, root)
+        commit = Commit(draft, accelerator, undo)
+        commit.run()
+    except Exception as problem:
+        if commit is not None:
+            commit.take_back()
+        elif undo is not None:
+            undo.restore()
+        raise as_load_error(problem, draft) from problem.__cause__
+    warn_of(draft, is_main=accelerator.is_main_process)
+    return draft.report()
+
+
 def _commit(draft: Draft, accelerator: Any, undo: Tensors | None) -> None:
     """Do what was planned on every rank, or take it back on every rank and raise LoadError."""
     error: Exception | None = None

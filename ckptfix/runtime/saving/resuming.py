@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from ckptfix.checkpoint.latest import candidates, checkpoint_number, checkpoints
 from ckptfix.errors import UsageError
 from ckptfix.runtime.callers import calling_line
 from ckptfix.runtime.guard import guard_of
+from ckptfix.runtime.loading.report import LoadPolicy, Need
+from ckptfix.runtime.loading.state import load_here
+from ckptfix.runtime.loading.undoubling import dataloaders_need, is_shifted, moved
 from ckptfix.runtime.ranks import Ranks
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, command
 
 Method = Callable[..., Any]
 
@@ -27,6 +30,7 @@ def load_state(
 ) -> Any:
     """Stand in front of ``Accelerator.load_state``: without a path the newest whole checkpoint; numbering goes on.
 
+    A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says what went where.
     Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is whole.
     """
     config = accelerator.project_configuration
@@ -36,12 +40,46 @@ def load_state(
             input_dir = _choose(accelerator, folder)
         elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
             raise UsageError(problem)
-        result = method(input_dir, *args, **kwargs)
+        result = None
+        if not is_outermost or not input_dir or not _undoubled(accelerator, input_dir, *args, **kwargs):
+            result = method(input_dir, *args, **kwargs)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             number = checkpoint_number(Path(input_dir).name)
             if number is not None:
                 config.iteration = number + 1
         return result
+
+
+def _undoubled(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str],
+    load_kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    map_location: object = None,
+    **kwargs: Any,
+) -> bool:
+    """Load a folder that an unguarded run doubled, or whose names a repair changed; False for any other folder.
+
+    ``strict=False`` and arguments that nobody here knows are left to accelerate, whatever comes of it.
+    """
+    root = Path(os.path.expanduser(str(input_dir)))
+    if not strict or kwargs or not is_shifted(accelerator, root):
+        return False
+    dataloaders = dataloaders_need(accelerator, root)
+    trust = (load_kwargs or {}).get("weights_only") is False
+    report = load_here(accelerator, root, LoadPolicy(dataloaders=dataloaders, trust=trust))
+    line = calling_line()
+    left = "; data loaders start anew: which of their states is current, nothing tells"
+    warnings.warn_explicit(
+        f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
+        f"saved, or a repair renamed keys. Loaded by content: {'; '.join(moved(report))}"
+        f"{left if dataloaders is Need.IGNORE else ''}; next: {command('check', root)}",
+        UserWarning,
+        line.path,
+        line.number,
+    )
+    return True
 
 
 def _choose(accelerator: Accelerator, folder: Path) -> str:
