@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, ProblemKind
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
@@ -298,7 +298,8 @@ def _problem(component: Component) -> str:
     sizes = ""
     if problem.need is not None and str(problem.need) not in problem.message:
         sizes = f" ({problem.have} bytes are there, {problem.need} are needed)"
-    return f"{problem.kind.value}: {problem.message}{sizes}"
+    kind = "" if problem.kind is ProblemKind.UNREADABLE else f"{problem.kind.value}: "
+    return f"{kind}{problem.message}{sizes}"
 
 
 def _depth(entry: Entry) -> tuple[int, int]:

@@ -50,6 +50,11 @@ class Problem:
     is_foreign: bool = False
 
 
+def is_unreadable(component: "Component") -> bool:
+    """Return whether a component may not be read, so that nothing is known of what it holds."""
+    return component.problem is not None and component.problem.kind is ProblemKind.UNREADABLE
+
+
 class NameScope(NamedTuple):
     """One place in a file where names live, and the wrapper chain that all of them begin with.
 

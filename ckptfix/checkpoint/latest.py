@@ -16,6 +16,7 @@ from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.weights_index import WeightsIndex
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.permission import described
 
 _NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 """As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15)."""
@@ -93,7 +94,7 @@ def incomplete(checkpoint: Path) -> str | None:
             return "; ".join(missing[:3]) or None
         losses = read_losses(checkpoint)
     except (FormatError, OSError) as error:
-        return str(error)
+        return described(error)
     if losses is not None:
         return f"it was salvaged: {losses}"
     known = [name for name in names if parse_file_name(name) is not None]
@@ -104,7 +105,7 @@ def incomplete(checkpoint: Path) -> str | None:
     try:
         return _damage(checkpoint, names)
     except OSError as error:
-        return str(error)
+        return described(error)
 
 
 def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:

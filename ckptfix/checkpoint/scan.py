@@ -26,6 +26,7 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
 from ckptfix.formats.weights_index import MAX_INDEX, WeightsIndex, parse_index
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.permission import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 
 Content = SafetensorsFile | TorchFile | WeightsIndex
@@ -77,7 +78,7 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         status = os.stat(full)
         content, problem = _read(full, status, name)
     except OSError as error:
-        problem = Problem(kind=ProblemKind.UNREADABLE, message=error.strerror or str(error))
+        problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
         if is_link and isinstance(error, FileNotFoundError):  # as in the cache of the hub
             message = f"a broken link: {os.readlink(full)} is not there"
             problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)

@@ -51,8 +51,8 @@ class ShardedState:
     parameters stand; the path of one leads there in the state dict that was saved. ``listed``: those of them that are a
     bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items that could
     not be read, any of which may hold names, and why. ``said``: every string in the other bytes items. ``broken``:
-    file -> what is wrong with an item in it. ``siblings``: the DCP folders beside the checkpoint when it is one folder
-    of Accelerate's itself.
+    file -> what is wrong with an item in it, ``unreadable``: file -> why it may not be read. ``siblings``: the DCP
+    folders beside the checkpoint when it is one folder of Accelerate's itself.
     ``journals``: it has a journal of its own, of repairs that were made of it alone.
     """
 
@@ -70,6 +70,7 @@ class ShardedState:
     siblings: tuple[str, ...] = ()
     journals: bool = False
     broken: Mapping[PurePosixPath, str] = field(default_factory=dict)
+    unreadable: Mapping[PurePosixPath, str] = field(default_factory=dict)
 
     @property
     def metadata_path(self) -> PurePosixPath:

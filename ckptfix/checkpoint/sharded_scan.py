@@ -29,6 +29,7 @@ from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.permission import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.storage.transaction import journal_folders
 
@@ -82,6 +83,7 @@ def _scan(root: Path, path: PurePosixPath) -> ShardedState:
         siblings=_siblings(root) if not path.parts else (),
         journals=bool(path.parts) and _has_journal(root / path),
         broken=items.broken,
+        unreadable=items.unreadable,
     )
 
 
@@ -142,7 +144,7 @@ def _read_metadata(full: Path) -> tuple[DcpMetadata | None, Problem | None, tupl
             except FormatError as error:
                 return None, _problem(reader, error), _unsafe_bytes(reader)
     except OSError as error:
-        return None, Problem(kind=ProblemKind.UNREADABLE, message=error.strerror or str(error)), ()
+        return None, Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error)), ()
     return metadata, None, _unsafe(metadata.tree)
 
 
@@ -181,6 +183,7 @@ class _Items:
         self.unsafe: dict[PurePosixPath, list[str]] = {}
         self.unread: dict[str, str] = {}
         self.broken: dict[PurePosixPath, str] = {}
+        self.unreadable: dict[PurePosixPath, str] = {}
         self.said: set[str] = set()
         self._paths = paths_of(metadata)
         self._optimizers = optimizers_in(self._paths.values())
@@ -209,9 +212,8 @@ class _Items:
                             break
                         self._read(reader, path / file, item)
             except OSError as error:
-                why = error.strerror or str(error)
-                self.unread |= {one.fqn: why for one in items}
-                self.broken[path / file] = f"it cannot be read: {why}"
+                self.unread |= {one.fqn: error.strerror or str(error) for one in items}
+                self.unreadable[path / file] = unreadable(root / path / file, error)
 
     def _read(self, reader: FileReader, file: PurePosixPath, item: StoredItem) -> None:
         try:

@@ -15,7 +15,7 @@ from ckptfix.operations.findings import Severity
 from ckptfix.operations.target import find_checkpoints
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
-_DAMAGED, _WARNED, _CLEAN = _ORDER = ("damaged", "with warnings", "clean")
+_DAMAGED, _WARNED, _UNFINISHED, _CLEAN = _ORDER = ("damaged", "with warnings", "not finished", "clean")
 
 
 @click.command("check")
@@ -36,7 +36,7 @@ def check_command(
     """Say what is wrong with checkpoints. Reads headers and small samples; changes nothing."""
     report = Report(as_json=as_json)
     targets: list[str] = []
-    failures: dict[str, BaseException] = {}
+    failures: dict[str, Exception] = {}
     for path in paths:
         try:
             targets += map(str, find_checkpoints(path)) if recursive else [path]
@@ -70,6 +70,8 @@ def check_command(
 def _word(result: CheckReport) -> str:
     if result.status == 0:
         return _CLEAN
+    if result.status == 3:
+        return _UNFINISHED
     is_damaged = any(finding.severity is Severity.ERROR for finding in result.all_findings)
     return _DAMAGED if is_damaged else _WARNED
 

@@ -11,6 +11,7 @@ from ckptfix.operations.target import find_target
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import MANIFEST, command
+from ckptfix.storage.permission import described
 
 INTERRUPTED = 130
 
@@ -30,7 +31,7 @@ class Ending(NamedTuple):
     status: int
 
 
-def ending_of(error: BaseException) -> Ending:
+def ending_of(error: Exception) -> Ending:
     """Return how a verb ends with one of ``FAILURES``."""
     if isinstance(error, Interrupted):
         return Ending(str(error), INTERRUPTED)
@@ -39,7 +40,9 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, MemoryError):
         return Ending("out of memory; nothing was changed", 3)
     is_full = isinstance(error, OSError) and error.errno in DISK_FULL
-    return Ending(f"{error}{'; next: make room on that disk, and run it again' if is_full else ''}", 3)
+    return Ending(
+        f"{described(error)}{'; next: make room on that disk, and run it again' if is_full else ''}", 3
+    )
 
 
 @contextmanager

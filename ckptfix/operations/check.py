@@ -30,7 +30,7 @@ from ckptfix.operations.target import Target, ensure_checkpoint, find_target
 from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.weights.below import model_folders
-from ckptfix.wording import Line, Printable, count_of, human_size, line, unchecked_line
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 _GENERIC = ("values of tensors", "checksums of ")
 """How what is not checked of any folder begins; said once."""
@@ -41,9 +41,11 @@ _OF_FOLDER = ("other files beside it", "digests in ")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckReport(Printable):
-    """What ``check`` found. ``not_checked`` says in words what was not looked at.
+    """Report of ``check``.
 
-    ``below``: the same of the sub-folders that hold models of the checkpoint, such as ``unet``.
+    ``not_checked``: in words, what was not looked at. ``unfinished``: what may not be read, with the command that ends
+    that: it may be healthy or damaged. ``below``: the same of the sub-folders that hold models of the checkpoint, such
+    as ``unet``.
     """
 
     path: Path
@@ -52,12 +54,13 @@ class CheckReport(Printable):
     deepspeed: tuple[DeepSpeedState, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
+    unfinished: tuple[str, ...] = ()
     below: tuple["CheckReport", ...] = ()
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for any error or warning, 0 otherwise. Notes change nothing."""
-        return max(status_of(self.findings), *(report.status for report in self.below), 0)
+        """Exit status: 1 for any error or warning, 3 where something may not be read, else 0. Notes change nothing."""
+        return status_of(self.all_findings) or (3 if self.all_unfinished else 0)
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
@@ -66,6 +69,15 @@ class CheckReport(Printable):
             replace(finding, path=PurePosixPath(report.path.relative_to(self.path)) / finding.path)
             for report in self.below
             for finding in report.all_findings
+        )
+
+    @property
+    def all_unfinished(self) -> tuple[str, ...]:
+        """What may not be read of the folder and of the models below, by paths from the folder."""
+        return self.unfinished + tuple(
+            f"{report.path.relative_to(self.path)}/{words}"
+            for report in self.below
+            for words in report.all_unfinished
         )
 
     @property
@@ -93,14 +105,15 @@ class CheckReport(Printable):
         yield line(f"{self.path}: {self.counts}", bold=True)
         yield from finding_lines(self.findings, str(self.path))
         for report in self.below:
-            if report.findings:
+            if report.findings or report.unfinished:
                 yield from report.verdict_lines()
             else:
                 yield line(f"{report.path}: {report.counts}: no error found")
         if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
             yield line("no error found in what was checked", colour="green")
-        elif any(finding.is_fixable for finding in self.findings):
+        elif any(finding.is_fixable for finding in self.findings) and not self.unfinished:
             yield line(f"next: {command('repair', self.path)}")
+        yield from unfinished_lines(self.unfinished)
         yield from salvage_lines(self.findings, str(self.path))
 
     def as_json(self) -> dict[str, object]:
@@ -140,7 +153,13 @@ class CheckReport(Printable):
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "not_checked": list(self.not_checked),
             **({"below": [report.as_json() for report in self.below]} if self.below else {}),
+            "unfinished": list(self.unfinished),
         }
+
+
+def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
+    """Yield a line for each file or folder that may not be read, and that nothing is known of it."""
+    yield from few([f"could not finish: {words}" for words in unfinished], "files", colour="yellow")
 
 
 def check(
@@ -173,6 +192,7 @@ def check(
         deepspeed=diagnosis.deepspeed,
         findings=pending + diagnosis.findings + _staging_inside(target),
         not_checked=tuple(_not_checked(diagnosis.not_checked, target.path, below)),
+        unfinished=diagnosis.unfinished,
         below=below,
     )
 

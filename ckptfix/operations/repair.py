@@ -26,6 +26,7 @@ from ckptfix.storage.edits import Edit
 from ckptfix.storage.journal import commit, recover, transactions
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import MANIFEST
+from ckptfix.wording import count_of, human_size
 
 OnPlan = Callable[[tuple[Step, ...], tuple[Unplanned, ...]], None]
 """Called with the steps and with what stays, before anything is touched."""
@@ -83,6 +84,11 @@ def _plan(target: Target, policy: Policy, progress: Progress | None) -> tuple[Di
         if not transactions(target.root):
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
+        if diagnosis.unfinished:
+            raise OperationError(
+                f"{target.path}: nothing was changed: a repair reads every file first, and "
+                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
+            )
         return diagnosis, make_plan(diagnosis, policy)
 
 
@@ -207,7 +213,10 @@ def _check_unchanged(root: Path, compiled: Compiled) -> None:
 def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None:
     need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
     if edits and need > free:
-        raise OperationError(f"{root}: the repair needs {need} bytes of free space, there are {free}")
+        raise OperationError(
+            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are free on this disk; "
+            f"nothing was changed; free some, then run it again"
+        )
 
 
 def _repair_copy(

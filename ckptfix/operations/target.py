@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.sharded import belongs, holds_dcp
@@ -86,8 +86,14 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     """
     if not existing(path).is_dir():
         raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
-    found = []
-    for root, folders, files in os.walk(path):
+    found: list[Path] = []
+
+    def refused(error: OSError) -> None:
+        folder = Path(os.fsdecode(error.filename))
+        if describe_folder_name(folder.name) is None or folder.parent not in found:
+            found.append(folder)  # check says why it cannot be looked into; else that of the checkpoint does
+
+    for root, folders, files in os.walk(path, onerror=refused):
         staging = [name for name in folders if is_own_name(name)]
         found += sorted(Path(root, name) for name in staging)
         folders[:] = sorted(name for name in folders if name != JOURNAL and name not in staging)

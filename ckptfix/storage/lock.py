@@ -86,10 +86,13 @@ def _open(path: Path) -> int:
     flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_RDWR, 0o666)
-    except (
-        PermissionError
-    ):  # left by a killed run of somebody else: flock needs no right to write, but on NFS
-        return os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
+    except PermissionError:
+        # Left by a killed run of somebody else: flock needs no right to write, but on NFS.
+        with suppress(FileNotFoundError):
+            return os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
+        if os.access(path.parent, os.W_OK, effective_ids=True):  # the holder took it away just now
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        raise  # nobody holds it, and it cannot be made: trying again would never end
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -1,11 +1,12 @@
 """From a scanned folder to findings. Reads tensor bytes only where two entries agree in names, dtypes and shapes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.links import links_below
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
@@ -46,6 +47,7 @@ from ckptfix.operations.findings import (
     TruncatedFile,
 )
 from ckptfix.storage.comparing import Digests
+from ckptfix.storage.permission import unreadable
 from ckptfix.weights.deepspeed_files import BESIDE
 from ckptfix.wording import list_names
 
@@ -63,6 +65,8 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 class Diagnosis:
     """What was found in a folder, most severe first, and what was not looked at, in words.
 
+    ``unfinished``: what may not be read, each with its path, the reason, and what to type.
+
     ``digests``: of the bytes that were read to prove a duplicate, by file that is kept, for the journal.
     ``links``: the symbolic links of a folder of which a file may go or move, and what each leads to (``links_below``).
     """
@@ -73,6 +77,7 @@ class Diagnosis:
     groups: tuple[ModelFiles, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]
+    unfinished: tuple[str, ...]
     verdicts: Verdicts
     digests: Mapping[PurePosixPath, Digests]
     links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
@@ -135,7 +140,8 @@ def diagnose(
     findings += diagnose_sharded_names(sharded, doubled)
     findings += diagnose_shard_files(sharded)
     findings += (finding for state in deepspeed for finding in state.findings)
-    findings += diagnose_items(folder.root, sharded, data=data, progress=progress)
+    of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
+    findings += of_items
     shards = diagnose_shards(groups) if folder.only is None else []
     rebuilt = {
         finding.path for finding in shards if isinstance(finding, IndexMismatch) and finding.is_fixable
@@ -143,8 +149,8 @@ def diagnose(
     findings += shards
     findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
     damaged = {finding.path for finding in findings if isinstance(finding, _OF_CONTENT)}
-    of_save, unchecked = diagnose_save(folder, sharded, damaged)
-    findings += of_save
+    of_save = diagnose_save(folder, sharded, damaged)
+    findings += of_save.findings
     order = {kind: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
@@ -160,7 +166,8 @@ def diagnose(
         deepspeed=deepspeed,
         groups=groups,
         findings=tuple(findings),
-        not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *unchecked),
+        not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *of_save.unchecked),
+        unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
         verdicts=verdicts,
         digests=digests,
         links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
@@ -173,6 +180,32 @@ def _why_not(path: Path, kind: str) -> str:
         return "empty"
     is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
     return f"not looked into{'; ckptfix check --recursive looks into it' if is_walked else ''}"
+
+
+def _unfinished(
+    folder: CheckpointFolder,
+    sharded: Iterable[ShardedState],
+    deepspeed: Iterable[DeepSpeedState],
+    refused: Mapping[PurePosixPath, str],
+) -> Iterator[str]:
+    """Yield what may not be read: it may be healthy or damaged, and nobody can tell."""
+    of_states = dict(refused)
+    for state in sharded:
+        of_states |= state.unreadable
+        if state.problem is not None and state.problem.kind is ProblemKind.UNREADABLE:
+            of_states[state.metadata_path] = state.problem.message
+    for component in folder.components:
+        if component.problem is not None and is_unreadable(component):
+            yield f"{component.path}: {component.problem.message}"
+    yield from (f"{path}: {why}" for path, why in of_states.items())
+    yield from (words for state in deepspeed for words in state.unfinished)
+    for path, kind in folder.subfolders.items():
+        try:
+            with os.scandir(folder.root / path):
+                pass
+        except OSError as error:
+            if str(path) != "lost+found":  # of the file system, and closed to everybody
+                yield f"{path}/ ({kind}): {unreadable(folder.root / path, error)}"
 
 
 def _not_checked(
@@ -200,7 +233,7 @@ def _not_checked(
     if sampled:
         comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
         words.append(f"{comparisons} read samples only; ckptfix check --data reads every byte")
-    words.append("values of tensors (NaN, zeros, flipped bits)")
+    words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
     files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
     has_checksums = any(isinstance(file.container, TorchZip) for file in files)
     if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):

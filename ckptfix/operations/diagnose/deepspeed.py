@@ -6,7 +6,7 @@ Their names are never changed: DeepSpeed has each of them in several places of e
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind
+from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import OperationError
@@ -28,8 +28,8 @@ class DeepSpeedState:
     """A DeepSpeed checkpoint in a folder, and what is wrong with it.
 
     ``files`` and ``size`` in bytes: 0 where it is the folder itself, whose components they are anyway. ``tensors``: how
-    many its weights are. ``unread``: in words, what is not looked into. ``has_checksums``: a file has, and ``--data``
-    compares them.
+    many its weights are. ``unread``: in words, what is not looked into; ``unfinished``: what may not be read.
+    ``has_checksums``: a file has, and ``--data`` compares them.
     """
 
     path: PurePosixPath
@@ -38,6 +38,7 @@ class DeepSpeedState:
     size: int = 0
     tensors: int = 0
     unread: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
     has_checksums: bool = False
 
 
@@ -67,6 +68,7 @@ def _state(
         return _whole(folder.root, where, index, is_broken, DeepSpeedState(path=where, findings=()))
     findings: list[Finding] = []
     unread: list[str] = []
+    unfinished: list[str] = []
     is_broken = has_checksums = False
     files = size = 0
     for path in deepspeed_paths(folder.root, where):  # one by one: a thousand ranks have many names
@@ -80,12 +82,15 @@ def _state(
             is_broken |= one.problem is not None
             if one.problem is not None and one.problem.kind is ProblemKind.UNSUPPORTED:
                 unread.append(f"{path}: {one.problem.message}")
+            elif one.problem is not None and is_unreadable(one):
+                unfinished.append(f"{path}: {one.problem.message}")
     state = DeepSpeedState(
         path=where,
         findings=tuple(findings),
         files=files,
         size=size,
         unread=tuple(unread),
+        unfinished=tuple(unfinished),
         has_checksums=has_checksums,
     )
     return _whole(folder.root, where, index, is_broken, state)

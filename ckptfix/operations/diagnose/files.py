@@ -56,7 +56,7 @@ def diagnose_files(
 
 
 def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
-    """Return what there is to say of a file that could not be read; nothing of one that is only not supported."""
+    """Return what is wrong with a file that could not be parsed; nothing of one that nobody could look into."""
     match problem.kind:
         case ProblemKind.TRUNCATED:
             have, need, in_header = problem.have, problem.need, problem.in_header
@@ -68,7 +68,7 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
         case ProblemKind.MALFORMED:
             return [MalformedFile(path=path, detail=problem.message)]
         case ProblemKind.UNREADABLE:
-            return [MalformedFile(path=path, detail=f"it cannot be read: {problem.message}")]
+            return []  # perhaps healthy: a check that could not be finished
         case ProblemKind.UNSUPPORTED:
             return []  # well formed, and listed under "not checked"
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
@@ -14,14 +15,23 @@ from ckptfix.checkpoint.unfinished import is_unfinished
 from ckptfix.errors import FormatError
 from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.permission import unreadable
 
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
 
 
+class SaveDiagnosis(NamedTuple):
+    """What is wrong with a folder as a save, and in words what was not checked of it, and what could not be."""
+
+    findings: list[Finding]
+    unchecked: list[str]
+    unfinished: list[str]
+
+
 def diagnose_save(
     folder: CheckpointFolder, states: Sequence[ShardedState], explained: Collection[PurePosixPath]
-) -> tuple[list[Finding], list[str]]:
-    """Return what is wrong with a folder as a save, and in words what of that was not checked.
+) -> SaveDiagnosis:
+    """Compare a folder with what its save wrote.
 
     ``explained``: damaged files that another finding is about.
     """
@@ -32,8 +42,11 @@ def diagnose_save(
         unchecked = list(_unchecked(folder, manifest))
         is_saved = manifest is not None and manifest.is_of_a_save
         losses = read_losses(folder.root) if folder.only is None and not is_saved else None
-    except (FormatError, OSError) as error:
-        return findings, [f"what the save wrote: {error}"]
+    except FormatError as error:
+        return SaveDiagnosis(findings, [f"what the save wrote: {error}"], [])
+    except OSError as error:
+        where = Path(error.filename or folder.root / MANIFEST)
+        return SaveDiagnosis(findings, [], [f"{MANIFEST}: {unreadable(where, error)}"])
     if losses is not None:
         findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
     if folder.only is None:
@@ -41,7 +54,7 @@ def diagnose_save(
         if mixed(folder.root):
             findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
         findings += _modelless(folder)
-    return findings, unchecked
+    return SaveDiagnosis(findings, unchecked, [])
 
 
 def unfinished(folder: CheckpointFolder, states: Iterable[ShardedState]) -> Iterator[PurePosixPath]:
@@ -84,9 +97,10 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
 
 
 def _holds_weights(below: Path) -> bool:
-    """Whether a folder or one below it holds a file that may be weights."""
-    for _, folders, names in os.walk(below):
+    """Whether a folder or one below it holds a file that may be weights, or nobody can tell."""
+    refused: list[OSError] = []
+    for _, folders, names in os.walk(below, onerror=refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]
         if any(parse_file_name(name) or belongs(name) or name.endswith(_OTHER_WEIGHTS) for name in names):
             return True
-    return False
+    return bool(refused)

@@ -15,6 +15,7 @@ from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.operations.findings import CrcMismatch, Finding, MalformedFile, NotATensorFile
+from ckptfix.storage.permission import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.wording import count_of, list_names
 
@@ -24,23 +25,24 @@ _HEAD = 9  # what tells safetensors: a length of 8 bytes, and the brace behind i
 
 def diagnose_items(
     root: Path, states: Iterable[ShardedState], *, data: bool, progress: Progress | None = None
-) -> list[Finding]:
+) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose tensors are none, and with ``data`` those of which a byte has changed.
 
-    ``progress`` is called with numbers of bytes. What is cut short or missing is left to ``diagnose_shard_files``.
+    Returns these and the files that may not be read, with the reason. ``progress`` is called with byte counts. What
+    is cut short or missing is left to ``diagnose_shard_files``.
     """
     findings: list[Finding] = []
+    refused: dict[PurePosixPath, str] = {}
     for state in states:
         for path, items in _by_file(state, data=data).items():
-            if path in state.broken:
+            if path in state.broken or path in state.unreadable:
                 continue
             try:
                 with open_reader(root / path) as reader:
                     findings += _of_file(reader, path, items, data, progress)
             except OSError as error:
-                why = f"it cannot be read: {error.strerror or error}"
-                findings.append(MalformedFile(path=path, detail=why))
-    return findings
+                refused[path] = unreadable(root / path, error)
+    return findings, refused
 
 
 def _by_file(state: ShardedState, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.folder import Component, is_unreadable
 from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.operations.findings import Finding, IndexMismatch, MissingShard, StaleShard
@@ -39,6 +39,8 @@ def _missing(group: ModelFiles, index_path: PurePosixPath) -> MissingShard:
 
 
 def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
+    if group.index is not None and is_unreadable(group.index):
+        return []  # what it says is not known, and it is not rewritten for that
     actual, listed = weight_map(group.members), group.listed
     if group.index is None and (not actual or group.members[0].name.shard == (1, 1)):
         return []  # nothing to list, or one shard of one, which loaders take by name

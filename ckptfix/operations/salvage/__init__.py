@@ -15,7 +15,9 @@ from ckptfix.operations.salvage.receipt import SalvageReceipt, SavedFile
 from ckptfix.operations.salvage.sorting import sort_out
 from ckptfix.operations.salvage.writing import plan_file, write_all_beside
 from ckptfix.operations.target import find_target
+from ckptfix.storage.listing import listed_files
 from ckptfix.storage.paths import command
+from ckptfix.storage.permission import refused_files
 
 __all__ = ["REPORT", "SalvageReceipt", "salvage"]
 
@@ -39,6 +41,9 @@ def salvage(
     """
     target, new = find_target(source), Path(output)
     check_output(target, new)
+    names = listed_files(target.root) if target.only is None else (target.only,)
+    for why in refused_files(target.root / name for name in names):
+        raise OperationError(f"{why}; a file that may not be read is not lost; nothing was written")
     found = sort_out(target, keep_damaged=keep_damaged, progress=progress)
     if not found.parts and not found.components:
         raise OperationError(_nothing(target.path, found))

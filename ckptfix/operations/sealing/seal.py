@@ -123,7 +123,9 @@ def seal(
             f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
             f"seal it as it is: {command('seal', target.root, '', '--force')}"
         )
-    all_findings, _ = structure(contents, target, data=True, progress=progress)
+    all_findings, _, refused = structure(contents, target, data=True, progress=progress)
+    if refused:
+        raise OperationError(f"{target.root}: nothing was written: {refused[0]}")
     findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)

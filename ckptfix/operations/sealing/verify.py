@@ -52,11 +52,11 @@ def verify(
     unseen: tuple[str, ...]
     manifest = None if against is not None else readable_manifest(target.root)
     try:
-        findings, unseen = structure(contents, target, data=data, progress=progress)
+        findings, unseen, refused = structure(contents, target, data=data, progress=progress)
     except UsageError:
         if manifest is None or not (manifest.sha256 or manifest.files):
             raise
-        findings, unseen = (), ()  # what it lists is missing, each file is named
+        findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
     if against is not None:
         comparison = compare_with(contents, existing(against), data=data, progress=progress)
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
@@ -81,8 +81,15 @@ def verify(
         against=None if against is None else Path(against),
         crossed=crossed,
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, data=data)),
-        unfinished=(*(f"{key}: {one.problem}" for key, one in hashed.items() if one.problem), *lost),
+        unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
     )
+
+
+def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
+    """Yield in words what could not be hashed, but for what ``refused`` names already."""
+    for key, one in hashed.items():
+        if one.problem and not any(words.startswith(f"{key}: ") for words in refused):
+            yield f"{key}: {one.problem}"
 
 
 def _to_seal(target: Target, findings: tuple[Finding, ...]) -> str:
@@ -108,8 +115,10 @@ def forbids_seal(finding: Finding) -> bool:
 
 def structure(
     contents: Contents, target: Target, *, data: bool, progress: Progress | None = None
-) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Return what ``check`` finds, and what it did not look at. ``data``: it compares the CRC of every record.
+) -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return what ``check`` finds, what it did not look at, and what may not be read.
+
+    ``data``: it compares the CRC of every record.
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
@@ -117,10 +126,10 @@ def structure(
         report = check(target.path, data=data, progress=progress)
     except UsageError:
         if contents.weights or contents.unreadable:
-            return (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
+            return (), (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
         raise
     unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
-    return report.all_findings, tuple(f"structure: {words}" for words in unseen)
+    return report.all_findings, tuple(f"structure: {words}" for words in unseen), report.all_unfinished
 
 
 def hash_recorded(
