@@ -133,6 +133,25 @@ def test_a_script_and_a_command(say: Say, tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_command_whose_script_is_gone_and_a_script_that_prepares_twice(
+    say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    command = f"accelerate launch {script}"
+    assert run(["doctor", "--launch", command, "--json"]) == 1
+    (advice,) = (one for one in printed(capsys)["advice"] if one["code"] == "script-missing")
+    assert (advice["severity"], str(script) in advice["message"]) == ("error", True)
+    script.write_text(
+        "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "for epoch in range(2):\n    model = accelerator.prepare(model)\n"
+    )
+    assert run(["doctor", "--launch", command, "--json"]) == 1
+    document = printed(capsys)
+    assert "script-missing" not in codes(document)
+    (advice,) = (one for one in document["advice"] if one["code"] == "prepared-twice")
+    assert advice["evidence"] == ["line 4: model = accelerator.prepare(model)"]
+
+
 def test_the_variables_of_the_command_are_those_that_count(
     say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ OPTIONS = {
     "mixed_precision": True,
     "multi_gpu": False,
     "use_deepspeed": False,
+    "use_fsdp": False,
+    "no_python": False,
     "num_machines": True,
     "cpu": False,
     "debug": False,
@@ -40,7 +42,15 @@ ACCELERATE = AccelerateSource(
     },
     options=OPTIONS,
     config_fields=frozenset(
-        {"compute_environment", "distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu"}
+        {
+            "compute_environment",
+            "distributed_type",
+            "num_processes",
+            "num_machines",
+            "gpu_ids",
+            "use_cpu",
+            "mpirun_config",
+        }
     ),
 )
 PACKAGES = {

@@ -7,7 +7,7 @@ import pytest
 
 from ckptfix.operations.doctor import diagnose_environment
 from ckptfix.operations.doctor.facts import Facts
-from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource
+from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource, find_source
 from ckptfix.operations.doctor.facts.devices import Device
 from ckptfix.operations.doctor.facts.folder import Folder
 from ckptfix.operations.doctor.facts.placement import DeviceMap
@@ -17,6 +17,7 @@ from tests.operations.doctor.building import (
     bus,
     config,
     facts,
+    launch,
     script,
     with_machine,
     with_software,
@@ -118,14 +119,41 @@ def test_the_name_that_was_meant_is_said() -> None:
     assert "accelerate.state has no PartialSate; did you mean PartialState?" in words
 
 
-def test_an_old_driver_with_and_without_what_accelerate_asks_for() -> None:
+def test_an_old_driver_by_how_the_script_is_started() -> None:
+    """As ``multi_gpu_launcher`` and ``PartialState`` of accelerate do; a test below reads their source."""
     devices = tuple(Device(index=index, name="NVIDIA GeForce RTX 4090") for index in range(2))
     given = with_machine(with_torch(facts(2), devices=devices), driver="535.161.08")
-    assert "raises NotImplementedError" in said("old-driver-peer-copies", given)
-    half = replace(given, variables={"NCCL_P2P_DISABLE": "1"})
-    assert "raises NotImplementedError" in said("old-driver-peer-copies", half)
+    one = replace(given, config=config(distributed_type="NO", num_processes=1))
+    raises, sets = "raises NotImplementedError", "sets NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 itself"
+    for facts_now, said_of_it in (
+        (given, (sets, f"started in other ways, Accelerator() {raises}")),
+        (replace(given, launch=launch("accelerate launch train.py")), (sets,)),
+        (replace(given, launch=launch("accelerate launch --num_processes 1 train.py")), (raises,)),
+        (replace(one, launch=launch("accelerate launch train.py")), (raises,)),
+        (replace(one, launch=launch("accelerate launch --multi_gpu --num_processes 2 train.py")), (sets,)),
+        (replace(given, launch=launch("torchrun train.py")), (raises,)),
+        (replace(given, launch=launch("python train.py")), (raises,)),
+        (replace(given, variables={"NCCL_P2P_DISABLE": "1"}, launch=launch("torchrun a.py")), (raises,)),
+    ):
+        words = said("old-driver-peer-copies", facts_now)
+        for part in (*said_of_it, "tensor.to() and device_map copy directly in any case"):
+            assert part in words
+        assert (raises in words) == any(raises in part for part in said_of_it)
     both = replace(given, variables={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"})
-    assert "with them set it trains" in said("old-driver-peer-copies", both)
+    assert "are set: training starts" in said("old-driver-peer-copies", both)
+
+
+def test_the_installed_accelerate_sets_the_variables_in_its_launchers_and_asks_for_them_in_its_state() -> (
+    None
+):
+    package = find_source("accelerate")
+    assert package is not None
+    launcher = (package / "commands" / "launch.py").read_text()
+    body = launcher[launcher.index("def multi_gpu_launcher") : launcher.index("def deepspeed_launcher")]
+    assert 'current_env["NCCL_P2P_DISABLE"] = "1"' in body
+    simple = launcher[launcher.index("def simple_launcher") : launcher.index("def multi_gpu_launcher")]
+    assert "NCCL" not in simple
+    assert "raise NotImplementedError" in (package / "state.py").read_text()
 
 
 def test_what_is_wrong_with_the_visible_devices_is_said() -> None:
@@ -151,10 +179,40 @@ def test_what_was_found_of_compilers_is_said() -> None:
     assert "a C++ compiler" in words
 
 
-def test_idle_devices_without_a_config_are_counted() -> None:
+def test_without_a_config_the_launcher_starts_a_process_for_each_device() -> None:
     given = facts(4, config=AccelerateConfig(path="/nowhere"))
-    assert "3 devices of 4 idle" in said("no-accelerate-config", given)
-    assert "idle" not in said("no-accelerate-config", facts(1, config=AccelerateConfig(path="/nowhere")))
+    assert "accelerate launch starts 4 processes here, and `python SCRIPT` one" in said(
+        "no-accelerate-config", given
+    )
+    assert "starts 1 process here" in said(
+        "no-accelerate-config", facts(config=AccelerateConfig(path="/nowhere"))
+    )
+
+
+def test_the_advice_starts_as_many_processes_as_it_says() -> None:
+    """``--num_processes`` alone starts one process where the config says NO."""
+    one = facts(4, config=config(distributed_type="NO", num_processes=1))
+    assert "accelerate launch --multi_gpu --num_processes 4 SCRIPT" in said("idle-devices", one)
+    some = facts(4, config=config(distributed_type="MULTI_GPU", num_processes=2))
+    assert "accelerate launch --num_processes 4 SCRIPT" in said("idle-devices", some)
+    nodes = facts(8, config=config(distributed_type="MULTI_GPU", num_processes=8, num_machines=2))
+    assert "4 of 8 visible devices used" in said("idle-devices", nodes)
+    assert "--num_processes 16 SCRIPT" in said("idle-devices", nodes)
+    alone = facts(
+        launch=launch("accelerate launch --num_processes 2 a.py"), config=AccelerateConfig(path="/no")
+    )
+    assert "accelerate launch starts 1: there is no config, and torch sees no device" in said(
+        "processes-not-started", alone
+    )
+    assert "torchrun --nproc_per_node 2 SCRIPT" in said("processes-not-started", alone)
+
+
+def test_a_model_prepared_twice_is_named_with_both_lines() -> None:
+    text = "from accelerate import Accelerator\na = Accelerator()\nnet = a.prepare(net)\nnet = a.prepare(net)"
+    words = said("prepared-twice", facts(script=script(text)))
+    assert "net is given to prepare() twice" in words
+    assert "line 3: net = a.prepare(net)\nline 4: net = a.prepare(net)" in words
+    assert "ckptfix run SCRIPT" in words
 
 
 def test_no_device_is_said_in_words() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ckptfix.operations.doctor.advice import Advice, Topic
+from ckptfix.operations.doctor.checks.starting import is_given, start_of
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.findings.base import Severity
 from ckptfix.storage.paths import shell_path
@@ -10,8 +11,8 @@ from ckptfix.wording import count_of
 
 NO_CONFIG = Topic(
     code="no-accelerate-config",
-    severities=(Severity.WARNING, Severity.NOTE),
-    meaning="accelerate finds no config: `python SCRIPT` is one process on one device, without a word",
+    severities=(Severity.NOTE,),
+    meaning="accelerate finds no config: `accelerate launch` starts a process a device, `python SCRIPT` one in all",
 )
 CONFIG_MISSING = Topic(
     code="config-file-missing",
@@ -26,12 +27,17 @@ VARIABLE_IGNORED = Topic(
 CONFIG_UNREADABLE = Topic(
     code="config-unreadable",
     severities=(Severity.ERROR,),
-    meaning="accelerate's config is broken, lacks `distributed_type`, or holds keys that this version refuses",
+    meaning="accelerate's config is broken, lacks a setting, or holds keys or values that this version refuses",
 )
 IDLE_DEVICES = Topic(
     code="idle-devices",
     severities=(Severity.WARNING,),
-    meaning="the config starts fewer processes than there are visible devices",
+    meaning="the command or the config starts fewer processes than there are visible devices",
+)
+NOT_STARTED = Topic(
+    code="processes-not-started",
+    severities=(Severity.WARNING,),
+    meaning="`num_processes` asks for several processes, and `accelerate launch` starts one without `--multi_gpu`",
 )
 TOO_FEW_DEVICES = Topic(
     code="too-few-devices",
@@ -49,27 +55,35 @@ TOPICS = (
     VARIABLE_IGNORED,
     CONFIG_UNREADABLE,
     IDLE_DEVICES,
+    NOT_STARTED,
     TOO_FEW_DEVICES,
     OVERRIDDEN_DEVICES,
 )
 
 _OLD_KEYS = frozenset({"fp16", "dynamo_backend"})  # accelerate still turns these into new ones
-_SINGLE = ("NO", "")
+_TYPES = frozenset((
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM",
+))  # fmt: skip
 
 
 def no_config(facts: Facts) -> Iterator[Advice]:
-    """A script that is started with ``python`` then runs as one process; ``accelerate launch`` guesses and says so."""
+    """``accelerate launch`` then counts the devices and says so; ``python`` starts one process, and never reads it."""
     config, count = facts.config, facts.torch.count
     if config.exists or config.asked or not facts.software.packages.get("accelerate"):
         return
     if facts.launch is not None and (not facts.launch.is_accelerate or facts.launch.given("num_processes")):
         return  # the processes are counted on the command line
-    idle = f", and {count_of(count - 1, 'device')} of {count} idle" if count > 1 else ""
+    start = start_of(facts)
+    many = (
+        f" {count_of(start.count, 'process').replace('processs', 'processes')}"
+        if start
+        else " one process a device"
+    )
     yield NO_CONFIG.advice(
-        f"there is no Accelerate config: `python SCRIPT` is one process without a word{idle}",
-        severity=Severity.WARNING if count > 1 else Severity.NOTE,
-        evidence=(f"{config.path} is not there",),
-        fix="accelerate config, or say it each time: accelerate launch --num_processes N SCRIPT",
+        f"there is no Accelerate config: accelerate launch starts{many} here, and `python SCRIPT` one",
+        evidence=(f"{config.path} is not there", f"torch sees {count_of(count, 'device')}"),
+        fix="accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes N SCRIPT",
     )
 
 
@@ -117,6 +131,10 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
         reason = f"cannot be read: {config.problem}"
     elif "distributed_type" not in config.values:
         reason = "has no distributed_type"
+    elif is_cluster and config.distributed_type not in (*_TYPES, "FALSE"):
+        reason = f"has a distributed_type that accelerate does not know: {config.distributed_type}"
+    elif is_cluster and _lacks_number(facts):
+        reason = "has no num_processes, and the command gives no --num_processes"
     elif strange and is_cluster:
         reason = (
             f"holds {count_of(len(strange), 'key')} that this accelerate refuses: {', '.join(strange[:5])}"
@@ -128,36 +146,73 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
         evidence=(
             f"accelerate {_version(facts)}: accelerate launch ends with an error before the script starts",
         ),
-        fix="accelerate config update, or write it again: accelerate config",
+        fix="accelerate launch --num_processes N SCRIPT, or accelerate config"
+        if "num_processes" in reason
+        else "accelerate config update, or write it again: accelerate config",
     )
+
+
+def _lacks_number(facts: Facts) -> bool:
+    """Whether ``accelerate launch`` ends for want of a number; without a command, one may still give it."""
+    if facts.launch is None or not facts.launch.is_accelerate or is_given(facts, "num_processes"):
+        return False
+    if is_given(facts, "cpu") and not facts.config.asked:
+        return False
+    number = facts.config.values.get("num_processes", 1 if facts.config.distributed_type == "NO" else -1)
+    return number in (-1, None)
 
 
 def idle_devices(facts: Facts) -> Iterator[Advice]:
     """Fewer processes than devices, without a list that says which."""
-    used, count = _processes(facts), facts.torch.count
+    used, count, start = _used(facts), facts.torch.count, start_of(facts)
     listed = _listed(facts)
     if used is None or used >= count or (listed != "all" and len(listed.split(",")) == used):
         return
+    if start is not None and start.asked > start.count:
+        return  # said by not_started
+    if _is_python(facts):
+        reason, fix = ": python starts one process, and reads no config", "accelerate launch"
+    elif _on_cpu(facts):
+        reason, fix = ": use_cpu is set", "accelerate config (without use_cpu), then: accelerate launch"
+    else:
+        reason, fix = "", "accelerate launch"
+    flag = "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
     yield IDLE_DEVICES.advice(
-        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay idle",
+        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay idle{reason}",
         evidence=_config_evidence(facts),
-        fix=f"accelerate launch --num_processes {count} SCRIPT, or accelerate config",
+        fix=f"{fix} {flag}--num_processes {count * (start.machines if start else 1)} SCRIPT, or accelerate config",
+    )
+
+
+def not_started(facts: Facts) -> Iterator[Advice]:
+    """``--num_processes`` alone does not make a run distributed."""
+    start = start_of(facts)
+    if start is None or start.asked <= start.count:
+        return
+    number = start.asked
+    on_cpu = _on_cpu(facts) or not facts.torch.count
+    fix = f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number} SCRIPT" if on_cpu else ""
+    yield NOT_STARTED.advice(
+        f"{number} processes are asked for, and accelerate launch starts 1: {start.why}",
+        evidence=_config_evidence(facts),
+        fix=fix
+        or f"accelerate launch --multi_gpu --num_processes {number * start.machines} SCRIPT, or accelerate config",
     )
 
 
 def too_few_devices(facts: Facts) -> Iterator[Advice]:
     """``PartialState.set_device`` takes the process's number modulo the number of devices (accelerate 1.15)."""
-    used, count = _processes(facts), facts.torch.count
-    wants_devices = facts.config.distributed_type.startswith(("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON"))
-    if used is None or used <= count or facts.torch.problem or (count == 0 and not wants_devices):
+    start, count = start_of(facts), facts.torch.count
+    if start is None or start.count <= count or facts.torch.problem or _on_cpu(facts):
         return
-    if facts.config.distributed_type == "MULTI_CPU" or _on_cpu(facts):
+    if count == 0 and start.count == 1:
         return
     what = "no device" if count == 0 else count_of(count, "device")
     yield TOO_FEW_DEVICES.advice(
-        f"{used} processes are to run on this machine, and {what} can be used",
+        f"{_processes(start.count)} are to run on this machine, and {what} can be used",
         evidence=_config_evidence(facts),
-        fix=f"accelerate launch --num_processes {max(count, 1)} SCRIPT, or make the other devices visible",
+        fix=f"accelerate launch --num_processes {max(count, 1) * start.machines} SCRIPT, "
+        "or make the other devices visible",
     )
 
 
@@ -173,39 +228,32 @@ def overridden_devices(facts: Facts) -> Iterator[Advice]:
     )
 
 
-def _processes(facts: Facts) -> int | None:
-    """Return how many processes ``accelerate launch`` starts on this machine, None when nothing says.
-
-    ``--num_processes`` and ``num_processes`` count those of all machines (``_validate_launch_command``).
-    """
-    launch, config = facts.launch, facts.config
-    if launch is not None and (not launch.is_accelerate or launch.given("cpu") is not None):
-        return None  # --cpu is no oversight: who writes it wants no device
-    total, machines = _number(facts, "num_processes"), _number(facts, "num_machines")
-    if total is not None:
-        asked = machines if machines is not None else config.values.get("num_machines", 1)
-        return max(total // asked, 1) if isinstance(asked, int) and asked > 0 else total
-    if not config.exists or config.problem:
-        return None
-    if config.values.get("use_cpu"):
-        return 0
-    if config.distributed_type in _SINGLE:
+def _used(facts: Facts) -> int | None:
+    """Return how many devices the processes of this machine use, None when nothing says."""
+    if _is_python(facts):
         return 1
-    everywhere = config.values.get("num_processes")
-    if machines and isinstance(everywhere, int):
-        return max(everywhere // machines, 1)
-    return config.processes_here
+    if is_given(facts, "cpu") or (facts.launch is not None and not facts.launch.is_accelerate):
+        return None  # --cpu is no oversight: who writes it wants no device
+    if facts.config.values.get("use_cpu"):
+        return 0
+    start = start_of(facts)
+    return start.count if start is not None and (facts.config.exists or facts.launch is not None) else None
 
 
-def _number(facts: Facts, option: str) -> int | None:
-    """Return the positive number that an option of the launcher was given, None without one."""
-    given = facts.launch.given(option) if facts.launch is not None else None
-    return int(given) if given and given.isdecimal() and int(given) else None
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _is_python(facts: Facts) -> bool:
+    """Whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else uses more devices."""
+    uses = facts.script.uses if facts.script is not None else None
+    if facts.launch is None or not facts.launch.is_python or uses is None:
+        return False
+    return bool(uses.accelerators) and not uses.launches and not uses.device_maps
 
 
 def _on_cpu(facts: Facts) -> bool:
-    is_asked = facts.launch is not None and facts.launch.given("cpu") is not None
-    return is_asked or bool(facts.config.values.get("use_cpu"))
+    return is_given(facts, "cpu") or bool(facts.config.values.get("use_cpu"))
 
 
 def _listed(facts: Facts) -> str:
@@ -247,6 +295,7 @@ CHECKS = (
     variable_ignored,
     config_unreadable,
     idle_devices,
+    not_started,
     too_few_devices,
     overridden_devices,
 )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ckptfix.operations.doctor.advice import Advice, Topic
+from ckptfix.operations.doctor.checks.starting import SEVERAL, is_given, start_of
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.facts.software import release
 from ckptfix.operations.findings.base import Severity
@@ -47,7 +48,7 @@ DEVICE_ORDER = Topic(
 OLD_DRIVER = Topic(
     code="old-driver-peer-copies",
     severities=(Severity.WARNING,),
-    meaning="RTX 40 GPUs with a driver before 550.40.07: peer copies do not work, and accelerate refuses",
+    meaning="RTX 40 GPUs with a driver before 550.40.07: peer copies do not work, and some ways to start are refused",
 )
 TOPICS = (
     TORCH_UNUSABLE,
@@ -170,20 +171,32 @@ def old_driver(facts: Facts) -> Iterator[Advice]:
     old = [device for device in facts.torch.devices if "RTX 40" in device.name]
     if not old or facts.torch.count < 2 or not driver or release(driver) >= release(_GOOD_DRIVER):
         return
-    handled = {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= facts.variables.keys()
-    refusal = (
-        "with them set it trains"
-        if handled
-        else "without both it raises NotImplementedError in several processes"
-    )
     yield OLD_DRIVER.advice(
         f"driver {driver} with {old[0].name}: peer copies do not work before {_GOOD_DRIVER}",
-        evidence=(
-            f"NVIDIA driver {driver}",
-            f"accelerate asks for NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1: {refusal}",
-        ),
+        evidence=(f"NVIDIA driver {driver}", *_what_starts(facts)),
         fix=f"install a driver of {_GOOD_DRIVER} or newer, then: ckptfix doctor --peer-copies",
     )
+
+
+def _what_starts(facts: Facts) -> Iterator[str]:
+    """Yield what becomes of training: by ``multi_gpu_launcher`` and ``PartialState`` of accelerate 1.15.
+
+    The launcher sets both variables where it starts several processes; ``PartialState`` raises on a CUDA device when
+    one of them is not set, even in a single process.
+    """
+    variables = "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1"
+    raises = f"Accelerator() raises NotImplementedError; export {variables.replace(' and', '')} lets it start"
+    start = start_of(facts)
+    if {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= facts.variables.keys():
+        yield "NCCL_P2P_DISABLE and NCCL_IB_DISABLE are set: training starts, and NCCL goes through host memory"
+    elif facts.launch is None:
+        yield f"accelerate launch of several processes sets {variables} itself, and training starts"
+        yield f"started in other ways, {raises}"
+    elif start is not None and (start.count > 1 or any(is_given(facts, flag) for flag in SEVERAL)):
+        yield f"accelerate launch sets {variables} itself: training starts, and NCCL goes through host memory"
+    else:
+        yield f"started so, {raises}"
+    yield "tensor.to() and device_map copy directly in any case, and what arrives can be wrong"
 
 
 def _present(facts: Facts) -> int:

@@ -18,7 +18,22 @@ BEHIND = Topic(
     severities=(Severity.WARNING,),
     meaning="options of `accelerate launch` that stand behind the script's name go to the script, and have no effect",
 )
-TOPICS = (BEFORE, BEHIND)
+MISSING = Topic(
+    code="script-missing",
+    severities=(Severity.ERROR,),
+    meaning="the command starts a script that is not there",
+)
+TOPICS = (BEFORE, BEHIND, MISSING)
+
+
+def script_missing(facts: Facts) -> Iterator[Advice]:
+    """Python ends with status 2, in every process."""
+    if facts.launch is not None and facts.missing_script:
+        yield MISSING.advice(
+            f'{facts.missing_script} is not there: the command ends with "can\'t open file"',
+            evidence=(" ".join(facts.launch.words), "a relative name is looked for in the current folder"),
+            fix="correct the name, or change to the folder of the script first",
+        )
 
 
 def refused_before(facts: Facts) -> Iterator[Advice]:
@@ -113,4 +128,4 @@ def _quoted(word: str) -> str:
     return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
 
 
-CHECKS = (refused_before, taken_before, shared_options, behind)
+CHECKS = (script_missing, refused_before, taken_before, shared_options, behind)

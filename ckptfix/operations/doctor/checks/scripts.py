@@ -50,7 +50,19 @@ SKIP_KEYS = Topic(
     severities=(Severity.NOTE,),
     meaning="`skip_keys` leaves arguments of these names on the device where they are",
 )
+PREPARED_TWICE = Topic(
+    code="prepared-twice",
+    severities=(Severity.WARNING, Severity.NOTE),
+    meaning="the script gives a model to `prepare()` twice: in several processes `save_state` writes it twice",
+)
+WRAPPED_EARLY = Topic(
+    code="wrapped-before-prepare",
+    severities=(Severity.WARNING,),
+    meaning="a model is wrapped in DDP or DataParallel before `prepare()`, which wraps it again: keys get `module.`",
+)
 TOPICS = (
+    PREPARED_TWICE,
+    WRAPPED_EARLY,
     NO_PYTHON,
     UNKNOWN_NAME,
     MADE_EARLY,
@@ -124,6 +136,36 @@ def plain_backward(facts: Facts) -> Iterator[Advice]:
             "fp16 the updates vanish; nothing is raised",
             evidence=_shown(uses.backwards),
             fix="accelerator.backward(loss); at run time: ckptfix run SCRIPT warns of it",
+        )
+
+
+def prepared_twice(facts: Facts) -> Iterator[Advice]:
+    """The damage that ``ckptfix repair`` mends, before it is done. ckptfix's own Accelerator does not do it."""
+    uses = _uses(facts)
+    if not uses.twice:
+        return
+    names = ", ".join(dict.fromkeys(one.name for one in uses.twice))
+    runs = facts.launch is not None and " -m ckptfix run " in f" {' '.join(facts.launch.words)} "
+    guard = "the Accelerator of ckptfix returns the model of the first call"
+    yield PREPARED_TWICE.advice(
+        f"{names} is given to prepare() twice: "
+        + (guard if uses.is_guarded or runs else "in several processes save_state writes it twice"),
+        severity=Severity.NOTE if uses.is_guarded or runs else Severity.WARNING,
+        evidence=_shown([place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]),
+        fix="call prepare() once for each model and keep what it returns; or start it with: ckptfix run SCRIPT",
+    )
+
+
+def wrapped_early(facts: Facts) -> Iterator[Advice]:
+    """``prepare`` does not look whether a model is wrapped already."""
+    found = _uses(facts).wrapped
+    if found:
+        names = ", ".join(dict.fromkeys(one.name for one in found))
+        yield WRAPPED_EARLY.advice(
+            f"{names} is wrapped before prepare(), which wraps it again: the keys that save_state writes begin with "
+            "'module.', and another script does not load them",
+            evidence=_shown([place for one in found for place in (one.wrapped, one.prepared)]),
+            fix="give prepare() the bare model: it wraps it in DDP by itself",
         )
 
 
@@ -206,6 +248,8 @@ def _shown(places: "list[Place] | tuple[Place, ...]") -> tuple[str, ...]:
 
 
 CHECKS = (
+    prepared_twice,
+    wrapped_early,
     not_python,
     unknown_name,
     made_early,

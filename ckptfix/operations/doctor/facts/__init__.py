@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ckptfix.operations.doctor.facts.devices import Torch
 from ckptfix.operations.doctor.facts.folder import Folder, read_folder
-from ckptfix.operations.doctor.facts.launch import Launch, read_launch, variables_of
+from ckptfix.operations.doctor.facts.launch import Launch, missing_script, read_launch, variables_of
 from ckptfix.operations.doctor.facts.machine import Machine, read_machine
 from ckptfix.operations.doctor.facts.pci import Bus
 from ckptfix.operations.doctor.facts.placement import DeviceMap, parse_map, read_map
@@ -28,7 +28,8 @@ from ckptfix.operations.doctor.facts.software import Software, read_software, wi
 class Facts:
     """What is known of an environment. None: not asked for.
 
-    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names a file that is there.
+    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names a file that is there. ``missing_script``: the file that
+    the command starts, if it is not there.
     """
 
     software: Software
@@ -40,6 +41,7 @@ class Facts:
     config_variable_is_file: bool = False
     script: Script | None = None
     launch: Launch | None = None
+    missing_script: str = ""
     folder: Folder | None = None
     device_map: DeviceMap | None = None
 
@@ -76,6 +78,7 @@ def gather(
         config_variable_is_file=os.path.isfile(environment.get("ACCELERATE_CONFIG_FILE", "")),
         script=read,
         launch=command,
+        missing_script=missing_script(command, environment) if command is not None else "",
         folder=looked,
         device_map=read_map(device_map) if device_map is not None else _own_map(looked),
     )

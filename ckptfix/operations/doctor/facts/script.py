@@ -2,12 +2,12 @@
 
 import ast
 import json
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptfix.operations.doctor.facts.notebook import python_of
 from ckptfix.operations.doctor.facts.script_scan import Scan
 from ckptfix.operations.doctor.facts.script_uses import Place, Uses
 
@@ -55,10 +55,9 @@ def _scan_notebook(scan: Scan, data: bytes) -> str:
         return f"no notebook: {type(error).__name__}: {error!s:.100}"
     problem = ""
     for number, text in enumerate(sources, 1):
-        if not text.lstrip().startswith(
-            "%%"
-        ):  # a cell of another language, or one that IPython runs its own way
-            found = _scan_text(scan, _without_magics(text).encode(), _cell_label(number), number)
+        cell = python_of(text)
+        if cell is not None:
+            found = _scan_text(scan, cell.encode("utf-8", "replace"), _cell_label(number), number)
             problem = problem or found
     return problem
 
@@ -79,11 +78,6 @@ def _scan_text(scan: Scan, data: bytes, label: Callable[[int], str], unit: int) 
 
 def _cell_label(number: int) -> Callable[[int], str]:
     return lambda line: f"cell {number}, line {line}"
-
-
-def _without_magics(text: str) -> str:
-    """Put ``pass`` where a line is IPython's and not Python's, so that line numbers stay."""
-    return re.sub(r"^(\s*)[%!?].*$", r"\1pass", text, flags=re.MULTILINE)
 
 
 def _line(lines: list[str], number: int) -> str:

@@ -5,11 +5,17 @@ what a name holds after a branch, is not known: the checks say so.
 """
 
 import ast
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ckptfix.operations.doctor.facts.script_kinds import (
+    is_model,
+    is_module_class,
+    is_optimizer,
+    may_be_model,
+)
+from ckptfix.operations.doctor.facts.script_prepares import PrepareFlow
 from ckptfix.operations.doctor.facts.script_syntax import (
     asks_first,
     catches,
@@ -56,12 +62,6 @@ _OTHER_PARSERS = (
     "hydra",
     "simple_parsing",
 )
-_MODEL_NAME = re.compile(
-    r"(^|_)(model|net|network|teacher|student|generator|discriminator|actor|critic|unet|vae|policy)(_|\d|$)",
-    re.I,
-)
-_OPTIMIZER_NAME = re.compile(r"(^|_)opt(im(izer)?)?(_|\d|$)", re.I)
-_MODEL_CLASS = re.compile(r"(Model|Net|Network|Module|ForCausalLM|For[A-Z]\w+|LMHeadModel)$")
 
 
 @dataclass
@@ -84,11 +84,19 @@ class Scan(ast.NodeVisitor):
     _devices: set[str] = field(default_factory=set)  # variables that hold a CUDA device, or its name
     _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
     _locate: Locate = field(default=lambda line: Place(order=(0, line), where="", text=""))
+    _flow: PrepareFlow = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have the flow of prepared models know the names that are found here."""
+        self._flow = PrepareFlow(
+            resolve=self._name, is_accelerator=self._is_accelerator, is_model=self._may_be_model
+        )
 
     def read(self, tree: ast.Module, locate: Locate) -> None:
         """Add what this tree uses; ``locate`` gives the place of a line."""
         self._locate = locate
         self.visit(tree)
+        self._flow.read(tree, locate)
 
     def uses(self) -> Uses:
         """Return what was found so far."""
@@ -96,6 +104,9 @@ class Scan(ast.NodeVisitor):
             taken=tuple(self.taken),
             prepared=tuple(self.prepared),
             options=frozenset(self.options) if self.follows_options else None,
+            twice=tuple(self._flow.twice),
+            wrapped=tuple(self._flow.wrapped),
+            is_guarded=any(maker.startswith("ckptfix.") for maker in self._made.values()),
             **{name: tuple(places) for name, places in self.found.items()},
         )
 
@@ -168,7 +179,7 @@ class Scan(ast.NodeVisitor):
         """Note the script's own modules; a class's body runs where it stands."""
         for base in node.bases:
             name = self._name(base)
-            if name in self._modules or name.startswith("torch.nn.") or _MODEL_CLASS.search(name):
+            if is_module_class(name, self._modules):
                 self._modules.add(node.name)
         self.generic_visit(node)
 
@@ -289,22 +300,22 @@ class Scan(ast.NodeVisitor):
         if name.startswith("accelerate.") and not self._optional:
             self.taken.append((name.removeprefix("accelerate."), self._locate(node.lineno)))
 
+    def _is_accelerator(self, node: ast.expr) -> bool:
+        """Whether an expression is an Accelerator by what made it, or else by its name."""
+        text = ast.unparse(node)
+        maker = self._made.get(text, "")
+        if maker:
+            return maker in _ACCELERATORS or maker.rpartition(".")[2].endswith("Accelerator")
+        return text not in self._imports and "accel" in text.rpartition(".")[2].lower()
+
+    def _may_be_model(self, variable: str) -> bool:
+        return may_be_model(variable, self._made.get(variable, ""), self._modules)
+
     def _is_model(self, variable: str) -> bool:
-        maker = self._made.get(variable, "")
-        owner, _, last = maker.rpartition(".")
-        if self._is_optimizer(variable) or maker.startswith(("torch.optim.", "torch.utils.data.")):
-            return False
-        if maker in self._modules or maker.startswith("torch.nn.") or _MODEL_CLASS.search(last):
-            return True
-        if last in ("from_pretrained", "from_config"):
-            return bool(_MODEL_CLASS.search(owner) or re.search(r"AutoModel", owner))
-        return bool(_MODEL_NAME.search(variable.rpartition(".")[2]))
+        return is_model(variable, self._made.get(variable, ""), self._modules)
 
     def _is_optimizer(self, variable: str) -> bool:
-        maker = self._made.get(variable, "")
-        if maker.startswith("torch.optim.lr_scheduler."):
-            return False
-        return maker.startswith("torch.optim.") or bool(_OPTIMIZER_NAME.search(variable.rpartition(".")[2]))
+        return is_optimizer(variable, self._made.get(variable, ""))
 
     def _imported(self, name: str, node: ast.stmt) -> None:
         if name.split(".")[0] == "deepspeed" or name.endswith(".DeepSpeedPlugin"):

@@ -26,6 +26,24 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTwice:
+    """A model that is given to ``prepare`` again: the name in the second call, and both calls."""
+
+    name: str
+    first: Place
+    second: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrappedEarly:
+    """A model that is wrapped in DDP or DataParallel, and then given to ``prepare``."""
+
+    name: str
+    wrapped: Place
+    prepared: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
     """What a script uses, each with its places.
 
@@ -34,7 +52,8 @@ class Uses:
     ``deepspeed``: that it is used, ``plugin_choices``: ``select_deepspeed_plugin``. ``device_maps`` and ``skip_keys``:
     calls with that argument. ``trusting_loads``: ``torch.load(weights_only=False)``. ``builds``: what needs a compiler.
     ``options``: the script's own, without dashes, with underscores; None when it reads its command line in a way that
-    is not followed.
+    is not followed. ``twice`` and ``wrapped``: models that are prepared again, or wrapped before. ``is_guarded``: its
+    Accelerator is the one of ckptfix.
     """
 
     taken: tuple[tuple[str, Place], ...] = ()
@@ -51,3 +70,6 @@ class Uses:
     trusting_loads: tuple[Place, ...] = ()
     builds: tuple[Place, ...] = ()
     options: frozenset[str] | None = frozenset()
+    twice: tuple[PreparedTwice, ...] = ()
+    wrapped: tuple[WrappedEarly, ...] = ()
+    is_guarded: bool = False

@@ -4,14 +4,16 @@ from dataclasses import replace
 
 from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource
 from ckptfix.operations.doctor.facts.settings import AccelerateConfig
-from tests.operations.doctor.building import CONFIG, config, facts, launch, with_software, with_torch
+from tests.operations.doctor.building import CONFIG, config, facts, launch, script, with_software, with_torch
 from tests.operations.doctor.cases.case import ERROR, NOTE, WARNING, Case
 
 NO_CONFIG = AccelerateConfig(path=CONFIG)
+MAKES_ACCELERATOR = "from accelerate import Accelerator, notebook_launcher\nAccelerator()\n"
+LAUNCHES = "notebook_launcher(train, num_processes=4)\n"
 
 CONFIGURATION = (
     Case("no-accelerate-config", "no GPU", facts(config=NO_CONFIG), NOTE),
-    Case("no-accelerate-config", "two GPUs", facts(2, config=NO_CONFIG), WARNING),
+    Case("no-accelerate-config", "two GPUs", facts(2, config=NO_CONFIG), NOTE),
     Case("no-accelerate-config", "there", facts(2), None),
     Case(
         "no-accelerate-config",
@@ -90,6 +92,125 @@ CONFIGURATION = (
             config=config(distributed_type="NO"),
             launch=launch("accelerate launch --num_processes=4 train.py"),
         ),
+        None,  # processes-not-started says it
+    ),
+    Case(
+        "idle-devices",
+        "python starts one process, whatever the config says",
+        facts(4, launch=launch("python train.py"), script=script(MAKES_ACCELERATOR)),
+        WARNING,
+    ),
+    Case(
+        "idle-devices",
+        "python, and a script that launches processes itself",
+        facts(4, launch=launch("python train.py"), script=script(MAKES_ACCELERATOR + LAUNCHES)),
+        None,
+    ),
+    Case(
+        "idle-devices",
+        "python, and a model on a device map",
+        facts(4, launch=launch("python train.py"), script=script(MAKES_ACCELERATOR + "m(device_map='auto')")),
+        None,
+    ),
+    Case(
+        "idle-devices",
+        "a module of Python's",
+        facts(
+            4,
+            launch=launch("python -m torch.distributed.run --nproc_per_node 4 train.py"),
+            script=script(MAKES_ACCELERATOR),
+        ),
+        None,
+    ),
+    Case(
+        "idle-devices",
+        "no config: as many as there are devices",
+        facts(4, config=NO_CONFIG, launch=launch("accelerate launch train.py")),
+        None,
+    ),
+    *(
+        Case("processes-not-started", command, facts(count, config=given, launch=launch(command)), WARNING)
+        for count, given, command in (
+            (4, config(distributed_type="NO"), "accelerate launch --num_processes 4 train.py"),
+            (
+                4,
+                config(distributed_type=False, num_processes=1),
+                "accelerate launch --num_processes 4 train.py",
+            ),
+            (0, NO_CONFIG, "accelerate launch --num_processes 2 train.py"),
+            (1, NO_CONFIG, "accelerate launch --num_processes 2 train.py"),
+            (0, NO_CONFIG, "accelerate launch --cpu --num_processes 2 train.py"),
+            (0, config(distributed_type="MULTI_CPU", num_processes=2), "accelerate launch train.py"),
+        )
+    ),
+    Case(
+        "processes-not-started",
+        "by the config alone",
+        facts(4, config=config(distributed_type="NO", num_processes=4)),
+        WARNING,
+    ),
+    *(
+        Case("processes-not-started", command, facts(count, config=given, launch=launch(command)), None)
+        for count, given, command in (
+            (4, config(distributed_type="NO"), "accelerate launch --multi_gpu --num_processes 4 train.py"),
+            (
+                4,
+                config(distributed_type="NO"),
+                "accelerate launch --use_deepspeed --num_processes 4 train.py",
+            ),
+            (4, config(distributed_type="NO"), "accelerate launch --multi_gpu train.py"),
+            (4, config(distributed_type="NO"), "accelerate launch train.py"),
+            (4, config(distributed_type="FSDP", num_processes=4), "accelerate launch train.py"),
+            (2, NO_CONFIG, "accelerate launch train.py"),
+            (2, NO_CONFIG, "accelerate launch --num_processes 2 train.py"),
+            (4, NO_CONFIG, "accelerate launch --num_machines 2 --num_processes 8 train.py"),
+            (4, config(distributed_type="NO"), "torchrun --nproc_per_node 4 train.py"),
+            (0, config(distributed_type="XLA", num_processes=8), "accelerate launch train.py"),
+            (
+                0,
+                config(
+                    distributed_type="MULTI_CPU", num_processes=2, mpirun_config={"mpirun_hostfile": "hosts"}
+                ),
+                "accelerate launch train.py",
+            ),
+        )
+    ),
+    Case(
+        "idle-devices",
+        "one process by --multi_gpu alone",
+        facts(
+            4,
+            config=config(distributed_type="NO", num_processes=1),
+            launch=launch("accelerate launch --multi_gpu a.py"),
+        ),
+        WARNING,
+    ),
+    Case(
+        "config-unreadable",
+        "a type of nobody",
+        facts(config=config(distributed_type="MULTI_GPUS", num_processes=2)),
+        ERROR,
+    ),
+    Case(
+        "config-unreadable",
+        "no number anywhere",
+        facts(2, config=config(distributed_type="MULTI_GPU"), launch=launch("accelerate launch train.py")),
+        ERROR,
+    ),
+    Case(
+        "config-unreadable",
+        "the number on the command line",
+        facts(
+            2,
+            config=config(distributed_type="MULTI_GPU"),
+            launch=launch("accelerate launch --num_processes 2 train.py"),
+        ),
+        None,
+    ),
+    Case(
+        "config-unreadable",
+        "a number may yet be given",
+        facts(2, config=config(distributed_type="FSDP")),
         None,
     ),
     Case(
@@ -180,7 +301,7 @@ CONFIGURATION = (
         "no-accelerate-config",
         "not counted on the command line",
         facts(2, config=NO_CONFIG, launch=launch("accelerate launch train.py")),
-        WARNING,
+        NOTE,
     ),
     Case("config-file-missing", "it is there", facts(config=replace(config(), asked=True)), None),
     Case("config-variable-ignored", "not set", facts(config_variable_is_file=True), None),

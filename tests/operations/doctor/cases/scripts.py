@@ -40,7 +40,36 @@ TWO_CALLS = """
     teacher = accelerator.prepare(teacher)
     """
 
+TWICE = """
+    from {} import Accelerator
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    """
+
+WRAPPED = """
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from accelerate import Accelerator
+    accelerator = Accelerator()
+    model = {}
+    model = accelerator.prepare(model)
+    """
+
 SCRIPTS = (
+    Case("prepared-twice", "twice", facts(script=script(TWICE.format("accelerate"))), WARNING),
+    Case("prepared-twice", "guarded by ckptfix", facts(script=script(TWICE.format("ckptfix"))), NOTE),
+    Case(
+        "prepared-twice",
+        "guarded by ckptfix run",
+        facts(
+            script=script(TWICE.format("accelerate")),
+            launch=launch("accelerate launch -m ckptfix run train.py"),
+        ),
+        NOTE,
+    ),
+    Case("prepared-twice", "once", facts(script=script(TRAIN.format(""))), None),
+    Case("wrapped-before-prepare", "DDP", facts(script=script(WRAPPED.format("DDP(model)"))), WARNING),
+    Case("wrapped-before-prepare", "bare", facts(script=script(WRAPPED.format("Net()"))), None),
     Case(
         "script-not-python",
         "syntax error",
