@@ -1,16 +1,11 @@
-"""How a verb ends that did not finish: what is said, with which exit status, and what an interrupt left behind."""
+"""The end of a verb that did not finish: what is said, and with which exit status."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.operations.target import find_target
 from ckptfix.storage.atomic import DISK_FULL
-from ckptfix.storage.journal import State, transactions
-from ckptfix.storage.paths import MANIFEST, command
 from ckptfix.storage.permission import described
 
 INTERRUPTED = 130
@@ -21,7 +16,7 @@ class Interrupted(Exception):
 
 
 FAILURES = (Interrupted, CkptfixError, OSError, MemoryError)
-"""All that ends the work on one path, and not the work on the next ones; but for the first."""
+"""All that ends the work on one path. The next path follows, but not after an interrupt."""
 
 
 class Ending(NamedTuple):
@@ -52,80 +47,3 @@ def interruptible(describe: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted: {describe()}") from None
-
-
-def state_after_repair(path: str) -> Callable[[], str]:
-    """Return what describes the state of a folder after a repair was interrupted that begins now."""
-    before = _repairs(path)
-
-    def describe() -> str:
-        if _is_pending(path):
-            return f"run {command('repair', Path(path))} again to roll back"
-        if _repairs(path) > before:
-            return f"{path} is fully repaired; to undo: {command('undo', Path(path))}"
-        return f"{path} is unchanged"
-
-    return describe
-
-
-def state_after_undo(path: str) -> Callable[[], str]:
-    """Return what describes the state of a folder after an undo was interrupted that begins now."""
-    before = _repairs(path)
-
-    def describe() -> str:
-        if _is_pending(path):
-            return f"run {command('undo', Path(path))} again to finish"
-        return f"the repair of {path} is undone" if _repairs(path) < before else f"{path} is unchanged"
-
-    return describe
-
-
-def state_after_seal(path: str) -> Callable[[], str]:
-    """Return what describes the state of a folder after a seal was interrupted that begins now."""
-    before = _identity(Path(path, MANIFEST))
-
-    def describe() -> str:
-        if _is_pending(path):
-            return f"run {command('undo', Path(path))} to roll back"
-        is_old = _identity(Path(path, MANIFEST)) == before
-        return (
-            f"{path} is unchanged" if is_old else f"{path} is sealed; next: {command('verify', Path(path))}"
-        )
-
-    return describe
-
-
-def state_after_writing(source: str, output: str) -> Callable[[], str]:
-    """Return what describes the state after an interrupt of a verb that begins now and writes a new ``output``."""
-    before = _identity(Path(output))
-
-    def describe() -> str:
-        if _identity(Path(output)) != before:
-            return f"{source} is unchanged, and {output} is complete"
-        what = f"nothing was written at {output}" if before is None else f"so is {output}"
-        return f"{source} is unchanged, and {what}"
-
-    return describe
-
-
-def _repairs(path: str) -> int:
-    """Return how many repairs can be undone; 0 where that cannot be known, as of a path that does not exist."""
-    try:
-        return sum(one.state is State.DONE for one in transactions(find_target(path).root))
-    except (CkptfixError, OSError):
-        return 0
-
-
-def _is_pending(path: str) -> bool:
-    try:
-        return any(one.state is State.PENDING for one in transactions(find_target(path).root))
-    except (CkptfixError, OSError):
-        return False
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns

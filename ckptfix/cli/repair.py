@@ -5,7 +5,7 @@ from functools import partial
 import click
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.cli.endings import state_after_repair, state_after_writing
+from ckptfix.cli.interrupts import state_after_repair, state_after_writing
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.errors import UsageError

@@ -2,7 +2,8 @@
 
 import click
 
-from ckptfix.cli.endings import interruptible, state_after_writing
+from ckptfix.cli.endings import interruptible
+from ckptfix.cli.interrupts import state_after_writing
 from ckptfix.cli.report import Report
 
 

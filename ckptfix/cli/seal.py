@@ -2,7 +2,7 @@
 
 import click
 
-from ckptfix.cli.endings import state_after_seal
+from ckptfix.cli.interrupts import state_after_seal
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.operations.sealing.seal import SealReceipt, seal

@@ -2,7 +2,7 @@
 
 import click
 
-from ckptfix.cli.endings import state_after_undo
+from ckptfix.cli.interrupts import state_after_undo
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.operations.undo import UndoReceipt, undo
