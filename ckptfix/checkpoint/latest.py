@@ -1,8 +1,10 @@
-"""Which of the checkpoints in a project folder is the newest whole one."""
+"""The newest complete checkpoint of a project folder, by the numbers in the names of its folders."""
 
+import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,36 +20,58 @@ from ckptfix.formats.weights_index import WeightsIndex
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.permission import described
 
-_NUMBERED = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
-"""As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15)."""
+ACCELERATE = "checkpoint_{}"
+"""As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15). ``{}`` stands for the number."""
+
+FAMILIES = (ACCELERATE, "checkpoint-{}", "step_{}", "epoch_{}")
+"""And as the Trainer, diffusers' scripts and accelerate's examples do."""
+
+_TRAINER_STATE = "trainer_state.json"
+_MAX_TRAINER_STATE = 256 << 20
+_NO_STATES = "no random_states_0.pkl, which save_state writes near its end"
+_LAST_WRITTEN = ("random_states_0.pkl", _TRAINER_STATE)
+"""What a save writes near its end, and no repair ever touches: its time is that of the save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A checkpoint with its number, and why it is not whole (None: it is, as far as can be seen without reading it)."""
+    """A checkpoint with its number, and why it is incomplete (None: it is not, as far as its headers say).
+
+    ``time``: when the save ended, in seconds since the epoch; None where the file that says it is missing.
+    """
 
     path: Path
     number: int
     problem: str | None
+    time: float | None = None
 
 
-def checkpoint_number(name: str) -> int | None:
-    """Return the number in the name of a checkpoint, None for any other name."""
-    match = _NUMBERED.fullmatch(name)
+def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
+    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number."""
+    before, _, after = pattern.partition("{}")
+    number = "0|[1-9][0-9]*" if pattern == ACCELERATE else "[0-9]+"
+    match = re.fullmatch(f"{re.escape(before)}({number}){re.escape(after)}", name)
     return int(match[1]) if match else None
 
 
-def candidates(folder: Path) -> tuple[Candidate, ...]:
-    """Return the numbered checkpoints in a ``checkpoints`` folder, newest first. Raises OSError."""
+def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
+    """Return the numbered checkpoints of one family in a folder, newest first. Raises OSError."""
     found = []
     for name in os.listdir(folder):
-        number = checkpoint_number(name)
+        number = checkpoint_number(name, pattern)
         if number is not None and (folder / name).is_dir():
             found.append((number, folder / name))
     return tuple(
-        Candidate(path=path, number=number, problem=incomplete(path))
+        Candidate(path=path, number=number, problem=incomplete(path), time=_time_of(path))
         for number, path in sorted(found, reverse=True)
     )
+
+
+def _time_of(checkpoint: Path) -> float | None:
+    for name in _LAST_WRITTEN:
+        with suppress(OSError):
+            return (checkpoint / name).stat().st_mtime
+    return None
 
 
 def newest_whole(found: Iterable[Candidate]) -> Candidate | None:
@@ -82,7 +106,8 @@ def incomplete(checkpoint: Path) -> str | None:
     With the manifest of a save, every file of that save must be there in its size; a folder that was repaired since is
     believed. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and the main
     process's state of the generators, which it writes after all but the custom objects; no file may be empty, and those
-    of the weights must be whole by their headers. What ``salvage`` wrote with losses is not whole.
+    of the weights must be whole by their headers. What ``salvage`` wrote with losses is not whole. A folder of the
+    Trainer needs weights, too, and ``trainer_state.json``, which it writes last, with the step of the folder's name.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -97,15 +122,49 @@ def incomplete(checkpoint: Path) -> str | None:
         return described(error)
     if losses is not None:
         return f"it was salvaged: {losses}"
-    known = [name for name in names if parse_file_name(name) is not None]
     if not any(_is_model(checkpoint, name) for name in names):
         return "no weights of a model"
-    if "random_states_0.pkl" not in known:
-        return "no random_states_0.pkl, which save_state writes near its end"
+    if "random_states_0.pkl" not in names:
+        is_numbered = (
+            checkpoint_number(checkpoint.name) is not None
+        )  # load_state takes it, so it must be Accelerate's
+        if is_numbered or (problem := _trainer_problem(checkpoint)) == _NO_STATES:
+            return _NO_STATES
+        if problem is not None:
+            return problem
     try:
         return _damage(checkpoint, names)
     except OSError as error:
         return described(error)
+
+
+def _trainer_problem(checkpoint: Path) -> str | None:
+    """Return why a folder without random states of ``save_state`` is no complete one of the Trainer."""
+    number = checkpoint_number(checkpoint.name, "checkpoint-{}")
+    try:
+        with (checkpoint / _TRAINER_STATE).open("rb") as file:
+            step = json.loads(file.read(_MAX_TRAINER_STATE))["global_step"]
+    except FileNotFoundError:
+        if number is None:
+            return _NO_STATES
+        return f"neither {_LAST_WRITTEN[0]}, which save_state writes near its end, nor the Trainer's {_TRAINER_STATE}"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return f"{_TRAINER_STATE} cannot be read: {error!r}"
+    if number is not None and step != number:
+        return f"{_TRAINER_STATE} is of step {step}"
+    names = set(os.listdir(checkpoint))
+    if (
+        "scheduler.pt" in names
+        and not names & {"optimizer.pt", "optimizer.bin"}
+        and not _has_folder(checkpoint)
+    ):
+        return "scheduler.pt without optimizer.pt, which the Trainer writes before it"
+    return None
+
+
+def _has_folder(checkpoint: Path) -> bool:
+    """Whether a folder is there, as that of DCP or DeepSpeed in which the optimizer is."""
+    return any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
 
 
 def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:

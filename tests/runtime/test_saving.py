@@ -361,7 +361,7 @@ def test_the_newest_whole_one_is_loaded_and_the_skipped_are_named(tmp_path: Path
     assert weight_of(model) == 1.0
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         (checkpoint / "random_states_0.pkl").unlink()
-    with pytest.raises(UsageError, match="no whole checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         latest_checkpoint(tmp_path)
 
 
@@ -520,9 +520,68 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
 
 
 def test_what_is_there_is_said_where_no_name_counts(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(UsageError, match=r"only folders called checkpoint_<number> .*there are checkpoint-4"):
+    (tmp_path / "run-4").mkdir()
+    with pytest.raises(UsageError, match=r"only folders called checkpoint_<number>, .*there are run-4"):
         latest_checkpoint(tmp_path)
+
+
+def test_checkpoints_of_every_kind_of_name_are_found(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    for name in ("step_9", "step_10", "mine-3-x", "mine-12-x"):
+        accelerator.save_state(tmp_path / name)
+    (tmp_path / "step_11").mkdir()
+    (tmp_path / "step_last").mkdir()
+    with pytest.warns(UserWarning, match="took step_10 and passed over step_11: no weights of a model"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "step_10"
+    assert latest_checkpoint(tmp_path, pattern="mine-{}-x") == tmp_path / "mine-12-x"
+    with pytest.raises(UsageError, match=r"pattern='step_': expected .* 'step_\{\}'"):
+        latest_checkpoint(tmp_path, pattern="step_")
+    with pytest.raises(UsageError, match="only folders called other_<number> are looked at"):
+        latest_checkpoint(tmp_path, pattern="other_{}")
+
+
+def test_numbers_of_two_kinds_are_not_compared(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    for age, name in ((50, "step_100"), (0, "epoch_1"), (90, "epoch_0")):
+        accelerator.save_state(tmp_path / name)
+        os.utime(tmp_path / name / "random_states_0.pkl", (1e9 - age,) * 2)
+    with pytest.warns(
+        UserWarning, match=r"took epoch_1 and older by the time of the save: step_100; pattern="
+    ):
+        assert latest_checkpoint(tmp_path) == tmp_path / "epoch_1"
+    assert latest_checkpoint(tmp_path, pattern="step_{}") == tmp_path / "step_100"
+    os.utime(tmp_path / "step_100" / "random_states_0.pkl", (1e9,) * 2)
+    with pytest.raises(
+        UsageError, match=r"step_100, epoch_1 are of different kinds, .* next: latest_checkpoint"
+    ):
+        latest_checkpoint(tmp_path)
+
+
+def test_folders_of_the_trainer_are_complete_by_its_own_files(tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path / "elsewhere")
+    saved = accelerator.save_state()
+    for step in (5, 10, 15, 20, 25):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes())
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (folder / name).write_bytes((saved / "optimizer.bin").read_bytes())
+        (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    (tmp_path / "checkpoint-25" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()
+    with (tmp_path / "checkpoint-15" / "model.safetensors").open("r+b") as file:
+        file.truncate(90)
+    with pytest.warns(UserWarning, match="took checkpoint-10 and passed over") as seen:
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    text = str(seen[0].message)
+    assert "checkpoint-25: neither random_states_0.pkl, which" in text
+    assert "checkpoint-20: scheduler.pt without optimizer.pt" in text
+    assert "checkpoint-15: model.safetensors: " in text
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 4}')
+    with pytest.warns(UserWarning, match=r"checkpoint-10: trainer_state\.json is of step 4"):
+        assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 
 
 def test_a_stock_folder_without_a_model_is_passed_over_at_the_line_that_asks(tmp_path: Path) -> None:

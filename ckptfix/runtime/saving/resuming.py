@@ -2,13 +2,22 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from ckptfix.checkpoint.latest import candidates, checkpoint_number, checkpoints_folder, mixed, newest_whole
+from ckptfix.checkpoint.latest import (
+    ACCELERATE,
+    FAMILIES,
+    Candidate,
+    candidates,
+    checkpoint_number,
+    checkpoints_folder,
+    mixed,
+    newest_whole,
+)
 from ckptfix.errors import UsageError
 from ckptfix.runtime.callers import calling_line
 from ckptfix.runtime.guard import guard_of
@@ -90,32 +99,66 @@ def _choose(accelerator: Accelerator, folder: Path) -> str:
     return str(_latest(folder))
 
 
-def latest_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the newest whole checkpoint of a project folder, or of its ``checkpoints`` folder.
+def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path:
+    """Return the newest complete checkpoint of a project folder, or of its ``checkpoints`` folder.
 
-    Warns of every newer one that is passed over, with the reason. Raises UsageError when none is whole.
+    By number, in folders called ``checkpoint_N``, ``checkpoint-N``, ``step_N`` or ``epoch_N``, or as ``pattern`` says,
+    with ``{}`` for the number: ``"run-{}"``. Numbers of two families cannot be compared: of their newest complete ones
+    the one is taken whose save ended last, by the time of ``random_states_0.pkl`` or ``trainer_state.json``.
+
+    Warns of every newer one that is passed over, with the reason, and where the time decided. Raises UsageError when
+    none is complete, or when not even the times say which is newer.
     """
-    folder = checkpoints_folder(Path(path))
+    if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
+        raise UsageError(
+            f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as 'step_{{}}'"
+        )
+    root, folder = Path(path), checkpoints_folder(Path(path))
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder")
-    return _latest(folder)
+        raise UsageError(f"{folder} is not a folder")
+    patterns = FAMILIES if pattern is None else (pattern,)
+    if folder != root and not any(candidates(folder, one) for one in patterns):
+        folder = root  # step_N and the like lie in the project folder itself
+    return _latest(folder, patterns)
 
 
-def _latest(folder: Path) -> Path:
-    found = candidates(folder)
-    best = newest_whole(found)
-    skipped = [candidate for candidate in found if best is None or candidate.number > best.number]
-    said = "; ".join(f"{candidate.path.name}: {candidate.problem}" for candidate in skipped)
-    if best is None:
-        raise UsageError(f"no whole checkpoint in {folder} ({said or _what_is_there(folder)})")
-    if skipped:
+def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
+    families = [found for pattern in patterns if (found := candidates(folder, pattern))]
+    newest = [best for found in families if (best := newest_whole(found)) is not None]
+    if not newest:
+        said = "; ".join(f"{one.path.name}: {one.problem}" for found in families for one in found)
+        raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
+    best = max(newest, key=lambda one: one.time or 0.0)
+    _ensure_later(folder, best, newest)
+    own = next(found for found in families if best in found)
+    broken = [one for one in own if one.number > best.number]
+    broken += [found[0] for found in families if newest_whole(found) is None]
+    others = [one.path.name for one in newest if one is not best]
+    words = (
+        [f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in broken)}"] if broken else []
+    )
+    if others:
+        words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
+    if words:
         line = calling_line()
-        message = f"{folder}: took {best.path.name} and passed over {said}"
+        message = f"{folder}: took {best.path.name} and {'; '.join(words)}"
         warnings.warn_explicit(message, UserWarning, line.path, line.number)
     return best.path
 
 
-def _what_is_there(folder: Path) -> str:
+def _ensure_later(folder: Path, best: Candidate, newest: Sequence[Candidate]) -> None:
+    """Raise UsageError when the times of the saves do not say that one of them is the newest of its kinds."""
+    times = [one.time for one in newest]
+    if len(newest) > 1 and (None in times or times.count(best.time) > 1):
+        names = ", ".join(one.path.name for one in newest)
+        raise UsageError(
+            f"{folder}: {names} are of different kinds, and their times do not say which is newer; next: "
+            f"latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another pattern"
+        )
+
+
+def _what_is_there(folder: Path, patterns: Sequence[str]) -> str:
     others = sorted(name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL)
     there = f"; there are {', '.join(others[:3])}" if others else ""
-    return f"only folders called checkpoint_<number> are looked at{there}"
+    kinds = ", ".join(pattern.replace("{}", "<number>") for pattern in patterns)
+    return f"only folders called {kinds} are looked at{there}"
