@@ -24,7 +24,7 @@ _DAMAGED, _WARNED, _UNFINISHED, _CLEAN = _ORDER = ("damaged", "with warnings", "
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
     "--quiet", "-q", is_flag=True,
-    help="Print only the paths with errors or warnings, one a line, quoted where xargs needs it.",
+    help="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
 )  # fmt: skip
 @click.option(
     "--null", "-0", is_flag=True, help="The same, each path unquoted and with a NUL behind it: for xargs -0."
