@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ckptfix import latest_checkpoint
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
@@ -48,8 +50,10 @@ def test_saved_killed_and_resumed(tmp_path: Path) -> None:
     assert killed.returncode != 0
     assert "SIGKILL" in killed.stderr or "-9" in killed.stderr
     assert {path.name for path in (guarded / "output").iterdir()} >= {"checkpoint-2", "checkpoint-4"}
+    assert latest_checkpoint(guarded / "output").name == "checkpoint-4"
     resumed = train(guarded, "0 evaluate", *guard)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert latest_checkpoint(guarded / "output").name == "checkpoint-8"
     for expected, found in zip(seen(plain), seen(guarded), strict=True):
         assert not expected["guarded"]
         assert found["guarded"]
