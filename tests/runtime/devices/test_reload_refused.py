@@ -355,3 +355,21 @@ def test_a_model_that_uses_all_of_its_weights_has_no_unreached_part(tmp_path: Pa
     for make in (qwen2, gpt2, mixtral):
         report = verify_reload(saved(tmp_path / make.__name__, make()))
         assert "no input reached" not in str(report)
+
+
+def test_an_offload_that_computes_something_else_accuses_only_a_map_that_has_it(tmp_path: Path) -> None:
+    """A module that reads another's weight in its forward pass gets what lies on the meta device, or worse."""
+    from transformers import MobileBertConfig, MobileBertForMaskedLM
+
+    torch.manual_seed(0)
+    config = MobileBertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, embedding_size=16, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=64,
+    )  # fmt: skip
+    folder = saved(tmp_path / "model", MobileBertForMaskedLM(config).eval())
+    report = verify_reload(folder)
+    assert report.status == 0, str(report)
+    assert verify_reload(folder, device_map={"": "cpu"}).status == 0
+    asked = verify_reload(folder, device_map={"": "disk"})
+    same = "split over disk == cpu alone"
+    assert asked.status == int(same not in str(asked)), str(asked)

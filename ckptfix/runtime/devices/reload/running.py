@@ -90,7 +90,10 @@ def compare_split(
 
     try:
         if len(accelerators) < 2:
-            _compare_repeated(runs, once, single, repeats if accelerators else 1, f"{where} alone")
+            many = repeats if accelerators else 1
+            _compare_repeated(
+                runs, once, single, many, f"{where} alone", is_asked=trial.is_asked or bool(accelerators)
+            )
             return runs
         staged = _staged(runs, once, repeats)
     except ANYTHING as error:  # the model's own forward
@@ -220,9 +223,13 @@ def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread
 
 
 def _compare_repeated(
-    runs: Runs, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str
+    runs: Runs, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str, *, is_asked: bool
 ) -> None:
-    """Compare a split between one device and the host, memory or disk, with the model on that device."""
+    """Compare a split between one device and the host, memory or disk, with the model on that device.
+
+    Of an offload that nobody asked for, another output is no fault of the checkpoint: accelerate's offload to disk
+    reads freed memory for some models (MobileBERT's head).
+    """
     worst: Spread | None = None
     wrong = 0
     for _ in range(repeats):
@@ -239,4 +246,6 @@ def _compare_repeated(
         runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
     else:
         text = f"{wrong} of {many} of the split differ from {one} by more than other kernels explain: {worst}"
-        runs.add(Subject.OUTPUTS, Outcome.FAILED, text)
+        if not is_asked:
+            text += "; use no map with disk for this model, accelerate's offload computes something else"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)
