@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _REPEATS = 8
 _WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
+_NOTHING = "without a digest"
 
 
 @click.command("verify")
@@ -83,6 +84,7 @@ def verify_command(
         with report.progress(f"reading {path}") as progress:
             return verify(path, data=data, against=against, progress=progress)
 
-    return run_each(
-        report, paths, work, word=lambda result: _WORDS[result.status], order=list(_WORDS.values())
-    )
+    def word(result: "VerifyReport") -> str:
+        return _WORDS[result.status] if result.is_damaged or result.is_verified else _NOTHING
+
+    return run_each(report, paths, work, word=word, order=[*_WORDS.values(), _NOTHING])

@@ -15,6 +15,7 @@ from ckptfix.storage.building import build
 from ckptfix.storage.journal import transactions
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.recipes import Range, Recipe
+from ckptfix.wording import human_size
 
 
 @contextmanager
@@ -73,7 +74,9 @@ def _check_space(target: Target, output: Path) -> None:
     status = os.statvfs(output.absolute().parent)
     free = status.f_bavail * status.f_frsize
     if need > free:
-        raise OperationError(f"{output}: the copy needs {need} bytes of free space, there are {free}")
+        raise OperationError(
+            f"{output}: the copy needs {human_size(need)} of free space, {human_size(free)} are free on this disk"
+        )
 
 
 def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:

@@ -44,7 +44,7 @@ class Trim:
     extra: int
 
     def __str__(self) -> str:
-        return f"trim {self.path} to {self.size} bytes, {self.extra} fewer"
+        return f"trim {self.path} to {count_of(self.size, 'byte')}, {self.extra} fewer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RewriteNames:
         if self.example is None:
             return f'add "format" to the header of {self.path}'
         old, new = self.example
-        return f"rename {self.renames} names in {self.path}: {old!r} -> {new!r}"
+        return f"rename {count_of(self.renames, 'key')} in {self.path}: {old!r} -> {new!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class WriteIndex:
 
     def __str__(self) -> str:
         verb = "rewrite" if self.exists else "write"
-        return f"{verb} {self.path} from the headers: {len(self.weight_map)} names"
+        return f"{verb} {self.path} from the headers: {count_of(len(self.weight_map), 'key')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

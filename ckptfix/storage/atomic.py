@@ -6,6 +6,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from ckptfix.wording import human_size
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk, or of a share of one, that has no room left."""
 
@@ -40,8 +42,8 @@ def located(error: OSError, fd: int, missing: int = 0) -> OSError:
     words = error.strerror or str(error)
     if error.errno in DISK_FULL:
         space = os.fstatvfs(fd)
-        needed = f"{missing} bytes more were to be written, " if missing else ""
-        words += f": {needed}{space.f_bavail * space.f_frsize} are free"
+        needed = f"{human_size(missing)} more were to be written, " if missing else ""
+        words += f": {needed}{human_size(space.f_bavail * space.f_frsize)} are free"
     try:
         return OSError(error.errno, words, os.readlink(f"/proc/self/fd/{fd}"))
     except OSError:  # no Linux

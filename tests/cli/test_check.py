@@ -147,7 +147,7 @@ def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
     status, out = said("check", folder)
     assert status == 0
     assert out.count("note trainer-pickle") == 3
-    assert said("verify", folder)[0] == 0
+    assert said("verify", folder, "--data")[0] == 0
     torch.save(RunSettings(0.01), folder / "training.bin")
     assert "unloadable-pickle: training.bin" in said("check", folder)[1]
 

@@ -1,13 +1,14 @@
 """``ckptfix seal`` and ``ckptfix verify`` from the command line: what they print, their status, their JSON."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckptfix.cli import run
 from tests.operations.sealing.sealed import flip, place
@@ -28,9 +29,10 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_seal_then_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", str(folder)]) == 0
+    assert run(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"no manifest: nothing to compare with; next: ckptfix seal {folder}" in out
+    assert f"nothing was verified: there is no manifest; next: ckptfix seal {folder}" in out
+    assert "no difference found" not in out
     assert "not checked: 4 tensors: no digest was recorded" in out
     assert run(["seal", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -141,3 +143,22 @@ def test_a_manifest_that_cannot_be_understood_is_status_3(
     (folder / ".ckptfix" / "manifest.json").write_text("{")
     assert run(["verify", str(folder), "--json"]) == 3
     assert "to go on without it: rm" in printed(capsys)["error"]
+
+
+@pytest.mark.parametrize("damage", ["doubled", "cut"])
+def test_a_damaged_folder_says_what_to_do(
+    folder: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder / "model.safetensors"
+    if damage == "doubled":
+        tensors = {f"module.{name}": tensor for name, tensor in load_file(model).items()}
+        save_file(tensors, folder / "model_1.safetensors", {"format": "pt"})
+    else:
+        os.truncate(model, model.stat().st_size - 40)
+    assert run(["seal", str(folder)]) == 1
+    out = capsys.readouterr().out
+    mend = f"ckptfix repair {folder}, then: ckptfix seal {folder}"
+    assert f"next: {mend if damage == 'doubled' else f'ckptfix salvage {folder} NEW_FOLDER'}" in out
+    assert (
+        f"or seal it as it is, and verify takes this for the original: ckptfix seal --force {folder}" in out
+    )

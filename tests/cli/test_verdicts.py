@@ -100,8 +100,8 @@ def test_what_to_type_where_nothing_is_sealed(
     elif damage:
         (tmp_path / ".ckptfix").mkdir()
         (tmp_path / ".ckptfix" / UNFINISHED).touch()
-    assert run(["verify", str(tmp_path)]) == int(damage != "")
-    line = f"not checked: digests: no manifest: nothing to compare with{words.format(tmp_path)}"
+    assert run(["verify", str(tmp_path)]) == 1
+    line = f"nothing was verified: there is no manifest{words.format(tmp_path)}"
     assert line in out(capsys).splitlines()
     if damage in ("", "index"):
         assert run(words.format(tmp_path).partition("ckptfix ")[2].split()) == 0
@@ -112,13 +112,13 @@ def test_an_interrupted_dcp_save_is_not_sent_to_seal(tmp_path: Path, capsys: Cap
     (tmp_path / "c" / "pytorch_model_fsdp_0" / ".metadata").unlink()
     assert run(["verify", str(tmp_path / "c")]) == 1
     printed = out(capsys)
-    assert "no manifest: nothing to compare with, and a damaged folder is not sealed" in printed
+    assert "nothing was verified: there is no manifest, and a damaged folder is not sealed" in printed
     assert "ckptfix seal" not in printed
 
 
 def test_a_lone_file_says_what_a_seal_would_seal(tmp_path: Path, capsys: Capture) -> None:
     write_safetensors(tmp_path / "a.safetensors", {"x": b"1"})
-    assert run(["verify", str(tmp_path / "a.safetensors")]) == 0
+    assert run(["verify", str(tmp_path / "a.safetensors")]) == 1
     assert f"; to seal all files of its folder: ckptfix seal {tmp_path}\n" in out(capsys)
 
 

@@ -62,8 +62,11 @@ def test_the_folder_is_the_one_at_hand_by_default(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    assert run(["verify", "--json"]) == 0
-    assert printed(capsys)["path"] == "."
+    assert run(["verify", "--json"]) == 1
+    document = printed(capsys)
+    assert document["path"] == "."
+    assert not document["verified"]
+    assert "ckptfix seal ." in document["no_digest"]
     assert run(["verify", "--json", "--repeats", "2"]) == 0
     assert printed(capsys)["reload"]["path"] == "."
 

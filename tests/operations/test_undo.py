@@ -10,7 +10,7 @@ import pytest
 
 from ckptfix import repair, undo
 from ckptfix.cli import run
-from ckptfix.errors import ChangedError
+from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage import recipe_digests
 from tests.operations.builders import write_safetensors
 
@@ -107,3 +107,17 @@ def as_of_0_4_0(folder: Path) -> None:
             del edit[-1]["digests"]
     plan = json.dumps(body, separators=(",", ":")).encode()
     (done / "plan.json").write_bytes(f"{hashlib.sha256(plan).hexdigest()}\n".encode() + plan + b"\n")
+
+
+def test_sizes_are_said_as_people_read_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptfix.operations.repair.free_space", lambda root: 1000)
+    with pytest.raises(
+        OperationError, match=r"needs [0-9.]+ MiB of free space, 1000 B are free on this disk"
+    ):
+        repair(folder)
+
+
+def test_one_key_is_one_key(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"module.module.a": b"1"})
+    receipt = repair(tmp_path, dry_run=True)
+    assert str(receipt.steps[0]).startswith("rename 1 key in model.safetensors: ")

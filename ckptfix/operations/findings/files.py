@@ -181,7 +181,9 @@ class IndexMismatch(Finding):
             lost = count_of(len(self.lost), "tensor")
             return f"{self.path} names {lost} that no shard holds: {list_names(self.lost)}"
         if self.doubled:
-            return f"{len(self.doubled)} tensors of {self.path} are in two shards: {list_names(self.doubled)}"
+            doubled = count_of(len(self.doubled), "tensor")
+            are = "is" if len(self.doubled) == 1 else "are"
+            return f"{doubled} of {self.path} {are} in two shards: {list_names(self.doubled)}"
         return (
             f"{self.path} sends {count_of(self.misplaced, 'tensor')} to another shard than holds it, and lacks "
             f"{self.unlisted}"

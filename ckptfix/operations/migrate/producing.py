@@ -207,7 +207,7 @@ def _check_space(plan: MigrationPlan, folder: Path, shares: bool) -> None:
     free = status.f_bavail * status.f_frsize
     if need > free:
         raise OperationError(
-            f"{plan.output}: {need} bytes ({human_size(need)}) are needed, {free} ({human_size(free)}) are free on "
+            f"{plan.output}: {human_size(need)} are needed, {human_size(free)} are free on "
             "that disk; nothing was written"
         )
 

@@ -26,6 +26,7 @@ from ckptfix.weights.files.parts import NewTensor, OutputFile
 from ckptfix.weights.files.safetensors_files import safetensors_files
 from ckptfix.weights.files.torch_files import torch_files
 from ckptfix.weights.opening import open_checkpoint
+from ckptfix.wording import human_size
 
 _VERSION = 1
 
@@ -135,7 +136,9 @@ def _check_space(found: Sorted, files: Sequence[PlannedFile], output: Path) -> N
     status = os.statvfs(output.absolute().parent)
     free = status.f_bavail * status.f_frsize
     if need > free:
-        raise OperationError(f"{output}: {need} bytes of free space are needed, there are {free}")
+        raise OperationError(
+            f"{output}: {human_size(need)} of free space are needed, {human_size(free)} are free on this disk"
+        )
 
 
 def _umask() -> int:

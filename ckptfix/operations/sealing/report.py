@@ -11,6 +11,7 @@ from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, Severity, finding_lines, labelled
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.values import ValueFinding
+from ckptfix.storage.paths import command
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 _WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
@@ -62,7 +63,8 @@ class VerifyReport(Printable):
     ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
     ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
     ``crossed``: which models stand there in each other's place, in words, "" when none do. ``not_checked``: in words.
-    ``unfinished``: what could not be read, in words.
+    ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
+    ``no_digest``: why no digest was compared, and what to type, "" when one was.
     """
 
     path: Path
@@ -75,21 +77,39 @@ class VerifyReport(Printable):
     crossed: str = ""
     not_checked: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
+    read_values: int = 0
+    no_digest: str = ""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a digest was compared, or something that has one is gone."""
+        return any(item.outcome is not Outcome.NOT_CHECKED for item in self.items)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether anything was verified at all: by a digest, by another checkpoint, or by its values."""
+        return self.is_compared or self.against is not None or bool(self.read_values)
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for damage, 3 when something could not be read, else 0. Unchecked things change nothing.
+        """Exit status: 1 for damage, 3 when something could not be read, 1 when nothing was verified, else 0.
 
-        Damage is what ``check`` has its own status 1 for, too: errors and warnings.
+        Damage is what ``check`` has its own status 1 for, too: errors and warnings. Unchecked things change nothing
+        while others were verified.
         """
-        if (
+        if self.is_damaged:
+            return 1
+        return 3 if self.unfinished else int(not self.is_verified)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something differs, or an error or a warning was found."""
+        return bool(
             any(item.outcome is Outcome.DIFFER for item in self.items)
             or self.crossed
             or status_of(self.findings)
             or any(one.severity is not Severity.NOTE for one in self.values)
-        ):
-            return 1
-        return 3 if self.unfinished else 0
+        )
 
     def count(self, kind: Kind) -> dict[Outcome, int]:
         """Return how many files or tensors have each outcome."""
@@ -117,11 +137,37 @@ class VerifyReport(Printable):
             if known[Outcome.MATCH] or known[Outcome.DIFFER]:
                 words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
                 yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
-        if self.status == 0:
+        if self.read_values:
+            what = "nothing wrong in" if not self.values else "read"
+            yield line(f"values: {what} those of {count_of(self.read_values, 'tensor')}")
+        if self.status == 0 and not self.no_digest:
             yield line("no difference found in what was checked", colour="green")
+        if self.no_digest and self.is_verified:
+            yield unchecked_line(f"digests: {self.no_digest}")
         yield from map(unchecked_line, self.not_checked)
-        if self.status:
-            yield line(f"wrong: {', '.join(_wrong(self))}", colour="red")
+        yield from self._advice()
+        if wrong := ", ".join(_wrong(self)):
+            yield line(f"wrong: {wrong}", colour="red")
+        if self.no_digest and not self.is_verified:
+            yield line(f"nothing was verified: {self.no_digest}", colour="red")
+
+    def _advice(self) -> Iterator[Line]:
+        """Yield what a difference means, and what to do about it."""
+        changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
+        if not changed or self.against is not None:
+            return
+        if set(changed) == {Change.EXTRA}:
+            yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
+            return
+        yield line("the checkpoint is not what was recorded: a copy, the disk or a later save changed it")
+        yield line(
+            f"next: copy what differs again from where it came, then: {command('verify', self.path)}; or resume from "
+            "the newest complete checkpoint, which ckptfix.latest_checkpoint(PROJECT) finds"
+        )
+        yield line(
+            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the change is intended: "
+            f"{command('seal', self.path, '', '--force')}"
+        )
 
     def as_json(self) -> dict[str, object]:
         """Return the report as JSON values."""
@@ -129,6 +175,8 @@ class VerifyReport(Printable):
             "path": str(self.path),
             "status": self.status,
             "sealed": self.sealed,
+            "verified": self.is_verified,
+            "no_digest": self.no_digest,
             "against": None if self.against is None else str(self.against),
             "findings": [finding.as_json(str(self.path)) for finding in self.findings],
             "items": [item.as_json() for item in self.items],

@@ -68,10 +68,10 @@ class SealReceipt(Printable):
         yield from differing_lines(self.differing)
         if not self.written:
             what = "differs from its manifest" if self.differing else "is damaged"
-            verb = "verify" if self.differing else "check"
             yield line(f"{self.path} {what}: nothing was written", bold=True)
+            yield line(f"next: {self._mend()}")
             force = command("seal", self.path, "", "--force")
-            yield line(f"next: {command(verb, self.path)}, or, to seal it as it is: {force}")
+            yield line(f"or seal it as it is, and verify takes this for the original: {force}")
             return
         tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         size = human_size(self.nbytes)
@@ -82,6 +82,16 @@ class SealReceipt(Printable):
         if self.transaction is not None:
             yield line(f"repairs can be undone here; this comes first: {command('undo', self.path)}")
         yield line(f"next: {command('verify', self.path)}")
+
+    def _mend(self) -> str:
+        """Return the command that mends what is in the way of a seal, or shows it."""
+        if self.differing:
+            return command("verify", self.path)
+        if any(one.is_fixable for one in self.findings):
+            return f"{command('repair', self.path)}, then: {command('seal', self.path)}"
+        if any(one.is_salvageable for one in self.findings):
+            return f"{command('salvage', self.path)} NEW_FOLDER, to recover what is intact"
+        return command("check", self.path)
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""
@@ -124,8 +134,11 @@ def seal(
             f"seal it as it is: {command('seal', target.root, '', '--force')}"
         )
     all_findings, _, refused = structure(contents, target, data=True, progress=progress)
-    if refused:
-        raise OperationError(f"{target.root}: nothing was written: {refused[0]}")
+    for words in refused:
+        if (
+            words.partition("/ (")[0] not in contents.special
+        ):  # a folder that cannot be listed is named as not sealed
+            raise OperationError(f"{target.root}: nothing was written: {words}")
     findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)

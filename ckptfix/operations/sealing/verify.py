@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,10 +69,8 @@ def verify(
         items, hashed = tuple(compare(contents, recorded, done)), done
         lost = tuple(_lost(contents, recorded, data=data))
         told, crossed = (), ""
-        if manifest is None:
-            told = (f"digests: no manifest: nothing to compare with{_to_seal(target, findings)}",)
     values = tuple(found_values(contents, hashed)) if data else ()
-    return VerifyReport(
+    report = VerifyReport(
         path=target.path,
         nbytes=contents.nbytes,
         findings=findings,
@@ -82,7 +81,12 @@ def verify(
         crossed=crossed,
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, data=data)),
         unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
+        read_values=sum(one.scan is not None for one in hashed.values()),
     )
+    if report.is_compared or against is not None:
+        return report
+    why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
+    return replace(report, no_digest=f"{why}{_to_seal(target, findings)}")
 
 
 def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) -> Iterator[str]:

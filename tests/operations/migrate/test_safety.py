@@ -171,7 +171,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     values = list(real)
     values[4] = 1  # f_bavail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
-    with pytest.raises(OperationError, match=r"b: [0-9]+ bytes .* are needed, 4096 .* are free on that disk"):
+    with pytest.raises(OperationError, match=r"b: [0-9.]+ KiB are needed, 4\.0 KiB are free on that disk"):
         migrate(source, source.parent / "b", to="bin")
     assert os.listdir(source.parent) == ["a"]
 
@@ -188,7 +188,8 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
         return real(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    words = rf"b: .* [0-9]+ bytes more were to be written, [0-9]+ are free: '.*/new/{name}'; [0-9]+ bytes .* in all"
+    size = "[0-9.]+ [KMGT]?i?B"
+    words = rf"b: .* {size} more were to be written, {size} are free: '.*/new/{name}'; [0-9]+ bytes .* in all"
     with pytest.raises(
         OperationError, match=f"{words}; nothing was written there; next: make room on that disk"
     ):

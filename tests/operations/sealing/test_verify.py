@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptfix import ChangedError, OperationError, UsageError, seal, verify
-from ckptfix.checkpoint.manifest import MANIFEST
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest
 from ckptfix.operations.sealing.hashing import Hashed, hash_all
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.report import Item, Kind
@@ -40,10 +40,16 @@ def test_a_sealed_folder_matches(tmp_path: Path, kind: str) -> None:
 def test_without_a_manifest_nothing_is_compared_and_that_is_said(tmp_path: Path, kind: str) -> None:
     KINDS[kind](tmp_path)
     report = verify(tmp_path)
-    assert report.status == 0
+    assert report.status == 1
     assert not report.sealed
+    assert not report.is_verified
     assert {item.outcome for item in report.items} == {Outcome.NOT_CHECKED}
-    assert f"no manifest: nothing to compare with; next: ckptfix seal {tmp_path}" in report.not_checked[0]
+    assert f"nothing was verified: there is no manifest; next: ckptfix seal {tmp_path}" in str(report)
+    values = verify(tmp_path, data=True)
+    assert values.status == 0
+    assert values.is_verified
+    assert "values: nothing wrong in those of 4 tensors" in str(values)
+    assert "not checked: digests: there is no manifest" in str(values)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -328,3 +334,44 @@ def test_against_other_shapes_names_and_ties(tmp_path: Path) -> None:
     assert back["here"].change is Change.MISSING
     save_file({"z": tied.clone()}, two / "model.safetensors")
     assert "ckptfix diff" in " ".join(verify(one, against=two).not_checked)
+
+
+def test_a_manifest_that_has_no_digest_of_what_is_there(tmp_path: Path) -> None:
+    """Sizes alone, as a guarded save records them, are no digests."""
+    KINDS["safetensors"](tmp_path)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    (tmp_path / ".ckptfix").mkdir()
+    (tmp_path / MANIFEST).write_bytes(Manifest(versions={}, world_size=1, step=1, files=sizes).to_bytes())
+    report = verify(tmp_path)
+    assert report.status == 1
+    assert "nothing was verified: the manifest has no digest of anything here; next: ckptfix seal" in str(
+        report
+    )
+    assert "no difference found" not in str(report)
+
+
+def test_a_difference_says_what_to_do(tmp_path: Path) -> None:
+    KINDS["safetensors"](tmp_path)
+    seal(tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said = str(verify(tmp_path))
+    for words in (
+        "copy what differs again",
+        f"ckptfix verify {tmp_path}",
+        f"ckptfix salvage {tmp_path} NEW_FOLDER",
+    ):
+        assert words in said
+    assert "ckptfix.latest_checkpoint(" in said
+    assert f"ckptfix seal --force {tmp_path}" in said
+
+
+def test_an_added_file_is_simply_sealed(tmp_path: Path) -> None:
+    KINDS["safetensors"](tmp_path)
+    seal(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    said = str(verify(tmp_path))
+    assert f"next, if what was added belongs there: ckptfix seal {tmp_path}" in said
+    assert "copy what differs" not in said
