@@ -231,7 +231,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         whole = member.whole
         if whole is None and member.problem is None:
             problems.append(f"{member.path} is no state dict")
-        shapes.update(_shapes(member, ()))
+        shapes.update(shapes_of(member, ()))
     absent = [name for name in group.listed if name not in shapes]
     if absent and not problems:
         problems.append(f"{group.index_path} promises {absent[0]!r}, which no shard holds")
@@ -273,11 +273,12 @@ def _inside(component: Component, path: tuple[str, ...], index: int) -> Entry:
         members=(component,),
         label=f"{component.path}{where}",
         path=path,
-        shapes=_shapes(component, path),
+        shapes=shapes_of(component, path),
     )
 
 
-def _shapes(component: Component, path: tuple[str, ...]) -> dict[str, tuple[int, ...] | None]:
+def shapes_of(component: Component, path: tuple[str, ...]) -> dict[str, tuple[int, ...] | None]:
+    """Return the names in the state dict at ``path`` of a file, with the shapes of those that are tensors."""
     names: dict[str, tuple[int, ...] | None] = {}
     for scope in component.scopes:
         if scope.path == path and scope.kind == "state dict":

@@ -114,6 +114,7 @@ class CheckpointFolder:
     """A scanned folder. ``only`` names the one file that was asked for; ``strays`` are never touched.
 
     ``subfolders`` maps the name of a sub-folder to what it is; ``sharded_scan`` looks into those that are DCP folders.
+    ``ranks``: those whose random states are in the folder, also where only one file is looked at.
     """
 
     root: Path
@@ -121,11 +122,20 @@ class CheckpointFolder:
     components: tuple[Component, ...]
     strays: tuple[PurePosixPath, ...]
     subfolders: Mapping[PurePosixPath, str]
+    ranks: frozenset[int] = frozenset()
 
     @property
     def is_save_state(self) -> bool:
         """Whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
         return any(one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in self.components)
+
+    @property
+    def processes(self) -> int | None:
+        """The processes of the run that saved the folder, as far as its random states show; None without any.
+
+        A state that is missing is no evidence: the highest rank counts.
+        """
+        return max(self.ranks) + 1 if self.ranks else None
 
     def entries(self, role: Role) -> tuple[tuple[Component, ...], ...]:
         """Return the lists of numbered entries of a role, one a family, each ordered by position."""

@@ -70,8 +70,23 @@ def collapse(chain: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_nested(chain: tuple[str, ...]) -> bool:
-    """Whether a wrapper is applied more than once: what no correct script writes."""
+    """Whether a wrapper is applied more than once."""
     return len(set(chain)) < len(chain)
+
+
+def prepared(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the wrappers of a chain that ``prepare`` can have put there."""
+    return tuple(segment for segment in chain if segment in PREPARE_WRAPPERS)
+
+
+def is_wrapped_again(chain: tuple[str, ...], before: tuple[str, ...]) -> bool:
+    """Whether ``chain`` is ``before`` inside exactly one DistributedDataParallel more, as ``prepare`` returns it.
+
+    A script may have compiled the model in between. An average of the prepared model is two wrappers away, its own and
+    that of ``prepare``.
+    """
+    begin = chain[: len(chain) - len(before)]
+    return begin + before == chain and prepared(begin) == DDP_CHAIN
 
 
 def inner_wrappers(names: Iterable[str]) -> bool:

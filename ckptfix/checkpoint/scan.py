@@ -41,12 +41,14 @@ def scan_folder(
     folder itself cannot be listed; an unreadable file becomes a component with a problem.
     """
     components, strays, subfolders = [], [], {}
+    ranks: set[int] = set()
     with os.scandir(root) as listing, paused_gc():
         for entry in sorted(listing, key=lambda entry: entry.name):
-            path = PurePosixPath(entry.name)
+            path, name = PurePosixPath(entry.name), parse_file_name(entry.name)
+            if name is not None and name.rank is not None:
+                ranks.add(name.rank)
             if entry.name == JOURNAL or (only is not None and entry.name != only):
                 continue
-            name = parse_file_name(entry.name)
             if name is not None and not wanted(name):
                 continue
             if os.path.isdir(
@@ -58,7 +60,12 @@ def scan_folder(
             else:
                 strays.append(path)
     return CheckpointFolder(
-        root=root, only=only, components=tuple(components), strays=tuple(strays), subfolders=subfolders
+        root=root,
+        only=only,
+        components=tuple(components),
+        strays=tuple(strays),
+        subfolders=subfolders,
+        ranks=frozenset(ranks),
     )
 
 

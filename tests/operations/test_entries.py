@@ -1,12 +1,16 @@
 """Which entries are doubled, identical, in conflict, moved or missing, and what a repair makes of them."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ckptfix import Finding, Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest, ManifestEntry
 from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
 
 STUDENT = {"fc.weight": b"student!" * 40, "fc.bias": b"s" * 8}
@@ -38,7 +42,7 @@ def codes(folder: Path) -> list[str]:
     return codes_of(check(folder).findings)
 
 
-@pytest.mark.parametrize("chain", ["module.", "module.module.", "module._orig_mod."])
+@pytest.mark.parametrize("chain", ["module.", "_orig_mod.module.", "module._orig_mod."])
 def test_a_wrapped_copy_is_dropped(tmp_path: Path, chain: str) -> None:
     folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT, chain))
     before = snapshot(folder)
@@ -71,17 +75,64 @@ def test_one_process_alone_wraps_nothing(tmp_path: Path) -> None:
     """``self.module = copy`` of an EMA: without a second rank, ``module.`` is the model's own name."""
     folder = save_state(tmp_path / "c", STUDENT, wrapped(TEACHER), ranks=1)
     assert codes(folder) == ["wrapper-prefix"]
-    assert codes(save_state(tmp_path / "d", STUDENT, wrapped(TEACHER), ranks=2))[0] == "conflicting-models"
+    two = save_state(tmp_path / "d", STUDENT, wrapped(TEACHER), ranks=2)
+    assert codes(two) == ["wrapper-prefix", "related-models"]
+    assert check(two).status == 0
 
 
 def test_models_without_parameters_are_not_compared(tmp_path: Path) -> None:
     assert codes(save_state(tmp_path / "c", STUDENT, {}, {})) == []
 
 
-def test_the_least_wrapped_entry_stays_wherever_it_is(tmp_path: Path) -> None:
-    folder = save_state(tmp_path / "c", wrapped(STUDENT), STUDENT, TEACHER)
-    assert repair(folder).status == 0
-    assert models_of(folder) == {"model.safetensors": STUDENT, "model_1.safetensors": TEACHER}
+@pytest.mark.parametrize(
+    ("models", "ranks"),
+    [
+        ((STUDENT, wrapped(STUDENT)), 1),  # one process alone wraps nothing
+        ((wrapped(STUDENT), STUDENT), 2),  # ema, model = prepare(ema, model)
+        ((STUDENT, wrapped(STUDENT, "module.module.")), 2),  # an average of the prepared model
+        (
+            (STUDENT, wrapped(STUDENT), wrapped(STUDENT)),
+            2,
+        ),  # a second prepare registers one of them, but which?
+    ],
+)
+def test_an_average_that_equals_its_model_is_kept(
+    tmp_path: Path, models: tuple[dict[str, bytes], ...], ranks: int
+) -> None:
+    folder = save_state(tmp_path / "c", *models, ranks=ranks)
+    before = snapshot(folder)
+    assert set(codes(folder)) == {"identical-models", "wrapper-prefix"}
+    receipt = repair(folder)
+    assert (receipt.status, receipt.steps) == (1, ())
+    assert snapshot(folder) == before
+    kept = min(models, key=lambda tensors: min(map(len, tensors)))
+    assert repair(folder, policy=Policy(keep={Role.MODEL: 1})).status == 0
+    assert models_of(folder) == {"model.safetensors": kept}
+
+
+def test_a_rank_whose_state_is_missing_counts(tmp_path: Path) -> None:
+    folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT))
+    (folder / "random_states_0.pkl").unlink()
+    assert codes(folder) == ["doubled-model"]
+
+
+def test_full_states_of_fsdp_have_no_second_prepare(tmp_path: Path) -> None:
+    """FSDP adds no wrapper to names: the one that is there is the script's own."""
+    folder = save_state(tmp_path / "c")
+    for name, chain in (("pytorch_model_fsdp.bin", ""), ("pytorch_model_fsdp_1.bin", "module.")):
+        torch.save({f"{chain}fc.weight": torch.ones(3)}, folder / name)
+    assert codes(folder) == ["identical-models", "wrapper-prefix"]
+
+
+def test_an_average_of_the_prepared_model_is_not_damaged(tmp_path: Path) -> None:
+    """After training it has other values; its wrappers are its own and that of ``prepare``."""
+    folder = save_state(tmp_path / "c", STUDENT, wrapped(TEACHER, "module.module."))
+    before = snapshot(folder)
+    assert check(folder).status == 0
+    assert codes(folder) == ["wrapper-prefix", "related-models"]
+    receipt = repair(folder)
+    assert (receipt.status, receipt.steps) == (0, ())
+    assert snapshot(folder) == before
 
 
 def test_an_own_submodule_called_module_is_no_wrapper(tmp_path: Path) -> None:
@@ -103,9 +154,68 @@ def test_one_byte_makes_a_conflict_not_a_double(tmp_path: Path) -> None:
     other = dict(STUDENT, **{"fc.bias": b"s" * 7 + b"!"})
     folder = save_state(tmp_path / "c", STUDENT, wrapped(other))
     before = snapshot(folder)
-    assert codes(folder)[0] == "conflicting-models"
-    assert repair(folder).status == 1
+    assert codes(folder) == ["wrapper-prefix", "related-models"]
+    assert "'fc.bias'" in str(check(folder).findings[-1])
+    assert repair(folder).status == 0
     assert snapshot(folder) == before
+
+
+def manifest(folder: Path, **changes: Any) -> None:
+    """Write the manifest of a save that made the folder as it is."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    content = Manifest(versions={}, world_size=2, step=0, files=sizes)
+    (folder / MANIFEST).parent.mkdir(exist_ok=True)
+    (folder / MANIFEST).write_bytes(replace(content, **changes).to_bytes())
+
+
+def test_a_manifest_proves_that_two_saves_are_mixed(tmp_path: Path) -> None:
+    folder = save_state(tmp_path / "c", STUDENT)
+    manifest(folder)
+    write_safetensors(folder / "model_1.safetensors", wrapped(TEACHER))
+    (conflict, *_) = check(folder).findings
+    assert conflict.code == "conflicting-models"
+    assert "does not list model_1.safetensors" in str(conflict)
+    assert f"ckptfix diff {folder}/model.safetensors {folder}/model_1.safetensors" in conflict.advice_at(
+        str(folder)
+    )
+    manifest(folder)  # the save wrote both: an average
+    assert check(folder).status == 0
+
+
+def test_the_classes_in_a_manifest_tell_an_average_from_a_second_prepare(tmp_path: Path) -> None:
+    for kind, code in (("ema.Average", "identical-models"), ("net.Net", "doubled-model")):
+        folder = save_state(tmp_path / code, STUDENT, wrapped(STUDENT))
+        entries = (
+            ManifestEntry(index=0, file="model.safetensors", type="net.Net"),
+            ManifestEntry(index=1, file="model_1.safetensors", type=kind),
+        )
+        manifest(folder, models=entries)
+        assert codes(folder)[0] == code
+
+
+@pytest.mark.parametrize("cut", [4, 200])
+def test_a_truncated_original_is_no_conflict(tmp_path: Path, cut: int) -> None:
+    """The other entry is said to hold the same names, intact."""
+    folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert codes(folder) == ["truncated-file", "wrapper-prefix", "related-models"]
+    assert "model.safetensors is damaged, model_1.safetensors is not" in str(check(folder).findings[-1])
+    assert repair(folder).steps == ()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_damaged_torch_file_is_no_conflict(tmp_path: Path, whole: bool) -> None:
+    folder = save_state(tmp_path / "c")
+    for name, chain in (("pytorch_model.bin", ""), ("pytorch_model_1.bin", "module.")):
+        torch.save({f"{chain}fc.weight": torch.arange(4096.0)}, folder / name)
+    path = folder / "pytorch_model.bin"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(4096.0).numpy().tobytes()) + 12] ^= 1
+    path.write_bytes(data if whole else data[:-60])
+    codes = [finding.code for finding in check(folder, data=True).findings]
+    assert codes[1:] == ["wrapper-prefix", "related-models"]
+    assert "pytorch_model.bin is damaged" in str(check(folder, data=True).findings[-1])
 
 
 def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
@@ -115,9 +225,9 @@ def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", one, wrapped({"w": bytes(weight)}))
     assert codes(folder) == ["doubled-model"]  # sampled, and the report says so
     assert "sampled" in str(check(folder).findings[0])
-    assert codes_of(check(folder, data=True).findings)[0] == "conflicting-models"
+    assert "related-models" in codes_of(check(folder, data=True).findings)
     receipt = repair(folder)
-    assert codes_of(receipt.found)[0] == "conflicting-models"
+    assert "related-models" in codes_of(receipt.found)
     assert len(models_of(folder)) == 2
 
 

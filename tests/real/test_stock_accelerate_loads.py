@@ -27,6 +27,7 @@ REPAIR_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "submodule-named-module": (),
     "submodule-named-module-bin": (),
     "submodule-beside": (),
+    "pairs-twice": (),
     "custom-object": ("--keep", "custom=1"),
     "states-twice": ("--keep", "optimizers=1", "--keep", "custom=1"),
     "raw-safetensors": ("--models", "1", "--keep", "optimizers=1"),
@@ -44,6 +45,7 @@ FAILS_BEFORE = {
     "student-teacher-wrapper-bin": "Missing key(s)",
     "custom-object": "Number of custom checkpoints",
     "states-twice": "Number of custom checkpoints",
+    "pairs-twice": "Missing key(s)",
     "own-ddp-first": "Missing key(s)",
     "compiled-first": "Missing key(s)",
     "compiled-first-wrapper": "Missing key(s)",
@@ -149,5 +151,33 @@ def test_after_the_repair_the_state_is_that_of_the_run(case: str, outcomes: dict
     assert outcome.repair.returncode == 0, outcome.repair.stdout + outcome.repair.stderr
     assert outcome.after == recorded(outcome.run)
     assert outcome.count("model", "pytorch_model") == len(outcome.run["models"])
+    assert outcome.count("scheduler") == len(outcome.run["schedulers"])
     assert outcome.count("optimizer") == len(outcome.run["optimizers"])
     assert outcome.count("custom_checkpoint") == len(outcome.run["custom"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["1.12.0", "1.15.0"])
+def test_a_repair_of_the_models_alone_would_mix_up_the_optimizers(tmp_path: Path, version: str) -> None:
+    """Why ``doubled-states`` is an error: the second optimizer silently gets the state of the first."""
+    source = ROOT / "fixtures" / f"accelerate-{version}" / "pairs-twice"
+    shutil.copytree(source / "checkpoint", tmp_path / "checkpoint")
+    command = [
+        sys.executable,
+        "-m",
+        "ckptfix",
+        "repair",
+        str(tmp_path / "checkpoint"),
+        "--only",
+        "doubled-model",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    assert "optimizer 1 from optimizer_1.bin" in done.stdout
+    run = json.loads((source / "run.json").read_text(encoding="utf-8"))
+    (loaded,) = load_with_stock(
+        [{"checkpoint": str(tmp_path / "checkpoint"), "run": str(source / "run.json")}]
+    )
+    first, second = (entry["digest"] for entry in run["optimizers"])
+    assert first != second
+    assert (loaded["error"], loaded["optimizers"]) == (None, [first, first])

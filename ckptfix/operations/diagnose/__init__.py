@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.links import links_below
+from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
 from ckptfix.checkpoint.salvaged import REPORT
 from ckptfix.checkpoint.sharded import ShardedState, is_empty
@@ -17,7 +19,7 @@ from ckptfix.checkpoint.sharded_scan import scan_sharded
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.operations.diagnose.deepspeed import DeepSpeedState, diagnose_deepspeed, without_deepspeed
-from ckptfix.operations.diagnose.entries import Numbered, Verdict, diagnose_entries
+from ckptfix.operations.diagnose.entries import Numbered, Verdict, diagnose_gaps, diagnose_models
 from ckptfix.operations.diagnose.files import diagnose_files
 from ckptfix.operations.diagnose.names import diagnose_names
 from ckptfix.operations.diagnose.saves import diagnose_save
@@ -30,8 +32,10 @@ from ckptfix.operations.diagnose.sharded import (
 from ckptfix.operations.diagnose.sharded_items import diagnose_items
 from ckptfix.operations.diagnose.sharded_names import diagnose_sharded_names
 from ckptfix.operations.diagnose.shards import diagnose_shards
+from ckptfix.operations.diagnose.states import diagnose_states
 from ckptfix.operations.findings import (
     CATALOGUE,
+    CrcMismatch,
     DoubledModel,
     EntryGap,
     Finding,
@@ -132,23 +136,30 @@ def diagnose(
     sharded = scan_sharded(folder)
     deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
     named = without_deepspeed(folder)
-    findings = diagnose_entries(named, compare, drops)
-    findings += diagnose_sharded_models(sharded, compare, Role.MODEL in drops)
-    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     groups = group_files(named)
+    findings: list[Finding] = diagnose_shards(groups) if folder.only is None else []
+    rebuilt = {
+        finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
+    }
+    findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
+    damaged = frozenset(
+        finding.path
+        for finding in findings
+        if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
+    )
+    evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
+    findings += diagnose_models(evidence, compare, drops=Role.MODEL in drops, damaged=damaged)
+    findings += diagnose_sharded_models(evidence, sharded, compare, Role.MODEL in drops)
+    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+    findings += diagnose_states(evidence, compare, drops, doubled)
+    findings += diagnose_gaps(evidence)
     findings += diagnose_names(named, groups, doubled)
-    findings += diagnose_sharded_names(sharded, doubled)
+    findings += diagnose_sharded_names(sharded, folder.processes)
     findings += diagnose_shard_files(sharded)
     findings += (finding for state in deepspeed for finding in state.findings)
     of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
     findings += of_items
-    shards = diagnose_shards(groups) if folder.only is None else []
-    rebuilt = {
-        finding.path for finding in shards if isinstance(finding, IndexMismatch) and finding.is_fixable
-    }
-    findings += shards
-    findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
-    damaged = {finding.path for finding in findings if isinstance(finding, _OF_CONTENT)}
+    damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
     of_save = diagnose_save(folder, sharded, damaged)
     findings += of_save.findings
     order = {kind: position for position, kind in enumerate(CATALOGUE)}

@@ -1,12 +1,14 @@
-"""Numbered entries: doubles, identical copies, conflicts, entries moved by doubles, and gaps."""
+"""Numbered models: duplicates, identical copies, related models, entries moved by duplicates; gaps in any role."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
 
+from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, collapse
+from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
 from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, pair_up, signature
 from ckptfix.operations.findings import (
     ConflictingModels,
@@ -14,15 +16,16 @@ from ckptfix.operations.findings import (
     EntryGap,
     Finding,
     IdenticalModels,
-    IdenticalStates,
+    RelatedModels,
     ShiftedEntries,
 )
 
-STATE_ROLES = (Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
-"""Roles whose honest entries often are equal, so that equality alone says nothing."""
-
 GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
 """Roles of which Accelerate saves every entry; samplers and dataloaders may rightly skip numbers."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name -> shape of the tensors of one model."""
 
 
 class Verdict(NamedTuple):
@@ -36,23 +39,28 @@ Compare = Callable[[Pairing, bool], Verdict]
 """Compares two paired entries. The second argument says whether the answer will be used to drop something."""
 
 
-def diagnose_entries(folder: CheckpointFolder, compare: Compare, drops: frozenset[Role]) -> list[Finding]:
-    """Find what is wrong with every list of numbered entries.
+def diagnose_models(
+    evidence: Evidence, compare: Compare, *, drops: bool, damaged: frozenset[PurePosixPath]
+) -> list[Finding]:
+    """Find models that are there twice, and those that are related to another.
 
-    ``drops`` are the roles of which the user asked to drop equal entries; those are proven in full.
+    ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files of which
+    something is known to be wrong, so that they differ from anything.
     """
     findings: list[Finding] = []
-    ranks = sum(1 for component in folder.components if component.role is Role.RNG_STATE)
-    for entries in folder.entries(Role.MODEL):
-        findings += _models(entries, compare, Role.MODEL in drops, ranks != 1)
-    for role in STATE_ROLES:
-        for entries in folder.entries(role):
-            findings += _states(entries, compare, role in drops)
-    if folder.is_save_state and folder.only is None:
-        for role in GAPLESS_ROLES:
-            for entries in folder.entries(role):
-                findings += _gap(entries)
+    for entries in evidence.folder.entries(Role.MODEL):
+        findings += _models(evidence, entries, compare, drops, damaged)
     return findings
+
+
+def diagnose_gaps(evidence: Evidence) -> list[Finding]:
+    """Find numbers that are missing in the list of a role."""
+    folder = evidence.folder
+    if not folder.is_save_state or folder.only is not None:
+        return []
+    return [
+        finding for role in GAPLESS_ROLES for entries in folder.entries(role) for finding in _gap(entries)
+    ]
 
 
 class Number(Protocol):
@@ -90,41 +98,77 @@ def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -
     return positions
 
 
-def _models(entries: tuple[Component, ...], compare: Compare, drop: bool, has_ranks: bool) -> list[Finding]:
+def _models(
+    evidence: Evidence,
+    entries: tuple[Component, ...],
+    compare: Compare,
+    drops: bool,
+    damaged: frozenset[PurePosixPath],
+) -> list[Finding]:
     findings: list[Finding] = []
-    doubled: set[PurePosixPath] = set()
+    doubles: dict[PurePosixPath, list[Component]] = {}  # by the original
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    ranked = sorted(entries, key=lambda entry: (_depth(entry), entry.name.index))
+    ranked = sorted(entries, key=lambda entry: (len(prepared(_chain(entry))), entry.name.index))
     alike: dict[Hashable, list[Component]] = {}
     for entry in ranked:
         if entry.whole is None or not entry.tensors:
             continue  # two models without a parameter are equal, and it means nothing
         originals = alike.setdefault(signature(entry), [])
-        finding = _match(entry, originals, compare, drop, has_ranks)
+        finding = _match(evidence, entry, originals, doubles, compare, drops, damaged)
         if finding is not None:
             findings.append(finding)
         if isinstance(finding, DoubledModel):
-            doubled.add(entry.path)
-        if not isinstance(finding, DoubledModel | IdenticalModels):
+            doubles.setdefault(finding.original, []).append(entry)
+        elif not isinstance(finding, IdenticalModels):
             originals.append(entry)
+    findings = _decided(findings) + _cut_short(evidence, entries)
     findings.sort(key=lambda finding: str(finding.path))
-    return findings + _shifted(entries, frozenset(doubled))
+    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+    return findings + _shifted(entries, doubled)
+
+
+def _decided(findings: list[Finding]) -> list[Finding]:
+    """Turn doubles of one original with equal names into copies: ``prepare`` registers a wrapper once.
+
+    One of the two is something else, an average for instance, and nothing says which.
+    """
+    known = Counter((one.original, one.chain) for one in findings if isinstance(one, DoubledModel))
+    unclear = {original for (original, _), count in known.items() if count > 1}
+    return [
+        IdenticalModels(
+            path=one.path,
+            original=one.original,
+            tensors=one.tensors,
+            bytes=one.bytes,
+            sampled=one.sampled,
+            chains=(one.chain, ()),
+        )
+        if isinstance(one, DoubledModel) and one.original in unclear
+        else one
+        for one in findings
+    ]
 
 
 def _match(
-    entry: Component, originals: list[Component], compare: Compare, drop: bool, has_ranks: bool
+    evidence: Evidence,
+    entry: Component,
+    originals: list[Component],
+    doubles: Mapping[PurePosixPath, list[Component]],
+    compare: Compare,
+    drops: bool,
+    damaged: frozenset[PurePosixPath],
 ) -> Finding | None:
     """Compare an entry with every distinct one that is wrapped as much or less."""
-    conflict: Finding | None = None
+    related: Finding | None = None
     for original in originals:
         pairing = pair_up(original, entry)
         if pairing is None:
             continue
-        is_wrapped = _depth(entry) > _depth(original)
-        difference, full = compare(pairing, is_wrapped or drop)
+        is_double = evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
+        difference, full = compare(pairing, is_double or drops)
         sampled = not full
         size = sum(run.length for run in pairing.runs or ())
-        if difference is None and is_wrapped:
+        if difference is None and is_double:
             return DoubledModel(
                 path=entry.path,
                 original=original.path,
@@ -142,14 +186,61 @@ def _match(
                 sampled=sampled,
                 chains=(_chain(entry), _chain(original)),
             )
-        if conflict is None and _is_odd(entry, original, has_ranks):
-            conflict = ConflictingModels(
-                path=entry.path,
-                original=original.path,
-                chain=_chain(entry),
-                tensor=None if difference == STRUCTURE else difference,
+        if related is None and len(prepared(_chain(entry))) > len(prepared(_chain(original))):
+            related = _related(evidence, original, entry, difference, damaged)
+    return related
+
+
+def _related(
+    evidence: Evidence,
+    original: Component,
+    entry: Component,
+    difference: str,
+    damaged: frozenset[PurePosixPath],
+) -> Finding | None:
+    """Say how two models with the same names and other values are related; one process alone wraps nothing."""
+    tensor = None if difference == STRUCTURE else difference
+    pair = (original, entry)
+    harmed = tuple(one.path for one in pair if one.path in damaged)
+    proof = next(filter(None, map(evidence.foreign, pair)), "") if not harmed else ""
+    if proof:
+        return ConflictingModels(
+            path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, proof=proof
+        )
+    if evidence.folder.processes == 1 and not harmed:
+        return None
+    return RelatedModels(
+        path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, damaged=harmed
+    )
+
+
+def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
+    """Say of a damaged model whose header can still be read that another entry holds the same names, intact."""
+    found: list[Finding] = []
+    intact = [entry for entry in entries if entry.whole is not None and entry.tensors]
+    for damaged in (entry for entry in entries if entry.problem is not None and intact):
+        names = evidence.names_left(damaged)
+        chain = common_wrappers(names)
+        for entry in intact:
+            shapes = {tensor.fqn: tensor.shape for tensor in entry.tensors}
+            if not names or _bare(shapes, _chain(entry)) != _bare(names, chain) or chain == _chain(entry):
+                continue
+            pair = (
+                (damaged.path, entry.path) if len(chain) > len(_chain(entry)) else (entry.path, damaged.path)
             )
-    return conflict
+            longer = max(chain, _chain(entry), key=len)
+            found.append(
+                RelatedModels(
+                    path=pair[0], original=pair[1], chain=longer, tensor=None, damaged=(damaged.path,)
+                )
+            )
+            break
+    return found
+
+
+def _bare(shapes: Shapes, chain: tuple[str, ...]) -> Shapes:
+    strip = KeyMap(remove=chain)
+    return {strip(name): shape for name, shape in shapes.items()}
 
 
 def _shifted(entries: tuple[Component, ...], doubled: frozenset[PurePosixPath]) -> list[Finding]:
@@ -165,28 +256,6 @@ def _shifted(entries: tuple[Component, ...], doubled: frozenset[PurePosixPath]) 
     ]
 
 
-def _states(entries: tuple[Component, ...], compare: Compare, drop: bool) -> list[Finding]:
-    findings: list[Finding] = []
-    alike: dict[Hashable, list[Component]] = {}
-    for entry in entries:
-        originals = alike.setdefault(signature(entry), [])
-        for original in originals:
-            pairing = pair_up(original, entry)
-            if pairing is None:
-                continue
-            difference, full = compare(pairing, drop)
-            if difference is None:
-                findings.append(
-                    IdenticalStates(
-                        path=entry.path, original=original.path, role=entry.role, sampled=not full
-                    )
-                )
-                break
-        else:
-            originals.append(entry)
-    return findings
-
-
 def _gap(entries: tuple[Component, ...]) -> list[Finding]:
     findings: list[Finding] = []
     expected = 0
@@ -196,25 +265,6 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
             findings.append(EntryGap(path=entry.path, missing=missing))
         expected = entry.name.index + 1
     return findings
-
-
-def _depth(entry: Component) -> tuple[int, int]:
-    """How often an entry was prepared: by what a repair of its names would leave first, so that a second one agrees.
-
-    ``torch.compile`` and activation checkpointing do not count. A script that compiles a model, but not the copy it
-    keeps as a target network, saves two honest entries with equal bytes.
-    """
-    chain = tuple(segment for segment in _chain(entry) if segment in PREPARE_WRAPPERS)
-    return len(collapse(chain)), len(chain)
-
-
-def _is_odd(entry: Component, original: Component, has_ranks: bool) -> bool:
-    """Whether no honest pair of models would differ like this in their wrappers.
-
-    What a repair of the names would even out does not count. One process alone (one RNG state) never wraps for training
-    with others: a ``module.`` is then the model's own, of an EMA for instance.
-    """
-    return has_ranks and _depth(entry)[0] > _depth(original)[0]
 
 
 def _chain(entry: Component) -> tuple[str, ...]:

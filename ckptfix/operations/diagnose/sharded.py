@@ -4,18 +4,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import FolderName, Role
 from ckptfix.checkpoint.folder import ProblemKind
-from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, collapse
+from ckptfix.checkpoint.keys import prepared
 from ckptfix.checkpoint.sharded import UNFINISHED, ShardedState, rank_of
 from ckptfix.checkpoint.sharded_pairing import ShardedPairing, pair_sharded, signature
 from ckptfix.formats.dcp_coverage import dcp_problems
 from ckptfix.formats.dcp_metadata import DcpMetadata, StoredItem
-from ckptfix.operations.diagnose.entries import Verdict, renumbered
+from ckptfix.operations.diagnose.entries import Verdict
 from ckptfix.operations.diagnose.files import problem_finding
 from ckptfix.operations.findings import (
     ConflictingModels,
-    DoubledModel,
     Finding,
     IdenticalModels,
     IncompleteTensor,
@@ -23,7 +23,7 @@ from ckptfix.operations.findings import (
     MalformedFile,
     MissingRank,
     MissingShard,
-    ShiftedEntries,
+    RelatedModels,
     StrayShard,
     TruncatedFile,
     UnsafePickle,
@@ -121,36 +121,27 @@ def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) 
 
 
 def diagnose_sharded_models(
-    states: Iterable[ShardedState], compare: CompareSharded, drop: bool
+    evidence: Evidence, states: Iterable[ShardedState], compare: CompareSharded, drop: bool
 ) -> list[Finding]:
-    """Find models that were saved twice, by the same rules as for files (``diagnose.entries``)."""
+    """Find models that are there twice, and those that are related to another (``diagnose.entries``).
+
+    FSDP adds no wrapper to names, so that none of two equal models shows itself as a second ``prepare``.
+    """
     models = sharded_entries(states, Role.MODEL)
     ranks = {rank_of(path) for entry in models for path in entry.state.data}
     findings: list[Finding] = []
     alike: dict[Hashable, list[ShardedState]] = {}
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    for state, _ in sorted(models, key=lambda entry: (_depth(entry.state), entry.name.index)):
+    for state, _ in sorted(models, key=lambda entry: (len(prepared(_chain(entry.state))), entry.name.index)):
         if state.model is None or state.metadata is None or not state.metadata.tensors:
             continue
         originals = alike.setdefault(signature(state), [])
-        finding = _match(state, originals, compare, drop, len(ranks) != 1)
+        finding = _match(evidence, state, originals, compare, drop, len(ranks) != 1)
         if finding is not None:
             findings.append(finding)
-        if not isinstance(finding, DoubledModel | IdenticalModels):
+        if not isinstance(finding, IdenticalModels):
             originals.append(state)
-    findings.sort(key=lambda finding: str(finding.path))
-    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
-    positions = renumbered(models, doubled)
-    findings += [
-        ShiftedEntries(
-            path=entry.path,
-            belongs=PurePosixPath(str(entry.name.at(positions[entry.path]))),
-            positions=entry.name.index - positions[entry.path],
-        )
-        for entry in models
-        if positions.get(entry.path, entry.name.index) != entry.name.index
-    ]
-    return findings
+    return sorted(findings, key=lambda finding: str(finding.path))
 
 
 class Entry(NamedTuple):
@@ -174,46 +165,44 @@ def sharded_entries(states: Iterable[ShardedState], role: Role) -> tuple[Entry, 
 
 
 def _match(
-    state: ShardedState, originals: list[ShardedState], compare: CompareSharded, drop: bool, has_ranks: bool
+    evidence: Evidence,
+    state: ShardedState,
+    originals: list[ShardedState],
+    compare: CompareSharded,
+    drop: bool,
+    has_ranks: bool,
 ) -> Finding | None:
-    conflict: Finding | None = None
+    related: Finding | None = None
     for original in originals:
         pairing = pair_sharded(original, state)
         if pairing is None:
             continue
-        is_wrapped = _depth(state) > _depth(original)
-        difference, full = compare(pairing, is_wrapped or drop)
+        difference, full = compare(pairing, drop)
         assert state.metadata is not None
-        count, size = len(state.metadata.tensors), pairing.size
-        if difference is None and is_wrapped:
-            return DoubledModel(
-                path=state.path,
-                original=original.path,
-                chain=_chain(state),
-                tensors=count,
-                bytes=size,
-                sampled=not full,
-            )
         if difference is None:
             return IdenticalModels(
                 path=state.path,
                 original=original.path,
-                tensors=count,
-                bytes=size,
+                tensors=len(state.metadata.tensors),
+                bytes=pairing.size,
                 sampled=not full,
                 chains=(_chain(state), _chain(original)),
             )
-        if conflict is None and has_ranks and _depth(state)[0] > _depth(original)[0]:
-            conflict = ConflictingModels(
-                path=state.path, original=original.path, chain=_chain(state), tensor=difference
-            )
-    return conflict
-
-
-def _depth(state: ShardedState) -> tuple[int, int]:
-    """How often a model was prepared (``diagnose.entries``)."""
-    chain = tuple(segment for segment in _chain(state) if segment in PREPARE_WRAPPERS)
-    return len(collapse(chain)), len(chain)
+        if related is None and len(prepared(_chain(state))) > len(prepared(_chain(original))):
+            proof = evidence.unlisted(state.metadata_path) or evidence.unlisted(original.metadata_path)
+            if proof:
+                related = ConflictingModels(
+                    path=state.path,
+                    original=original.path,
+                    chain=_chain(state),
+                    tensor=difference,
+                    proof=proof,
+                )
+            elif has_ranks:
+                related = RelatedModels(
+                    path=state.path, original=original.path, chain=_chain(state), tensor=difference
+                )
+    return related
 
 
 def _chain(state: ShardedState) -> tuple[str, ...]:

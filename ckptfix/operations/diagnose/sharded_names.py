@@ -4,8 +4,7 @@ A model and the optimizer of the same number are judged together: loaded togethe
 optimizer names stand twice, in its state and in the lists of its parameter groups.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckptfix.checkpoint.folder import Component, NameScope
@@ -17,8 +16,10 @@ from ckptfix.checkpoint.keys import (
     inner_wrappers,
     is_flat_name,
     is_nested,
+    prepared,
 )
 from ckptfix.checkpoint.sharded import ShardedState
+from ckptfix.operations.diagnose.names import STATE_DICT, nested_evidence
 from ckptfix.operations.findings import (
     Finding,
     FlatParameters,
@@ -27,26 +28,22 @@ from ckptfix.operations.findings import (
     WrapperPrefix,
 )
 
-STATE_DICT = "state dict"
-"""The kind of a place where names are the keys of tensors."""
+NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
+"""What a repair to names without any wrapper rests on."""
 
 
 class _Place(NamedTuple):
-    """A place of names in one of the folders."""
+    """A place of names in one of the folders; every one is another."""
 
     state: ShardedState
     scope: NameScope
 
 
-def diagnose_sharded_names(
-    states: Iterable[ShardedState], doubled: frozenset[PurePosixPath]
-) -> list[Finding]:
-    """Find nested, single and mismatched wrappers in every folder that is no double."""
+def diagnose_sharded_names(states: Iterable[ShardedState], processes: int | None) -> list[Finding]:
+    """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known."""
     units: dict[object, list[_Place]] = {}
     findings: list[Finding] = []
     for state in states:
-        if state.path in doubled:
-            continue
         flat = tuple(name for scope in state.scopes for name in scope.names if is_flat_name(name))
         if flat:
             findings.append(FlatParameters(path=state.metadata_path, tensors=tuple(dict.fromkeys(flat))))
@@ -54,12 +51,44 @@ def diagnose_sharded_names(
             _Place(state, scope) for scope in state.scopes if scope.names
         )
     judged = [(_reference(unit), unit) for unit in units.values() if unit]
-    # One answer for all: renamed differently, equal models would look like doubles afterwards.
+    evident = _evident([place for unit in units.values() for place in unit], processes)
+    # One answer for all: renamed differently, equal models would look like copies afterwards.
     nested = [(reference, unit) for reference, unit in judged if is_nested(reference.scope.chain)]
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
     for reference, unit in judged:
-        findings += _judge(reference, unit, to_bare)
+        findings += _judge(reference, unit, to_bare, evident)
     return findings
+
+
+def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:
+    """Return the places whose nested wrappers are damage, each with what says so.
+
+    One process alone wraps nothing: the wrappers are modules of the script's own. So they are, of an average of the
+    prepared model, next to a model with the same names in fewer wrappers. In one folder the average follows its model.
+    """
+    evidence = nested_evidence(processes)
+    fewest: dict[frozenset[str], int] = {}  # wrappers in other folders
+    every = list(places)
+    for place in every:
+        if place.scope.kind == STATE_DICT and place.scope.is_model:
+            names, wrappers = _unwrapped(place), len(prepared(place.scope.chain))
+            fewest[names] = min(wrappers, fewest.get(names, wrappers))
+    found = {}
+    for number, place in enumerate(every if evidence else ()):
+        wrappers = len(prepared(place.scope.chain))
+        before = (
+            other for other in every[:number] if other.state is place.state and other.scope.kind == STATE_DICT
+        )
+        if (
+            is_nested(place.scope.chain)
+            and not (place.scope.is_model and fewest[_unwrapped(place)] < wrappers)
+            and not any(
+                len(prepared(other.scope.chain)) < wrappers and _unwrapped(other) == _unwrapped(place)
+                for other in before
+            )
+        ):
+            found[place] = evidence
+    return found
 
 
 def unit_of(state: ShardedState) -> Hashable:
@@ -101,7 +130,9 @@ def _own_model(place: _Place, models: list[tuple[_Place, frozenset[str]]], refer
     return next((one for one, names in models if names.issuperset(place.scope.names)), reference)
 
 
-def _judge(first: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Finding]:
+def _judge(
+    first: _Place, unit: list[_Place], to_bare: bool, evident: Mapping[_Place, str]
+) -> Iterator[Finding]:
     models = [first, *(place for place in unit if place is not first and place.scope.kind == STATE_DICT)]
     names = {id(model): _unwrapped(model) for model in models}
     exact = [(model, frozenset(model.scope.names)) for model in models]
@@ -109,12 +140,13 @@ def _judge(first: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Finding
         reference = _own_model(place, exact, first)
         chain, known = reference.scope.chain, names[id(reference)]
         target = chain
-        if is_nested(chain):
+        if reference in evident or (is_nested(chain) and to_bare):
             is_alike = reference is first or names[id(first)] >= known
             target = () if to_bare and is_alike else collapse(chain)
         path, scope = place.state.metadata_path, place.scope
         belongs = _unwrapped(place) <= known  # the optimizer is that model's
         is_follower = place is reference or scope.kind != STATE_DICT  # else a model of its own, an average
+        judge = reference if belongs and is_follower else place
         if (
             belongs
             and is_follower
@@ -132,13 +164,14 @@ def _judge(first: _Place, unit: list[_Place], to_bare: bool) -> Iterator[Finding
                 expected=chain,
                 names=len(scope.names),
             )
-        elif is_nested(scope.chain):
+        elif is_nested(scope.chain) and (to_bare or judge in evident):
             yield NestedPrefix(
                 path=path,
                 scope=str(scope),
                 chain=scope.chain,
                 target=target if belongs and (is_follower or to_bare) else collapse(scope.chain),
                 names=len(scope.names),
+                evidence=NO_WRAPPER_HERE if to_bare else evident[judge],
             )
         elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):
             yield WrapperPrefix(path=path, scope=str(scope), chain=scope.chain, names=len(scope.names))

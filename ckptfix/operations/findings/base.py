@@ -13,7 +13,8 @@ from ckptfix.wording import Line, Span, line
 
 _SHOWN = 3
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-_COMMAND = re.compile(r"(ckptfix (?:check|repair|undo) )DIR\b")
+_COMMAND = re.compile(r"ckptfix (?:check|repair|undo|diff) DIR\b.*")
+_PLACE = re.compile(r"\bDIR((?:/[^ ]+)?)")
 
 
 class Severity(Enum):
@@ -61,7 +62,11 @@ class Finding:
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the checkpoint's path in its commands, as a shell takes it."""
-        return _COMMAND.sub(lambda match: f"{match[1]}{shell_path(path)}", self.advice)
+
+        def placed(match: re.Match[str]) -> str:
+            return _PLACE.sub(lambda place: shell_path(f"{path}{place[1]}"), match[0])
+
+        return _COMMAND.sub(placed, self.advice)
 
     def as_json(self, path: str) -> dict[str, object]:
         """Return the finding as JSON values: code, severity, action, message, advice and its own fields."""

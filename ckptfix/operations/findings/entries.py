@@ -1,5 +1,6 @@
 """Doubled and nested: what preparing a model twice leaves in names and entries."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -43,14 +44,14 @@ class DoubledModel(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdenticalModels(Finding):
-    """Two entries with equal names and equal bytes: prepared raw twice, or an honest copy."""
+    """Two entries with equal names and equal bytes: one model prepared twice, or an intentional copy."""
 
     code = "identical-models"
     severity = Severity.WARNING
     action = Action.ASK
     option = "--models N"
     meaning = (
-        "two models with the same names and bytes: the raw model prepared twice, or an honest copy (EMA)"
+        "two models with the same names and bytes: one model prepared twice, or an intentional copy (EMA)"
     )
 
     original: PurePosixPath
@@ -104,11 +105,17 @@ class NestedPrefix(Finding):
     chain: tuple[str, ...]
     target: tuple[str, ...]
     names: int
+    evidence: str = ""
+    """What the verdict rests on, besides the names."""
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         correct = f"'{dotted(self.target)}'" if self.target else "none"
-        return f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
+        because = f" ({self.evidence})" if self.evidence else ""
+        return (
+            f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
+            f"{because}"
+        )
 
     @property
     def advice(self) -> str:
@@ -128,7 +135,9 @@ class WrapperPrefix(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keys bare"
-    meaning = "names carry a wrapper once (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
+    meaning = (
+        "names carry a wrapper (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
+    )
 
     scope: str
     chain: tuple[str, ...]
@@ -150,32 +159,85 @@ class WrapperPrefix(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConflictingModels(Finding):
-    """Wrapper evidence as in a double, but other bytes."""
+class RelatedModels(Finding):
+    """An entry with the names of another inside a wrapper, and with other values."""
 
-    code = "conflicting-models"
-    severity = Severity.ERROR
+    code = "related-models"
+    severity = Severity.NOTE
     action = Action.TELL
-    meaning = "an entry looks like a double (wrapped names of another) but its bytes differ: two saves mixed"
+    meaning = (
+        "an entry has the keys of another behind a wrapper, and other values: an EMA or another model in a wrapper, or "
+        "files of two saves"
+    )
 
     original: PurePosixPath
     chain: tuple[str, ...]
     tensor: str | None
+    damaged: tuple[PurePosixPath, ...] = ()
 
     def __str__(self) -> str:
-        what = "other bytes" if self.tensor is not None else "another structure around its tensors"
-        first = f", first in {self.tensor!r}" if self.tensor is not None else ""
+        what = f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}'"
+        if len(self.damaged) == 1:
+            intact = self.original if self.damaged[0] == self.path else self.path
+            return f"{what}; {self.damaged[0]} is damaged, {intact} is not"
+        if self.damaged:
+            return f"{what}; both are damaged"
+        return f"{what}, with {_differing(self.tensor)}"
+
+    @property
+    def advice(self) -> str:
+        """Nothing is wrong with an average of the weights; two saves in one folder are."""
+        if self.damaged:
+            return f"whether they are the same model: {self._diff}"
+        return f"right for an EMA or another model in a wrapper; if the script has neither, compare: {self._diff}"
+
+    @property
+    def _diff(self) -> str:
+        return f"ckptfix diff DIR/{self.original} DIR/{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConflictingModels(Finding):
+    """An entry with the names of another inside a wrapper, other values, and proof that one is of another save."""
+
+    code = "conflicting-models"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "an entry has the keys of another behind a wrapper, and other values; the manifest proves that they are of two "
+        "saves"
+    )
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensor: str | None
+    proof: str
+
+    def __str__(self) -> str:
         return (
-            f"{self.path} has the names of {self.original} behind '{dotted(self.chain)}', but {what}{first}"
+            f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}', with "
+            f"{_differing(self.tensor)}: files of two saves are mixed, as {self.proof}"
         )
 
     @property
     def advice(self) -> str:
         """Neither can be dropped without losing something."""
         return (
-            "two saves are mixed, unless one is a model in a wrapper of yours (an EMA); nothing is merged: load both, "
-            "compare them, and keep what is right"
+            f"nothing is merged; compare the two, and keep what is right: ckptfix diff DIR/{self.original} "
+            f"DIR/{self.path}"
         )
+
+
+def _few(parts: Iterable[str], most: int = 8) -> str:
+    every = list(parts)
+    more = f", and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def _differing(tensor: str | None) -> str:
+    return (
+        f"other values, first in {tensor!r}" if tensor is not None else "another structure around its tensors"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +249,7 @@ class IdenticalStates(Finding):
     action = Action.ASK
     option = "--keep ROLE=N"
     meaning = (
-        "two optimizers, schedulers or custom objects in equal state: registered twice, or honestly equal"
+        "two optimizers, schedulers or custom objects in equal state: registered twice, or rightly equal"
     )
 
     original: PurePosixPath
@@ -200,8 +262,65 @@ class IdenticalStates(Finding):
 
     @property
     def advice(self) -> str:
-        """Two honest optimizers often are in equal state, so only the user can tell."""
+        """Two intentional optimizers often are in equal state, so only the user can tell."""
         return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubledStates(IdenticalStates):
+    """An optimizer or scheduler that was saved twice, as its model was, and the one that the script has."""
+
+    code = "doubled-states"
+    severity = Severity.ERROR
+    action = Action.FIX
+    option = ""
+    meaning = (
+        "an optimizer or scheduler was saved twice, next to a doubled model: the correct script loads it into the "
+        "optimizer of another model"
+    )
+
+    def __str__(self) -> str:
+        how = "sampled bytes equal" if self.sampled else "all bytes equal"
+        return f"{self.path}: duplicate of {self.original} ({how}); the script passed it to prepare() twice"
+
+    @property
+    def advice(self) -> str:
+        """A plain repair drops it."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurplusStates(IdenticalStates):
+    """An optimizer or scheduler that surely was saved twice, where nothing decides which of them the script has."""
+
+    code = "surplus-states"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--keep ROLE=N"
+    meaning = (
+        "a trained optimizer is saved twice, or more states than the models that remain; `load_state` goes by position "
+        "and can give a model the state of another"
+    )
+
+    loads: tuple[PurePosixPath, ...]
+    """Every entry of the role: ``load_state`` gives the first to the script's first object, and so on."""
+
+    @property
+    def order(self) -> str:
+        """What stock ``load_state`` puts where."""
+        noun = self.role.value.removesuffix("s")
+        loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
+        return f"load_state goes by position and takes {loads}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} holds the same state as {self.original}, as after a second prepare(); {self.order}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how many the script has."""
+        return f"say how many {self.role.value} the script has: ckptfix repair DIR --keep {self.role.value}=N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

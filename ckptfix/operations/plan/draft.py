@@ -8,7 +8,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.operations.diagnose import Diagnosis
 from ckptfix.operations.diagnose.entries import Numbered
-from ckptfix.operations.findings import DoubledModel, Finding, UnsafePickle
+from ckptfix.operations.findings import DoubledModel, Finding, NestedPrefix, UnsafePickle
 from ckptfix.operations.policy import Policy
 from ckptfix.operations.steps import Safety, Step, StepAction, Unplanned
 
@@ -30,6 +30,11 @@ class Draft:
             finding.path: finding.original
             for finding in diagnosis.findings
             if isinstance(finding, DoubledModel)
+        }
+        self.nested = {
+            (finding.path, finding.scope)
+            for finding in diagnosis.findings
+            if isinstance(finding, NestedPrefix)
         }
         self.links = diagnosis.links
         self.policy = policy

@@ -5,7 +5,14 @@ from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.operations.diagnose.entries import GAPLESS_ROLES, Numbered, renumbered
-from ckptfix.operations.findings import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
+from ckptfix.operations.findings import (
+    DoubledModel,
+    DoubledStates,
+    EntryGap,
+    IdenticalModels,
+    IdenticalStates,
+    SurplusStates,
+)
 from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.plan.entry_objections import drop_objection, move_objection
 from ckptfix.operations.steps import DropEntry, Renumber, Safety
@@ -25,6 +32,7 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
         else:
             _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
             dropped.add(finding.path)
+    dropped |= _plan_states(draft, dropped)
     for role in sorted(draft.policy.drops, key=lambda role: role.value):
         families = draft.entries(role)
         if not families and role in draft.policy.keep:
@@ -36,6 +44,35 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
     return frozenset(dropped)
 
 
+def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
+    """Plan which states go with the doubled models, all of them or none, and say what stays for the user to decide."""
+    found: list[IdenticalStates] = [
+        finding
+        for finding in draft.findings
+        if isinstance(finding, DoubledStates | SurplusStates) and finding.role not in draft.policy.drops
+    ]
+    undecided: dict[Role, SurplusStates] = {}
+    certain: list[DoubledStates] = []
+    for finding in found:
+        if isinstance(finding, SurplusStates):
+            undecided.setdefault(finding.role, finding)
+        elif isinstance(finding, DoubledStates) and not finding.sampled:
+            certain.append(finding)
+    for role, first in undecided.items():
+        paths = [one.path for one in found if one.role is role]
+        option = f"--keep {role.value}=N"
+        draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
+    objection = next(filter(None, (drop_objection(draft, finding.path) for finding in certain)), None)
+    if not dropped.issuperset(draft.doubles):
+        objection = "a model that was saved with it twice stays"
+    if certain and objection is not None:
+        draft.stay(certain[0].code, [finding.path for finding in certain], objection)
+        return set()
+    for finding in certain:
+        _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
+    return {finding.path for finding in certain}
+
+
 def _surplus(
     draft: Draft, role: Role, entries: Sequence[Numbered], dropped: set[PurePosixPath]
 ) -> list[IdenticalModels | IdenticalStates]:
@@ -44,8 +81,9 @@ def _surplus(
     proven = sorted(
         (
             finding
-            for finding in draft.findings
+            for finding in draft.all_findings
             if isinstance(finding, IdenticalModels | IdenticalStates)
+            and _is_wanted(draft, role)
             and finding.path in position
             and not finding.sampled
         ),
@@ -61,7 +99,7 @@ def _surplus(
         return copies  # --allow: every proven copy
     left = len(position.keys() - dropped)
     surplus = left - want
-    if surplus == 0 or not draft.policy.wants(_code(role)):
+    if surplus == 0 or not _is_wanted(draft, role):
         return []
     if surplus < 0:
         reason = f"{want} {role.value} asked for, the folder has {left}"
@@ -86,6 +124,12 @@ def _is_one_run(
     places = sorted(position[path] for path in {copies[0].original, *(finding.path for finding in copies)})
     between = {index for path, index in position.items() if path not in dropped}
     return [index for index in sorted(between) if places[0] <= index <= places[-1]] == places
+
+
+def _is_wanted(draft: Draft, role: Role) -> bool:
+    """Whether equal entries of a role may go, whatever is known of them besides."""
+    kinds = (IdenticalModels,) if role is Role.MODEL else (IdenticalStates, DoubledStates, SurplusStates)
+    return any(draft.policy.wants(kind.code) for kind in kinds)
 
 
 def _code(role: Role) -> str:

@@ -14,12 +14,11 @@ from ckptfix.checkpoint.keys import (
     KeyMap,
     collisions,
     common_wrappers,
-    is_nested,
     without_private_wrappers,
 )
-from ckptfix.checkpoint.pairing import signature
+from ckptfix.checkpoint.pairing import strip_wrappers
 from ckptfix.formats.safetensors_file import METADATA_KEY, SafetensorsFile
-from ckptfix.operations.diagnose.names import ScopeKey, scope_key
+from ckptfix.operations.diagnose.names import NAMED_ROLES, ScopeKey, scope_key
 from ckptfix.operations.diagnose.sharded_names import is_flat
 from ckptfix.operations.findings import (
     IndexMismatch,
@@ -32,9 +31,6 @@ from ckptfix.operations.policy import Keys
 from ckptfix.operations.steps import RewriteNames, Safety
 
 Maps = Mapping[ScopeKey, KeyMap]
-
-_RENAMED_ON_REQUEST = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
-"""What ``--keys`` is about. The state of generators, schedulers and custom objects has names of its own."""
 
 
 def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
@@ -70,15 +66,17 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
 
 
 def _bundles(draft: Draft) -> dict[PurePosixPath, PurePosixPath]:
-    """Return for each numbered model the first one with the same names, when there are several.
+    """Return for each numbered model the first one with the same names and shapes, when there are several.
 
-    Renamed in part, two honest models of one architecture would look like a double or a conflict.
+    Renamed in part, two intentional models of one architecture would look like doubles, or related.
     """
     bundles: dict[PurePosixPath, PurePosixPath] = {}
+    firsts: dict[Hashable, PurePosixPath] = {}
     for entries in draft.folder.entries(Role.MODEL):
-        firsts: dict[Hashable, PurePosixPath] = {}
-        for entry in entries if len(entries) > 1 else ():
-            bundles[entry.path] = firsts.setdefault(signature(entry), entry.path)
+        for entry in entries:
+            strip = strip_wrappers(entry)
+            names = frozenset((strip(tensor.fqn), tensor.shape) for tensor in entry.tensors)
+            bundles[entry.path] = firsts.setdefault(names, entry.path)
     return bundles
 
 
@@ -111,8 +109,8 @@ def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameSc
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
         return None
     chain = group.chain(scope)
-    code = NestedPrefix.code if is_nested(chain) else WrapperPrefix.code
-    if member.role not in _RENAMED_ON_REQUEST or not policy.wants(code):
+    code = NestedPrefix.code if (member.path, str(scope)) in draft.nested else WrapperPrefix.code
+    if member.role not in NAMED_ROLES or not policy.wants(code):
         return None
     insert = DDP_CHAIN if policy.keys is Keys.DDP else ()
     if scope.is_model or scope.kind != "state dict":
@@ -127,6 +125,8 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     first = group.members[0]
     if draft.folder.only is not None and first.name.shard is not None:
         return "it is one shard of a model: repair the folder"
+    if _is_one_of_several(draft, first) and draft.policy.keys is Keys.AUTO:
+        return "whether its names are right shows in the other models of the checkpoint: repair the folder"
     if first.path in draft.doubles:
         return f"it doubles {draft.doubles[first.path]}; repair that first"
     if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
@@ -151,6 +151,11 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
                 if collision := _collision(group.names(scope), key_map):
                     return collision
     return None
+
+
+def _is_one_of_several(draft: Draft, component: Component) -> bool:
+    """Whether a model of a checkpoint is looked at alone."""
+    return draft.folder.only is not None and bool(draft.folder.ranks) and component.role is Role.MODEL
 
 
 def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:

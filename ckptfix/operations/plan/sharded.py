@@ -11,7 +11,6 @@ from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
     KeyMap,
     common_wrappers,
-    is_nested,
     without_private_wrappers,
 )
 from ckptfix.checkpoint.sharded import ShardedState
@@ -56,7 +55,7 @@ def _key_maps(draft: Draft, state: ShardedState) -> PlaceMaps:
     }
     maps: PlaceMaps = {}
     for scope in state.scopes:
-        key_map = _asked_for(draft, scope)
+        key_map = _asked_for(draft, state, scope)
         if key_map is None and (finding := found.get(str(scope))) is not None:
             key_map = KeyMap(remove=finding.chain, insert=finding.target)
         if key_map is not None and any(key_map(name) != name for name in scope.names):
@@ -64,12 +63,13 @@ def _key_maps(draft: Draft, state: ShardedState) -> PlaceMaps:
     return maps
 
 
-def _asked_for(draft: Draft, scope: NameScope) -> KeyMap | None:
+def _asked_for(draft: Draft, state: ShardedState, scope: NameScope) -> KeyMap | None:
     """Return the map that the user's own words give, by ``--keys`` or ``--allow wrapper-prefix``, if any."""
     policy = draft.policy
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
         return None
-    if not policy.wants(NestedPrefix.code if is_nested(scope.chain) else WrapperPrefix.code):
+    is_damage = (state.metadata_path, str(scope)) in draft.nested
+    if not policy.wants(NestedPrefix.code if is_damage else WrapperPrefix.code):
         return None
     inner = common_wrappers(map(without_private_wrappers, scope.names))
     return KeyMap(remove=inner, insert=DDP_CHAIN if policy.keys is Keys.DDP else (), inner=True)

@@ -13,7 +13,8 @@ from ckptfix.checkpoint.sharded import ShardedState
 from ckptfix.checkpoint.sharded_names import name_scopes, optimizers_in
 from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys
 from ckptfix.formats.dcp_rewrite import paths_of, with_paths
-from ckptfix.operations.diagnose.sharded_names import STATE_DICT, is_flat, unit_of, unwrapped_names
+from ckptfix.operations.diagnose.names import STATE_DICT
+from ckptfix.operations.diagnose.sharded_names import is_flat, unit_of, unwrapped_names
 from ckptfix.operations.plan.draft import Draft
 from ckptfix.operations.plan.sharded_old_names import OldNames
 from ckptfix.operations.sharded_editing import new_paths

@@ -1,0 +1,238 @@
+"""After the default repair the correct script loads what it saved, or the repair asks.
+
+Folders are generated from scripts: what a script prepares and registers, healthy or some of it twice. What a script
+loads is told by a small model of accelerate's ``load_state`` (by position, by names, and all of them), which a slow
+test compares with the real one.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptfix import check, repair, undo
+from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
+
+Tensors = dict[str, bytes]
+Pick = Callable[[Sequence[Any]], Any]
+ARCHITECTURES = ({"fc.weight": 6, "fc.bias": 2}, {"out.weight": 5})
+
+
+@dataclass(slots=True)
+class Script:
+    """What a correct script has, in the order in which it is registered, and what the run saved besides."""
+
+    ranks: int
+    models: list[Tensors] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    custom: list[dict[str, Any]] = field(default_factory=list)
+    adapter: Tensors | None = None
+    again: dict[str, list[int]] = field(default_factory=dict)
+    """Role -> the position that each entry of the folder has in the script, where some are saved twice."""
+    is_exempt: bool = False
+    """It has an average that the README names: nothing tells it from a second prepare()."""
+
+
+def values(pick: Pick, architecture: dict[str, int]) -> Tensors:
+    seed = pick(range(1, 200))
+    return {
+        name: bytes((seed * 7 + place) % 251 for place in range(size)) for name, size in architecture.items()
+    }
+
+
+def behind(chain: str, tensors: Tensors) -> Tensors:
+    return {chain + name: data for name, data in tensors.items()}
+
+
+def optimizer(pick: Pick, kind: str, model: Tensors, named: Sequence[str], steps: int) -> Any:
+    parameters = [torch.nn.Parameter(torch.zeros(len(data))) for data in model.values()]
+    options = {"momentum": 0.9} if kind == "Momentum" else {}
+    given = list(zip(named, parameters, strict=True)) if named else parameters
+    made = getattr(torch.optim, "SGD" if kind == "Momentum" else kind)(given, lr=pick([0.1, 0.2]), **options)
+    for _ in range(steps):
+        for parameter, data in zip(parameters, model.values(), strict=True):
+            parameter.grad = torch.tensor(list(data)) / 100
+        made.step()
+    return made
+
+
+def make_script(pick: Pick) -> Script:
+    script = Script(ranks=pick([0, 1, 1, 2, 2, 3]))
+    steps = pick([0, 1, 2])
+    kind = pick(["AdamW", "Momentum", "SGD"])
+    pairs: list[tuple[int, str]] = []  # position of each trained model, and its own chain
+    used: set[bytes] = set()
+    prepared_averages: list[int] = []
+    for _ in range(pick([1, 2])):
+        own = pick(["", "", "", "module."])
+        net = values(pick, pick(ARCHITECTURES))
+        if b"".join(net.values()) in used:
+            continue
+        used.add(b"".join(net.values()))
+        average = pick([None, None, "bare", "wrapper", "of the prepared"])
+        is_equal = average is not None and pick([True, False])
+        other = net if is_equal else {name: bytes(255 - byte for byte in data) for name, data in net.items()}
+        wrapper = {"bare": "", "wrapper": "module.", None: ""}.get(average)
+        if wrapper is None:  # prepare() wraps the model only beside other processes
+            wrapper = "module.module." if script.ranks != 1 else "module."
+        is_before = average in ("bare", "wrapper") and pick([True, False, False])
+        entries = [behind(own, net)]
+        if average is not None:
+            entries.insert(0 if is_before else 1, behind(wrapper + own, other))
+        pairs.append((len(script.models) + int(average is not None and is_before), own))
+        script.models += entries
+        if is_equal and not is_before and script.ranks != 1 and not (steps == 0 and kind != "SGD"):
+            script.is_exempt |= wrapper == "module."
+            prepared_averages.append(pairs[-1][0])
+    for position, _ in pairs:
+        named = list(script.models[position]) if pick([True, False]) else []
+        made = optimizer(pick, kind, script.models[position], named, steps)
+        script.optimizers.append(made.state_dict())
+    if pick([True, False]):
+        script.schedulers = [{"last_epoch": steps, "base_lrs": [pick([0.1, 0.2])]} for _ in script.optimizers]
+    if pick([True, False]):
+        nested = {f"module.module.{name}": torch.ones(size) for name, size in pick(ARCHITECTURES).items()}
+        script.custom = [pick([nested, {"samples": 3}]) for _ in range(pick([1, 2]))]
+    if pick([True, False]):
+        script.adapter = {"base_model.model.fc.lora_A.weight": b"lora"}
+    roles = {"models": script.models, "optimizers": script.optimizers, "schedulers": script.schedulers}
+    for role, every in roles.items():
+        script.again[role] = list(range(len(every)))
+    if script.ranks != 1 and pick([True, False]):
+        twice = [position for position, _ in pairs if pick([True, True, False])]
+        at_end = pick([True, False])
+        repeat(script.again["models"], twice, at_end)
+        script.is_exempt |= not set(twice).isdisjoint(prepared_averages)
+        numbers = [number for number, (position, _) in enumerate(pairs) if position in twice]
+        for role in ("optimizers", "schedulers"):
+            if pick([True, False]):
+                repeat(
+                    script.again[role], [number for number in numbers if number < len(roles[role])], at_end
+                )
+    return script
+
+
+def repeat(positions: list[int], twice: list[int], at_end: bool) -> None:
+    for one in twice:
+        positions.insert(len(positions) if at_end else positions.index(one) + 1, one)
+
+
+def stem(name: str, index: int) -> str:
+    return f"{name}_{index}" if index else name
+
+
+def save(folder: Path, script: Script) -> None:
+    seen: set[int] = set()
+    for index, position in enumerate(script.again["models"]):
+        chain = "module." if position in seen else ""
+        seen.add(position)
+        write_safetensors(
+            folder / f"{stem('model', index)}.safetensors", behind(chain, script.models[position])
+        )
+    for role, states in (("optimizers", script.optimizers), ("schedulers", script.schedulers)):
+        for index, position in enumerate(script.again[role]):
+            torch.save(states[position], folder / f"{stem(role[:-1], index)}.bin")
+    for index, state in enumerate(script.custom):
+        torch.save(state, folder / f"custom_checkpoint_{index}.pkl")
+    for rank in range(script.ranks):
+        (folder / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+    if script.adapter is not None:
+        write_safetensors(folder / "adapter_model.safetensors", script.adapter)
+
+
+def load(folder: Path, script: Script) -> list[Any] | None:
+    """Return what the script has after ``load_state``, None where that raises."""
+    found: list[Any] = []
+    for index, model in enumerate(script.models):
+        path = folder / f"{stem('model', index)}.safetensors"
+        tensors = read_safetensors_bytes(path) if path.exists() else {}
+        if {name: len(data) for name, data in tensors.items()} != {
+            name: len(data) for name, data in model.items()
+        }:
+            return None
+        found.append(tensors)
+    for role, states in (("optimizer", script.optimizers), ("scheduler", script.schedulers)):
+        for index, own in enumerate(states):
+            path = folder / f"{stem(role, index)}.bin"
+            if not path.exists():
+                return None
+            state = torch.load(path, weights_only=True)
+            if role == "optimizer" and [len(group["params"]) for group in state["param_groups"]] != [
+                len(group["params"]) for group in own["param_groups"]
+            ]:
+                return None
+            found.append(state)
+    paths = sorted(folder.glob("custom_checkpoint_*.pkl"))
+    if len(paths) != len(script.custom):
+        return None
+    for path, own in zip(paths, script.custom, strict=True):
+        state = torch.load(path, weights_only=True)
+        if state.keys() != own.keys():
+            return None
+        found.append(state)
+    return found
+
+
+def expected(script: Script) -> list[Any]:
+    return [*script.models, *script.optimizers, *script.schedulers, *script.custom]
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(torch.equal(left, right)) if isinstance(left, torch.Tensor) else bool(left == right)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    root = Path(tempfile.mkdtemp(dir=base, prefix="ckptfix-scripts-"))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+@settings(
+    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+@given(data=st.data())
+def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:
+    script = make_script(lambda options: data.draw(st.sampled_from(list(options))))
+    if script.is_exempt:
+        return
+    with scratch() as folder:
+        save(folder, script)
+        before = snapshot(folder)
+        is_healthy = all(positions == list(range(len(positions))) for positions in script.again.values())
+        could_load = same(load(folder, script) or [], expected(script))
+        assert could_load or not is_healthy
+        report = check(folder)
+        receipt = repair(folder)
+        loads = same(load(folder, script) or [], expected(script))
+        assert loads or not could_load, "a repair broke what was healthy"
+        assert loads or receipt.status == 1, "a repair that cannot decide must ask"
+        if is_healthy:
+            assert {one.code for one in report.findings if one.severity.value != "note"} <= {
+                "identical-models"
+            }
+            assert receipt.steps == ()
+        for name in ("adapter_model.safetensors", *(f"custom_checkpoint_{index}.pkl" for index in range(2))):
+            assert (folder / name).exists() == (name in before)
+            assert not (folder / name).exists() or (folder / name).read_bytes() == before[name]
+        assert repair(folder).steps == ()
+        if receipt.transaction is not None:
+            undo(folder)
+        assert {
+            name: one for name, one in snapshot(folder).items() if not name.startswith(".ckptfix")
+        } == before
