@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,9 +125,9 @@ def test_nothing_is_kept_or_found_without_an_identity(home: Path) -> None:
         b"\xff\xfe",
         b"[]",
         b"null",
-        b'{"version": 2}',
-        b'{"version": 2, "report": {}}',
-        b'{"version": 2, "report": []}',
+        b'{"version": 3}',
+        b'{"version": 3, "report": {}}',
+        b'{"version": 3, "report": []}',
         b"[" * 100_000,
         b"x" * (2 << 20),
     ],
@@ -336,3 +338,61 @@ def test_a_folder_that_others_can_write_to_is_said(home: Path) -> None:
     home.chmod(0o700)
     cache.store(report())
     assert cache.load(IDENTITY) == report()
+
+
+def test_an_inconclusive_probe_does_not_replace_a_healthy_pair(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY, plan="quick", done={"repeats": 400})))
+    cache.store(probed(pair(Verdict.INCONCLUSIVE, plan="full", detail="no memory")))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+
+
+STORING = """
+import os, sys
+from ckptfix.runtime.devices.probe import cache
+from ckptfix.runtime.devices.probe.report import PairReport, ProbeReport, Verdict
+number, identity = int(sys.argv[1]), eval(sys.argv[2])
+for step in range(1, 31):
+    found = PairReport(
+        pair=(0, 1), verdict=Verdict.INCONCLUSIVE, seed=number, plan="quick",
+        done={f"section {number}": step}, tried={str(number): {"small dense": step}},
+    )
+    cache.store(ProbeReport(pairs={(0, 1): found}, seed=number, identity=identity))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_store_at_once_and_are_killed_lose_nothing_of_each_other(home: Path) -> None:
+    """Each tells after which step it has stored: that much, and of a killed one at most a step more, is known."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", STORING, str(number), repr(IDENTITY)], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(4)
+    ]
+    told = {}
+    for number, process in enumerate(processes):
+        assert process.stdout is not None
+        if number % 2:
+            process.stdout.readline()
+            process.kill()
+        told[number] = 1 if number % 2 else 0
+    for number, process in enumerate(processes):
+        with process:
+            assert process.stdout is not None
+            told[number] += len(process.stdout.read().split())
+    found = known()[0, 1]
+    assert told[0] == told[2] == 30
+    for number, steps in told.items():
+        assert steps <= found.done[f"section {number}"] <= steps + 1
+        assert found.tried[str(number)]["small dense"] == found.done[f"section {number}"]
+
+
+def test_one_process_at_a_time(home: Path) -> None:
+    cache.store(report())
+    with cache.only_one(IDENTITY) as first, cache.only_one(IDENTITY) as second:
+        assert (first, second) == (True, False)
+    with cache.only_one(IDENTITY) as first:
+        assert first
+    with cache.only_one({}) as anywhere:
+        assert anywhere

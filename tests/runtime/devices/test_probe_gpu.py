@@ -7,10 +7,11 @@ import torch
 
 from ckptfix.runtime.devices.pairs import device_count, ordered_pairs
 from ckptfix.runtime.devices.probe import Verdict, host_path, probe_peer_copies
+from ckptfix.runtime.devices.probe.batch import next_batch, run_batch
 from ckptfix.runtime.devices.probe.cases import FULL, WINDOWED
 from ckptfix.runtime.devices.probe.identity import this_machine
 from ckptfix.runtime.devices.probe.large import Row, run_large
-from ckptfix.runtime.devices.probe.memory import Memory
+from ckptfix.runtime.devices.probe.memory import Memory, free_memory
 from ckptfix.runtime.devices.probe.trial import PairTrials
 from tests.simulated.simulator import running
 
@@ -29,7 +30,7 @@ two_gpus = pytest.mark.skipif(real_devices() < 2, reason=f"needs two GPUs, there
 def test_each_device_passes_its_own_round_trip() -> None:
     for index in range(device_count()):
         assert sum(1 for _ in host_path.prove(index, 1, Memory(), lambda stage: None)) > 50
-        Row(WINDOWED, 1).on(index)
+        Row(WINDOWED, 1).prove(index)
 
 
 @one_gpu
@@ -39,11 +40,43 @@ def test_every_case_of_the_plan_runs_within_one_device() -> None:
     for section in FULL.sections:
         for seed, case in enumerate(section.cases):
             if case.size >= WINDOWED:
-                failure = run_large(case, (0, 0), row, seed, memory, lambda stage: None, deque())
-            else:
-                failure = trials.run(case, seed)
+                failures = run_large(
+                    case, ((0, 0),), row, (seed,), memory, lambda stage: None, lambda pair: deque()
+                )
+                assert failures == (), failures
+                continue
             # `to()` of the same device returns the tensor itself, which is no copy: only its bits are of interest.
+            failure = trials.run(case, seed)
             assert failure is None, failure
+
+
+@one_gpu
+def test_batches_of_small_copies_run_within_one_device() -> None:
+    row, memory = Row(FULL.largest, 1), Memory()
+    for section in FULL.sections:
+        cases = section.cases if section.batched else ()
+        while cases:
+            batch = next_batch(cases)
+            assert run_batch(batch, (0, 0), row, 7, memory, lambda stage: None, deque(), 6) == ()
+            cases = cases[len(batch) :]
+
+
+@one_gpu
+def test_free_memory_is_what_the_device_says() -> None:
+    free = free_memory(0)
+    assert free is not None
+    assert 0 < free <= torch.cuda.get_device_properties(0).total_memory
+
+
+@two_gpus
+def test_pairs_at_once_and_one_by_one_arrive() -> None:
+    pairs = [pair for pair in ordered_pairs() if pair in ((0, 1), (2, 3))]
+    row = Row(FULL.largest, 1)
+    for case in next(section for section in FULL.sections if section.is_large).cases:
+        failures = run_large(
+            case, pairs, row, range(len(pairs)), Memory(), lambda stage: None, lambda pair: deque()
+        )
+        assert failures == (), failures
 
 
 @one_gpu

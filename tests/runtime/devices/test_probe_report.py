@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptfix.runtime.devices.probe as probe
 from ckptfix.runtime.devices.probe.identity import Machine
@@ -231,3 +233,118 @@ def test_remembering_says_what_is_known_then(two_devices: dict[str, Any]) -> Non
     assert probe.remember(weaker).unproven == {(0, 1)}
     nowhere = replace(weaker, identity={})
     assert probe.remember(nowhere) == nowhere
+
+
+# ---- what several processes found
+
+
+def one(verdict: Verdict, seed: int = 1, plan: str = "quick", **more: Any) -> PairReport:
+    return PairReport(pair=(0, 1), verdict=verdict, seed=seed, plan=plan, **more)
+
+
+@pytest.mark.parametrize("plan", ["quick", "full", "sample"])
+@pytest.mark.parametrize("blind", [False, True])
+def test_an_inconclusive_probe_takes_nothing_back(plan: str, blind: bool) -> None:
+    healthy = one(Verdict.HEALTHY, done={"a": 3}, measured=5.0)
+    later = one(Verdict.INCONCLUSIVE, 2, plan, blind=blind, measured=9.0, detail="no memory")
+    known = later.over(healthy)
+    assert known is not None
+    assert (known.verdict, known.measured, known.plan) == (Verdict.HEALTHY, 5.0, "quick")
+
+
+proving = st.builds(
+    one,
+    st.sampled_from([Verdict.HEALTHY, Verdict.INCONCLUSIVE]),
+    st.integers(1, 3),
+    st.sampled_from(["quick", "full"]),
+    done=st.dictionaries(st.sampled_from("abc"), st.integers(1, 9)),
+    tried=st.dictionaries(
+        st.sampled_from("123"), st.dictionaries(st.just("small dense"), st.integers(1, 9)), max_size=2
+    ),
+    measured=st.floats(0.0, 10.0),
+)
+
+
+@given(st.lists(proving, min_size=1, max_size=4), st.randoms())
+def test_evidence_adds_up_in_any_order_and_once(reports: list[PairReport], lot: Any) -> None:
+    def together(some: list[PairReport]) -> PairReport:
+        known: PairReport | None = None
+        for report in some:
+            known = report.over(known)
+        assert known is not None
+        return known
+
+    def facts(report: PairReport) -> Any:
+        return report.verdict, report.plan, report.done, report.trials_by_kind(), report.tried
+
+    shuffled = [*reports, lot.choice(reports)]
+    lot.shuffle(shuffled)
+    assert facts(together(shuffled)) == facts(together(reports))
+    best = together(reports)
+    assert (best.verdict is Verdict.HEALTHY) == any(it.verdict is Verdict.HEALTHY for it in reports)
+    for name in best.done:
+        assert best.done[name] == max(it.done.get(name, 0) for it in reports)
+
+
+def test_a_sample_renews_what_was_proven_and_proves_nothing() -> None:
+    healthy = one(Verdict.HEALTHY, measured=5.0, done={"a": 3})
+    sample = one(Verdict.HEALTHY, 2, "sample", measured=9.0)
+    renewed = sample.over(healthy)
+    assert renewed is not None
+    assert (renewed.plan, renewed.measured, renewed.done) == ("quick", 9.0, {"a": 3})
+    begun = one(Verdict.INCONCLUSIVE, measured=5.0)
+    for older in (None, one(Verdict.WRONG), one(Verdict.UNUSABLE)):
+        assert sample.over(older) is older
+    known = sample.over(begun)
+    assert known is not None
+    assert known.verdict is Verdict.INCONCLUSIVE
+    wrong = one(Verdict.WRONG, 2, "sample", kind="zeros")
+    assert wrong.over(healthy) is wrong
+
+
+DAY = 24 * 3600.0
+
+
+def test_healthy_pairs_are_looked_at_again_after_a_day_by_one_process(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.seconds_since_boot", lambda: now[0])
+    pairs = {
+        (0, 1): one(Verdict.HEALTHY, measured=now[0]),
+        (1, 0): replace(one(Verdict.HEALTHY, measured=now[0] - 9.0), pair=(1, 0)),
+    }
+    probe.remember(ProbeReport(pairs=pairs, seed=1, identity=two_devices))
+    sampled = {
+        pair: replace(found, plan="sample", seed=2, measured=1000.0 + DAY) for pair, found in pairs.items()
+    }
+    answer = ProbeReport(pairs=sampled, seed=2, identity=two_devices)
+    later = {
+        (0, 1): replace(sampled[0, 1], measured=1000.0 + 2 * DAY),
+        (1, 0): replace(sampled[1, 0], verdict=Verdict.WRONG),
+    }
+    measured = Measured(answer, replace(answer, pairs=later))
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+    assert probe.unproven_pairs() == frozenset()
+    assert measured.asked == [], "not yet"
+    now[0] += DAY
+    with probe.cache.only_one(two_devices):
+        assert probe.unproven_pairs() == frozenset()
+        assert measured.asked == [], "another process does it"
+    assert probe.unproven_pairs() == frozenset()
+    assert measured.asked == [((1, 0), (0, 1))], "the oldest first"
+    another_process(monkeypatch)
+    assert probe.unproven_pairs() == frozenset()
+    assert len(measured.asked) == 1, "it is remembered when"
+    now[0] += DAY
+    assert probe.unproven_pairs() == {(1, 0)}, "a wrong copy counts"
+    another_process(monkeypatch)
+    assert probe.unproven_pairs() == {(1, 0)}
+
+
+def test_a_report_of_the_future_is_old(two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of another namespace: what cannot be compared is looked at."""
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.seconds_since_boot", lambda: 5.0)
+    pairs = {(0, 1): one(Verdict.HEALTHY, measured=900.0), (1, 0): replace(one(Verdict.HEALTHY), pair=(1, 0))}
+    known = ProbeReport(pairs=pairs, seed=1, identity=two_devices)
+    assert probe._healthy_for_long(known) == [(0, 1)]

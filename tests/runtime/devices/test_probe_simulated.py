@@ -1,6 +1,7 @@
 """The probe on simulated devices, in their process: every kind of fault is found, and none where there is none."""
 
 from collections import deque
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -9,10 +10,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfix.runtime.devices.pairs import Pair
-from ckptfix.runtime.devices.probe import PairReport, ProbeReport, Verdict, probe_peer_copies, together
-from ckptfix.runtime.devices.probe.cases import FULL, QUICK, Case, Plan, Route
+from ckptfix.runtime.devices.probe import (
+    PairReport,
+    ProbeReport,
+    Verdict,
+    large,
+    measuring,
+    probe_peer_copies,
+    together,
+)
+from ckptfix.runtime.devices.probe.batch import run_batch
+from ckptfix.runtime.devices.probe.cases import FULL, QUICK, SAMPLE, Case, Plan, Route
 from ckptfix.runtime.devices.probe.host_path import UnusableDevice
 from ckptfix.runtime.devices.probe.identity import this_machine
+from ckptfix.runtime.devices.probe.large import Row
+from ckptfix.runtime.devices.probe.measuring import measure
 from ckptfix.runtime.devices.probe.memory import Memory
 from ckptfix.runtime.devices.probe.running import InProcess, Runner
 from ckptfix.runtime.devices.probe.schedule import Schedule
@@ -63,7 +75,8 @@ def name(value: Any) -> str | None:
 
 
 def measured(plan: Plan, *pairs: Pair, seed: int = 1) -> ProbeReport:
-    """Do all of a plan in this process, for these pairs."""
+    """Do all of a plan once in this process, for these pairs."""
+    plan = replace(plan, again=0)
     bench = InProcess()
     schedule = Schedule(bench, pairs, plan, budget=PLENTY, seed=seed)
     found = schedule.run()
@@ -166,13 +179,14 @@ def test_the_same_seed_repeats_the_same_bits(simulator: Simulator) -> None:
     def damage(seed: int) -> PairReport:
         simulator.clear()
         simulator.fault(0, 1, Kind.STALE, every=50)
-        return measured(QUICK, (0, 1), seed=seed).pairs[0, 1]
+        return replace(measured(QUICK, (0, 1), seed=seed).pairs[0, 1], measured=0.0)
 
     assert damage(5) == damage(5)
     assert damage(5) != damage(6)
 
 
-def test_it_measures_past_installed_staging(simulator: Simulator) -> None:
+def test_it_measures_past_installed_staging(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "plan_for", lambda budget: replace(QUICK, again=0))
     simulator.fault(1, 2, Kind.ZEROS)
     with safe_transfers("always") as held:
         there = torch.ones(9, device="cuda:1").to("cuda:2")
@@ -227,8 +241,13 @@ def test_bytes_written_beside_the_destination_are_seen(simulator: Simulator) -> 
     trials = PairTrials((0, 1), Memory(), deque(), lambda stage: None)
     case = Case(route=Route.COPY, count=5000)
     assert trials.run(case, 1) is None
+    row = Row(8 << 20, 1)
+    batched = (case, replace(case, count=4999), case)
+    assert run_batch(batched, (0, 1), row, 3, Memory(), lambda stage: None, deque(), 6) == ()
     with Overruns():
         failure = trials.run(case, 2)
+        last = run_batch(batched, (0, 1), row, 3, Memory(), lambda stage: None, deque(), 6)
+    assert [(found.kind, found.wrong_bytes) for found in last] == [("outside", 3)]
     assert failure is not None
     assert (failure.kind, failure.first_offset, failure.wrong_bytes) == ("outside", None, 3), (
         "no byte of the payload"
@@ -347,3 +366,59 @@ def test_the_identity_tells_these_devices_from_others(simulator: Simulator) -> N
     assert machine.identity["torch"] == torch.__version__
     assert machine.pci[0].endswith(":00.0")
     assert machine.peer_access == dict.fromkeys(ALL, True)
+
+
+# ---- several processes, and little memory
+
+
+def test_a_budget_too_short_for_all_settles_in_a_few_probes(simulator: Simulator) -> None:
+    """Each goes on where the one before ended, and none makes less of what is known."""
+    known: ProbeReport | None = None
+    done = -1
+    for _ in range(60):
+        found = measure(ALL, budget=0.7, seed=len(ALL) + done, in_process=True, known=known)
+        known = found if known is None else known.renewed_by(found)
+        before, done = done, sum(sum(its.done.values()) for its in known.pairs.values())
+        if not known.unproven:
+            break
+        assert done >= before
+    assert known is not None
+    assert known.with_verdict(Verdict.HEALTHY) == set(ALL), str(known)
+    counts = {tuple(sorted(its.trials_by_kind())) for its in known.pairs.values()}
+    assert counts == {
+        tuple(
+            sorted(
+                f"{size} {engine}"
+                for size in ("small", "medium", "large")
+                for engine in ("dense", "strided or converting")
+            )
+        )
+    }
+
+
+def test_a_fault_that_began_meanwhile_is_found_by_a_sample(simulator: Simulator) -> None:
+    known = measured(QUICK, *ALL)
+    assert known.unproven == frozenset()
+    simulator.fault(1, 2, Kind.ZEROS, min_bytes=32 << 20)
+    found = measure(ALL, budget=PLENTY, seed=3, in_process=True, sample=True)
+    assert {its.plan for its in found.pairs.values()} == {SAMPLE.name}
+    assert known.renewed_by(found).unproven == {(1, 2)}
+
+
+def test_in_little_memory_small_copies_are_made_and_the_large_ones_named(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights fill the devices where a model was loaded before anybody asked."""
+    monkeypatch.setattr(large, "free_memory", lambda index: (64 << 20) if index == 1 else (8 << 30))
+    report = measured(QUICK, *ALL)
+    assert report.with_verdict(Verdict.HEALTHY) == {(0, 2), (2, 0)}
+    assert report.with_verdict(Verdict.INCONCLUSIVE) == {pair for pair in ALL if 1 in pair}
+    found = report.pairs[0, 1]
+    assert found.done["repeats"] == 400
+    assert found.done["large copies"] == 0
+    assert "no memory for copies of 33.0 MiB + 13 B: device 1 has only 64.0 MiB free" in found.detail
+    assert "doctor --peer-copies" in found.detail
+    monkeypatch.undo()
+    monkeypatch.setattr(measuring, "plan_for", lambda budget: replace(QUICK, again=0))
+    again = measure(ALL, budget=PLENTY, seed=3, in_process=True, known=report)
+    assert report.renewed_by(again).unproven == frozenset(), "the next probe makes them"

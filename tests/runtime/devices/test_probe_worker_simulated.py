@@ -14,6 +14,10 @@ pytestmark = [pytest.mark.slow, requires_simulator]
 
 PROBE = """
 import json
+from dataclasses import replace
+from ckptfix.runtime.devices.probe import measuring
+planned = measuring.plan_for
+measuring.plan_for = lambda budget: replace(planned(budget), again=0)
 from ckptfix.runtime.devices.probe import probe_peer_copies
 print(json.dumps(probe_peer_copies(budget={budget}, seed={seed}).to_json()))
 """
@@ -93,7 +97,8 @@ def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) ->
 def test_without_memory_pairs_are_inconclusive() -> None:
     report = probed(count=2, memory=40 << 20)
     assert {verdict for verdict, _ in verdicts(report).values()} == {"inconclusive"}
-    assert all("out of memory" in found["detail"] for found in report["pairs"])
+    details = [found["detail"] for found in report["pairs"]]
+    assert all("no memory for " in detail and " free" in detail for detail in details), details
 
 
 def test_auto_measures_in_one_process_and_the_next_one_reads(tmp_path: Path) -> None:
@@ -144,3 +149,32 @@ def test_one_simulated_device_has_nothing_to_exercise() -> None:
     report = probed(count=1)
     assert report["pairs"] == report["exercised"] == []
     assert "one device" in report["not_exercised"][0]
+
+
+def test_of_simulated_pairs_at_once_the_one_that_failed_is_named() -> None:
+    code = """
+    from collections import defaultdict, deque
+    from ckptfix.runtime.devices.probe.cases import QUICK
+    from ckptfix.runtime.devices.probe.large import Row, run_large
+    from ckptfix.runtime.devices.probe.memory import Memory
+    from tests.simulated.simulator import running
+    row, earlier, said = Row(34 << 20, 1), defaultdict(deque), []
+    pairs, seeds = ((0, 1), (2, 3)), iter(range(99))
+    for kind in (None, "partial", "late"):
+        running().clear()
+        if kind:
+            running().fault(2, 3, kind)
+        for case in QUICK.sections[-1].cases[:2]:
+            found = run_large(case, pairs, row, (next(seeds), next(seeds)), Memory(), said.append, earlier.__getitem__)
+            print(kind, [(failure.pair, failure.kind) for failure in found], said[-1])
+    print(said[0], {pair: len(its) for pair, its in earlier.items()})
+    """
+    assert run_simulated(code, 4).splitlines() == [
+        "None [] None",
+        "None [] None",
+        "partial [((2, 3), 'partial')] None",
+        "partial [((2, 3), 'partial')] None",
+        "late [((2, 3), 'late')] None",
+        "late [((2, 3), 'late')] None",
+        "copy_() of 33.0 MiB + 13 B, uint8 over 2 pairs without a device in common {(0, 1): 6, (2, 3): 6}",
+    ]

@@ -1,8 +1,8 @@
 """Which copies between devices arrive: measured, for every ordered pair, in a process of its own.
 
 ``schedule`` says what is done and when, ``watching`` has a ``worker`` do it, ``trial`` makes one copy over one pair,
-``together`` those that need several, ``host_path`` proves each device first, ``damage`` names what is wrong, ``record``
-decides, ``summary`` says what was and was not exercised.
+``batch`` many small ones, ``large`` large ones, ``together`` those that need several pairs, ``host_path`` proves each
+device first, ``damage`` names what is wrong, ``record`` decides, ``summary`` says what was and was not exercised.
 
 >>> report = probe_peer_copies(budget=30.0)
 >>> report.pairs[0, 1].verdict
@@ -14,10 +14,16 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptfix.runtime.devices.probe import cache
-from ckptfix.runtime.devices.probe.report import PairReport, ProbeReport, Verdict
+from ckptfix.runtime.devices.probe.report import (
+    PairReport,
+    ProbeReport,
+    Verdict,
+    seconds_since_boot,
+)
 
 if TYPE_CHECKING:
     from ckptfix.runtime.devices.pairs import Pair
@@ -36,6 +42,16 @@ __all__ = [
 
 BUDGET = 30.0
 """Seconds of measuring that complete the full plan for three devices."""
+
+SAMPLE_AFTER = 24 * 3600.0
+"""Seconds after which a healthy pair is looked at again: a link may break, or be set otherwise, within a boot.
+
+A hard limit would have healthy hosts stage everything until a new probe settles; a look each day costs about the start
+of one process, finds what breaks for good, and stages nothing meanwhile.
+"""
+
+SAMPLE_BUDGET = 1.0
+"""Seconds of such a look."""
 
 
 def probe_peer_copies(
@@ -72,9 +88,9 @@ def cached_report() -> ProbeReport | None:
 def remember(report: ProbeReport) -> ProbeReport:
     """Add a report to what ``cached_report`` knows, in the user's cache folder, and return what that is now.
 
-    Damage that was found before stays, until the full plan finds the pair healthy; a probe that was blind for some
-    damage proves nothing. Not remembered are devices that cannot be told from others. A folder that cannot be written
-    to, or that others can write to, gives a UserWarning.
+    Damage that was found before stays, until the full plan finds the pair healthy, and an inconclusive probe takes
+    nothing back; a probe that was blind for some damage proves nothing. Not remembered are devices that cannot be told
+    from others. A folder that cannot be written to, or that others can write to, gives a UserWarning.
     """
     cache.store(report)
     return cache.load(report.identity) or report
@@ -84,8 +100,11 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     """Return the ordered pairs that are not proven, by what is known of these very devices.
 
     Pairs that nothing is known of, and those that an earlier probe could not decide, are measured first, for ``budget``
-    seconds, and what comes out is remembered. A process measures once: what it could not decide then, or not keep, is
-    for the next process.
+    seconds: each goes on where the last process ended, and what comes out is remembered. A process measures once: what
+    it could not decide then, or not keep, is for the next process.
+
+    Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s, the oldest first,
+    by one process at a time. A wrong copy among them counts; a look that is not finished takes nothing back.
     """
     from ckptfix.runtime.devices.pairs import ordered_pairs
     from ckptfix.runtime.devices.probe.identity import this_machine
@@ -97,15 +116,47 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     known = _known(machine)
     asked = pairs - _decided(known)
     if asked and _key(machine) not in _measured_here:
-        newer = _measured(sorted(asked), budget=budget, here=machine)
-        known = newer if known is None else known.renewed_by(newer)
-        _measured_here[_key(machine)] = known
-        remember(newer)
+        known = _with(
+            known, _measured(sorted(asked), budget=budget, here=machine, known=_fresh(known)), machine
+        )
+    elif known is not None and _key(machine) not in _measured_here:
+        old = _healthy_for_long(known)
+        if old:
+            with cache.only_one(machine.identity) as first:
+                if first:
+                    known = _with(
+                        known, _measured(old, budget=SAMPLE_BUDGET, here=machine, sample=True), machine
+                    )
     return pairs if known is None else pairs - known.with_verdict(Verdict.HEALTHY)
 
 
 _measured_here: dict[str, ProbeReport] = {}
 """What was known after ``unproven_pairs`` measured in this process, by machine."""
+
+
+def _with(known: ProbeReport | None, newer: ProbeReport, machine: Machine) -> ProbeReport:
+    """Return what is known with a new report taken in, which is remembered."""
+    both = (known or newer.only(())).renewed_by(newer)
+    _measured_here[_key(machine)] = both
+    remember(newer)
+    return both
+
+
+def _fresh(known: ProbeReport | None) -> ProbeReport | None:
+    """Return what is known without proofs of devices' own exchange with the host that are old."""
+    if known is None:
+        return None
+    return replace(known, hosts={index: when for index, when in known.hosts.items() if not _is_old(when)})
+
+
+def _healthy_for_long(known: ProbeReport) -> list[Pair]:
+    """Return the healthy pairs that were last measured long ago, the oldest first."""
+    healthy = sorted(known.with_verdict(Verdict.HEALTHY), key=lambda pair: known.pairs[pair].measured)
+    return [pair for pair in healthy if _is_old(known.pairs[pair].measured)]
+
+
+def _is_old(when: float) -> bool:
+    return not 0.0 <= seconds_since_boot() - when < SAMPLE_AFTER
 
 
 def _known(machine: Machine) -> ProbeReport | None:
@@ -132,6 +183,8 @@ def _measured(
     seed: int | None = None,
     in_process: bool = False,
     here: Machine | None = None,
+    known: ProbeReport | None = None,
+    sample: bool = False,
 ) -> ProbeReport:
     if not 0 < budget < float("inf"):
         raise ValueError(f"budget={budget}: a positive number of seconds is needed")
@@ -145,4 +198,12 @@ def _measured(
 
     if not pairs:
         return nothing_to_measure(device_count(), seed)
-    return measure(pairs, budget=budget, seed=seed, in_process=in_process, here=here or machine_in_use())
+    return measure(
+        pairs,
+        budget=budget,
+        seed=seed,
+        in_process=in_process,
+        here=here or machine_in_use(),
+        known=known,
+        sample=sample,
+    )

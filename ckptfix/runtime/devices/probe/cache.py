@@ -4,17 +4,20 @@ It is believed only when it is the user's own and nobody else could have written
 torch and allocator are those of now. Anything else is as good as no file: the worst is a probe more.
 
 Every report gets a file with a name of its own, which holds what older ones told too, and takes their place. Where two
-processes do that at once, both files stay and are read as one, so that neither loses what the other found.
+processes do that at once, both files stay and are read as one, so that neither loses what the other found: taking in a
+report twice, or in another order, changes nothing. No lock is needed, which home folders on a network may not have, and
+a process that is killed at any moment leaves either its file or none.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import stat
 import tempfile
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,11 @@ from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.storage.atomic import read_file, write_all
 from ckptfix.storage.paths import shell_path
 
-_VERSION = 2
+_VERSION = 3
 """Of the file's content and of what the plans exercise: raise it when a plan becomes stricter."""
 
-_LARGEST = 1 << 20
-"""Bytes. Ours have a few thousand."""
+_LARGEST = 4 << 20
+"""Bytes. Ours have a few thousand, and some 100,000 for 16 devices that many processes measured."""
 
 _TRIES = 5
 """Times to look for files anew, when one was replaced between finding and reading it."""
@@ -59,7 +62,7 @@ def load(identity: Mapping[str, Any]) -> ProbeReport | None:
 def store(report: ProbeReport) -> None:
     """Add a report to what is kept: whole or not at all, and readable for the user alone.
 
-    Not one without an identity, and of the pairs only what ``PairReport.renews`` what is known of them. A folder that
+    Not one without an identity, and of the pairs what ``PairReport.over`` makes of what is known of them. A folder that
     cannot be written to, or that others can write to, gives a UserWarning; nothing else depends on it.
     """
     path = location(report.identity) if report.identity else None
@@ -67,7 +70,7 @@ def store(report: ProbeReport) -> None:
         return
     former, known = _kept(path, report.identity)
     merged = (known or report.only(())).renewed_by(report)
-    if not merged.pairs:
+    if not merged.pairs and not merged.hosts:
         return
     document = json.dumps({"version": _VERSION, "report": merged.to_json()})
     try:
@@ -89,18 +92,49 @@ def store(report: ProbeReport) -> None:
 
 def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], ProbeReport | None]:
     """Return the files under this beginning of a path, and what they tell together of this very identity."""
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         files = _files(path)
         known: ProbeReport | None = None
-        try:
-            for file in files:
+        gone = False
+        for file in files:
+            try:
                 told = _report(file, identity)
-                if told is not None:
-                    known = told if known is None else known.renewed_by(told)
-        except FileNotFoundError:
-            continue  # another process has put a file in its place
-        return files, known
-    return (), None
+            except FileNotFoundError:
+                gone = True  # another process has put a file in its place
+                continue
+            if told is not None:
+                known = told if known is None else known.renewed_by(told)
+        if not gone or not tries_left:
+            break
+    return files, known
+
+
+@contextmanager
+def only_one(identity: Mapping[str, Any]) -> Iterator[bool]:
+    """Give True to one process at a time for these devices, False to others; True where the folder has no locks.
+
+    For what should not be done by all ranks of a job at once, and harms nobody when it is.
+    """
+    path = location(identity) if identity else None
+    try:
+        descriptor = (
+            -1 if path is None else os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        )
+    except OSError:
+        descriptor = -1
+    try:
+        first = True
+        if descriptor >= 0:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                first = False
+            except OSError:
+                first = True
+        yield first
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _files(path: Path) -> tuple[Path, ...]:

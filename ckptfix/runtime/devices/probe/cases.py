@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptfix.runtime.devices.probe.payload import DTYPES, dtype_of, known
+from ckptfix.runtime.devices.probe.report import SAMPLED
 from ckptfix.wording import human_size
 
 
@@ -41,6 +42,17 @@ class Case:
         """Bytes at the destination."""
         return self.count * int(dtype_of(self.dtype).itemsize)
 
+    @property
+    def kind(self) -> str:
+        """The size class and the engine, in words: copies of one kind are counted together.
+
+        Strided and converting copies are written by a kernel into the other device's memory; where the driver offers
+        no peer access, torch gathers them first and sends them as it sends dense ones.
+        """
+        size = "small" if self.size < _MEDIUM else "medium" if self.size < LARGE else "large"
+        by_kernel = self.route in _BY_KERNEL or self.source_dtype
+        return f"{size} strided or converting" if by_kernel else f"{size} dense"
+
     def __str__(self) -> str:
         dtype = f"{self.source_dtype} to {self.dtype}" if self.source_dtype else self.dtype
         return f"{self.route.value} of {exact_size(self.size)}, {dtype}"
@@ -57,20 +69,35 @@ def exact_size(size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Cases that are done together, in this order."""
+    """Cases that are done together, in this order. ``batched``: many are queued before the host waits for one.
+
+    A section's name stands for its cases: what one process did of it, the next one does not do again.
+    """
 
     name: str
     cases: tuple[Case, ...]
+    batched: bool = False
+
+    @property
+    def is_large(self) -> bool:
+        """Whether all copies are large: then several pairs without a device in common may make them at once."""
+        return all(case.size >= WINDOWED for case in self.cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Sections in the order of doing; ``rounds`` of all pairs at once; bytes of each copy in a chain."""
+    """Sections in the order of doing; ``rounds`` of all pairs at once; bytes of each copy in a chain.
+
+    ``again``: how often large copies are made once more, with other bits, while time is left. ``single``: the share of
+    the time in which pairs are finished before what needs several has its turn.
+    """
 
     name: str
     sections: tuple[Section, ...]
     rounds: int
     chained: tuple[int, ...]
+    again: int = 0
+    single: float = 1.0
 
     @property
     def copies(self) -> int:
@@ -85,6 +112,10 @@ class Plan:
 
 LARGE = 32 << 20
 """Bytes. Faults are known that start at 32 MB."""
+
+_MEDIUM = 1 << 20
+
+_BY_KERNEL = (Route.STRIDED_SOURCE, Route.STRIDED_DESTINATION, Route.TRANSPOSED, Route.CONVERTING)
 
 WINDOWED = (8 << 20) + 64
 """Bytes. Copies from here on, a little more than those of ``_MEDIUM_SIZES``, are made as ``large`` says."""
@@ -171,7 +202,7 @@ QUICK = Plan(
     name="quick",
     sections=(
         Section(name="first look", cases=tuple(_first_look())),
-        Section(name="repeats", cases=tuple(_repeats())),
+        Section(name="repeats", cases=tuple(_repeats()), batched=True),
         Section(name="dtypes", cases=(*_dtypes(4099), *_dtypes(16390))),
         Section(
             name="large copies",
@@ -180,31 +211,46 @@ QUICK = Plan(
     ),
     rounds=1,
     chained=(3 * 4096 + 8,),
+    again=4,
 )
 """For "auto": the least that finds every kind of fault that is known."""
 
 FULL = Plan(
     name="full",
     sections=(
-        *QUICK.sections[:2],
-        Section(name="repeats of floats", cases=(*_repeats("float32"), *_repeats("bfloat16"))),
-        Section(name="dtypes", cases=(*_dtypes(4099), *_dtypes(16390), *_dtypes(257))),
+        *QUICK.sections,
+        Section(name="repeats of floats", cases=(*_repeats("float32"), *_repeats("bfloat16")), batched=True),
+        Section(name="more dtypes", cases=tuple(_dtypes(257))),
         Section(name="sizes", cases=tuple(_sizes())),
         Section(
-            name="large copies",
+            name="larger copies",
             cases=(
                 *_large(2 * LARGE),
                 Case(route=Route.TO, count=2 * LARGE + 13),
-                *_large_floats("float32", "bfloat16", "float16"),
+                *_large_floats("float16"),
             ),
         ),
     ),
     rounds=3,
     chained=(40, 3 * 4096 + 8, 1 << 20),
+    again=20,
+    single=0.8,
 )
-"""For a probe that was asked for."""
+"""For a probe that was asked for. It holds the quick plan, whose sections are then done, too."""
 
-PLANS = {plan.name: plan for plan in (QUICK, FULL)}
+SAMPLE = Plan(
+    name=SAMPLED,
+    sections=(
+        QUICK.sections[0],
+        Section(name="a sample of repeats", cases=tuple(_repeats())[:: REPEATS // 25], batched=True),
+        Section(name="a sample of large copies", cases=tuple(_large(LARGE + (1 << 20) + 13))),
+    ),
+    rounds=0,
+    chained=(),
+)
+"""For pairs that were found healthy a while ago: enough to see that a link has broken since."""
+
+PLANS = {plan.name: plan for plan in (QUICK, FULL, SAMPLE)}
 
 _ENOUGH_FOR_ALL = 10.0
 """Seconds from which the full plan is worth beginning."""

@@ -1,23 +1,31 @@
-"""Copies of more than 8 MiB. Their payloads are windows into one long row of random bytes that lies on every device.
+"""Payloads that are windows into one long row of random bytes, which lies on every device: copies of more than 8 MiB.
 
-The host made it and put it there, and has read it back, so making and sending 64 MiB anew for each copy is saved. Each
-copy takes another window: no byte of it lies where it lay in the one before. A window is finite values of every float
-dtype: hardware may rewrite the bits of a NaN that passes a kernel.
+The host made the row and put it there, and has read it back, so making and sending 64 MiB anew for each copy is saved.
+Each copy takes another window: no byte of it lies where it lay in the one before. A window is finite values of every
+float dtype: hardware may rewrite the bits of a NaN that passes a kernel.
+
+Pairs without a device in common may copy at once: all copies are queued before the host waits for the first.
 """
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ckptfix.errors import CkptfixError
+from ckptfix.runtime.devices import transfers
 from ckptfix.runtime.devices.pairs import Pair, device
 from ckptfix.runtime.devices.probe import host_path, payload
-from ckptfix.runtime.devices.probe.cases import Case, Route
+from ckptfix.runtime.devices.probe.cases import Case, Route, exact_size
 from ckptfix.runtime.devices.probe.judging import REMEMBERED, Evidence, judge
-from ckptfix.runtime.devices.probe.memory import Memory
+from ckptfix.runtime.devices.probe.memory import Memory, free_memory
 from ckptfix.runtime.devices.probe.payload import compared, same
 from ckptfix.runtime.devices.probe.task import Failure
+from ckptfix.wording import human_size
 
 _WINDOWS = 1 << 14
 _STEP = 64
@@ -26,9 +34,32 @@ _STEP = 64
 _FINITE = 0xBFFF - (1 << 16)
 """In each word of 16 bits: an exponent with its highest bit clear is that of a finite number, in floats of any size."""
 
+_BESIDE = 24 << 20
+"""Bytes of a device that are left for what copies and comparisons need beside their payloads."""
+
+_PATIENCE = 60.0
+"""Seconds that pairs wait for each other. Longer than a hang is waited for, so that one that hangs is found as such."""
+
+_LEAST = 4 << 20
+"""Bytes of the row below which no batch of small copies fits."""
+
+
+class NoRoom(CkptfixError):
+    """A device has too little free memory for some copies: ``what``, in words."""
+
+    def __init__(self, what: str, index: int, free: int) -> None:
+        super().__init__(
+            f"device {index} has only {human_size(free)} free. To measure before a model fills it: "
+            "ckptfix doctor --peer-copies"
+        )
+        self.what = what
+
 
 class Row:
-    """The long row of bytes: on the host, with its complement, and on each device once it is proven to be there."""
+    """The long row of bytes: on the host, with its complement, and on each device once it is proven to be there.
+
+    A device with little free memory holds the beginning of it.
+    """
 
     def __init__(self, size: int, seed: int) -> None:
         size += _WINDOWS * _STEP
@@ -36,57 +67,138 @@ class Row:
         self.bytes.view(torch.int16).bitwise_and_(_FINITE)
         self.complement = torch.bitwise_not(self.bytes)
         self._there: dict[int, Any] = {}
+        self._free: dict[int, int] = {}
 
     def on(self, index: int) -> Any:
-        """Return the row on a device. Raises UnusableDevice when the host reads other bytes there than it sent."""
+        """Return the row on a device. Raises NoRoom.
+
+        Whether it is right there is looked at where a copy is found wrong, before a pair is blamed.
+        """
         if index not in self._there:
-            there = self.complement.to(device(index))
-            there.copy_(self.bytes)
-            host_path.still_holds(index, there, self.bytes)
-            self._there[index] = there
+            self._there[index] = self.bytes[: self._fitting(index)].to(device(index))
         return self._there[index]
 
+    def prove(self, index: int) -> None:
+        """Put the row on a device, over its complement. Raises UnusableDevice when the host reads other bytes there."""
+        size = int(self.on(index).numel())
+        there = self._there[index].copy_(self.complement[:size])
+        there.copy_(self.bytes[:size])
+        host_path.still_holds(index, there, self.bytes[:size])
 
-def run_large(
-    case: Case,
-    pair: Pair,
-    row: Row,
-    seed: int,
-    memory: Memory,
-    tell: Callable[[str | None], None],
-    earlier: "deque[Any]",
-) -> Failure | None:
-    """Make one copy of a window and return what is wrong with it, or None. ``earlier`` remembers what the pair carried.
+    def window(self, pair: Pair, size: int, seed: int, what: str) -> slice:
+        """Return where a window of ``size`` bytes lies. Raises NoRoom when a device of the pair holds too little."""
+        least = min(pair, key=lambda index: int(self.on(index).numel()))
+        spare = int(self.on(least).numel()) - size
+        if spare < 0:
+            raise NoRoom(what, least, self._free[least])
+        start = seed % min(_WINDOWS, spare // _STEP + 1) * _STEP
+        return slice(start, start + size)
 
-    Raises UnusableDevice when it is a device's exchange with the host that is wrong, and whatever the copy raises.
-    """
-    start = seed % _WINDOWS * _STEP
-    window = slice(start, start + case.size)
+    def _fitting(self, index: int) -> int:
+        size = int(self.bytes.numel())
+        free = free_memory(index)
+        if free is None:
+            return size
+        self._free[index] = free
+        # As much again for the destination, and for a copy that makes its own.
+        size = min(size, (free - _BESIDE) // 3 // _STEP * _STEP)
+        if size < _LEAST:
+            raise NoRoom("copies", index, free)
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """One copy that is under way: its ``block`` at the destination, and what a kernel behind it will have seen."""
+
+    case: Case
+    pair: Pair
+    window: slice
+    block: Any
+    seen: Any
+
+
+def queue_large(case: Case, pair: Pair, row: Row, seed: int, memory: Memory) -> Queued:
+    """Queue one copy of a window, poisoned before and compared behind, without waiting for it."""
+    window = row.window(pair, case.size, seed, f"copies of {exact_size(case.size)}")
     to = device(pair[1])
     source, reference = row.on(pair[0])[window], row.on(pair[1])[window]
-    poison = row.complement[window]
-    block = poison.to(to) if case.route is Route.TO else memory.upload(poison, to, "block")
-    tell(str(case))
     if case.route is Route.TO:
+        block = row.complement[window].to(to)
         del block
         block = source.to(to)
     else:
-        block.view(payload.dtype_of(case.dtype)).copy_(_laid_out(case, source))
-    in_time = bool(compared(block, reference))
-    back = memory.on_host(case.size, "back").copy_(poison).copy_(block)
-    tell(None)
-    expected = row.bytes[window]
-    failure = None
+        block = memory.upload(row.complement[window], to, "block")
+        block.view(payload.dtype_of(case.dtype)).copy_(laid_out(case, source))
+    return Queued(case=case, pair=pair, window=window, block=block, seen=compared(block, reference))
+
+
+def read_back(queued: Queued, memory: Memory) -> tuple[bool, Any]:
+    """Wait for a copy; return what the kernel behind it saw, and the bytes that the host reads there."""
+    in_time = bool(queued.seen)
+    return in_time, memory.on_host(queued.case.size, f"back from {queued.pair[1]}").copy_(queued.block)
+
+
+def judge_large(queued: Queued, in_time: bool, back: Any, row: Row, earlier: "deque[Any]") -> Failure | None:
+    """Return what is wrong with a copy, or None. ``earlier`` remembers what the pair carried.
+
+    Raises UnusableDevice when it is a device's exchange with the host that is wrong.
+    """
+    expected, failure = row.bytes[queued.window], None
     if not in_time or not same(back, expected):
         evidence = Evidence(
-            source=source, sent=expected, block=block, arrived=back, reference=reference, expected=expected
+            source=row.on(queued.pair[0])[queued.window],
+            sent=expected,
+            block=queued.block,
+            arrived=back,
+            reference=row.on(queued.pair[1])[queued.window],
+            expected=expected,
         )
-        failure = Failure.of(pair, judge(pair, evidence, earlier=tuple(earlier)), case.size, str(case))
+        damage = judge(queued.pair, evidence, earlier=tuple(earlier))
+        failure = Failure.of(queued.pair, damage, queued.case.size, str(queued.case))
     earlier.append(expected[:REMEMBERED].clone())
     return failure
 
 
-def _laid_out(case: Case, window: Any) -> Any:
+def run_large(
+    case: Case,
+    pairs: Sequence[Pair],
+    row: Row,
+    seeds: Sequence[int],
+    memory: Memory,
+    tell: Callable[[str | None], None],
+    earlier: "Callable[[Pair], deque[Any]]",
+) -> tuple[Failure, ...]:
+    """Make one copy over each of these pairs, which have no device in common, and return what is wrong with them.
+
+    Raises UnusableDevice, NoRoom, and whatever a copy raises.
+    """
+    for pair in pairs:  # before anything is queued: putting the row somewhere makes the host wait
+        row.window(pair, case.size, 0, f"copies of {exact_size(case.size)}")
+    all_queued = threading.Barrier(len(pairs))
+
+    def copied(pair: Pair, seed: int) -> tuple[Queued, bool, Any]:
+        try:
+            with transfers.bypassed(counted=False):
+                queued = queue_large(case, pair, row, seed, memory)
+                all_queued.wait(_PATIENCE)
+                return queued, *read_back(queued, memory)
+        except BaseException:
+            all_queued.abort()  # which ends the others' waiting
+            raise
+
+    tell(str(case) + (f" over {len(pairs)} pairs without a device in common" if len(pairs) > 1 else ""))
+    if len(pairs) == 1:
+        done = [copied(pairs[0], seeds[0])]
+    else:
+        with ThreadPoolExecutor(len(pairs)) as pool:  # much of it is the host's work, on bytes that came back
+            done = list(pool.map(copied, pairs, seeds))
+    tell(None)
+    found = (judge_large(*one, row, earlier(one[0].pair)) for one in done)
+    return tuple(failure for failure in found if failure is not None)
+
+
+def laid_out(case: Case, window: Any) -> Any:
     """Return a window on the source device with the dtype that the case asks for, strided where it says so."""
     dense = window.view(payload.dtype_of(case.source_dtype or case.dtype))
     if case.route is not Route.STRIDED_SOURCE:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ckptfix.errors import OperationError
 from ckptfix.runtime.devices.pairs import Pair
-from ckptfix.runtime.devices.probe.cases import plan_for
+from ckptfix.runtime.devices.probe.cases import SAMPLE, plan_for
 from ckptfix.runtime.devices.probe.hints import hints
 from ckptfix.runtime.devices.probe.identity import Machine
 from ckptfix.runtime.devices.probe.report import ProbeReport
@@ -19,45 +19,41 @@ _LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
 
 
 def measure(
-    pairs: Sequence[Pair], *, budget: float, seed: int, in_process: bool, here: Machine | None = None
-) -> ProbeReport:
-    """Measure these pairs; whatever goes wrong makes them inconclusive.
-
-    ``here``: the machine as this process sees it, whose devices must be those that are measured; None for any.
-    """
-    patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
-    bench: Bench = InProcess() if in_process else Watched(patience)
-    try:
-        machine, wrong = _machine(bench, pairs, here)
-        return _on(bench, pairs, machine, wrong, budget=budget, seed=seed, in_process=in_process)
-    finally:
-        bench.close()
-
-
-def _on(
-    bench: Bench,
     pairs: Sequence[Pair],
-    machine: Machine,
-    wrong: str,
     *,
     budget: float,
     seed: int,
     in_process: bool,
+    here: Machine | None = None,
+    known: ProbeReport | None = None,
+    sample: bool = False,
 ) -> ProbeReport:
-    plan = plan_for(budget)
-    schedule = Schedule(bench, pairs, plan, budget=budget, seed=seed)
-    found = schedule.stopped(wrong) if wrong else schedule.run()
-    run = Run(
-        plan=plan,
-        budget=budget,
-        seed=seed,
-        seconds=schedule.spent,
-        starting=bench.starting,
-        in_process=in_process,
-        blind=blinded() if in_process else "",
-    )
-    report = summarise(run, machine, found)
-    return replace(report, hints=hints(machine.pci, report.unproven, machine.peer_access))
+    """Measure these pairs; whatever goes wrong makes them inconclusive.
+
+    ``here``: the machine as this process sees it, whose devices must be those that are measured; None for any.
+    ``known``: what earlier probes did, which is not done again. ``sample``: only look whether the pairs still are what
+    they were.
+    """
+    plan = SAMPLE if sample else plan_for(budget)
+    patience = min(max(budget / 6, _LEAST_PATIENCE), _MOST_PATIENCE)
+    bench: Bench = InProcess() if in_process else Watched(patience)
+    try:
+        machine, wrong = _machine(bench, pairs, here)
+        schedule = Schedule(bench, pairs, plan, budget=budget, seed=seed, known=known)
+        found = schedule.stopped(wrong) if wrong else schedule.run()
+        run = Run(
+            plan=plan,
+            budget=budget,
+            seed=seed,
+            seconds=schedule.spent,
+            starting=bench.starting,
+            in_process=in_process,
+            blind=blinded() if in_process else "",
+        )
+        report = summarise(run, machine, found)
+        return replace(report, hints=hints(machine.pci, report.unproven, machine.peer_access))
+    finally:
+        bench.close()
 
 
 def _machine(bench: Bench, pairs: Sequence[Pair], here: Machine | None) -> tuple[Machine, str]:

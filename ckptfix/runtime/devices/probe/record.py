@@ -4,8 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ckptfix.runtime.devices.pairs import Pair
+from ckptfix.runtime.devices.probe.cases import Plan, Section
 from ckptfix.runtime.devices.probe.damage import Kind
-from ckptfix.runtime.devices.probe.report import PairReport, Verdict
+from ckptfix.runtime.devices.probe.report import SAMPLED, PairReport, Verdict
 from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome
 
 _TELLING = 4 * 4096
@@ -17,12 +18,17 @@ KILLED = "SIGKILL"
 
 @dataclass(slots=True, kw_only=True)
 class PairRecord:
-    """One pair. ``sections``: those of the plan that were done; ``doubt``: why nothing can be proven."""
+    """One pair. ``done``: cases of each section that were done, by this probe or by ``earlier`` ones.
+
+    ``doubt``: why nothing can be proven. ``tried``: the trials of this probe, by ``Case.kind``.
+    """
 
     pair: Pair
+    earlier: PairReport | None = None
     trials: int = 0
+    tried: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
-    sections: set[int] = field(default_factory=set)
+    done: dict[str, int] = field(default_factory=dict)
     ended: Verdict | None = None
     kind: str = ""
     why: str = ""
@@ -34,14 +40,28 @@ class PairRecord:
         """Whether more copies over this pair would tell more."""
         return not self.failures and self.ended is None and not self.doubt
 
-    def add(self, outcome: Outcome, section: int) -> None:
+    def __post_init__(self) -> None:
+        if self.earlier is not None:
+            self.done.update(self.earlier.done)
+
+    def left(self, section: Section) -> bool:
+        """Return whether cases of a section are left to do."""
+        return self.done.get(section.name, 0) < len(section.cases)
+
+    def finished(self, plan: Plan) -> bool:
+        """Return whether nothing of a plan is left to do."""
+        return not any(self.left(section) for section in plan.sections)
+
+    def add(self, outcome: Outcome, section: Section) -> None:
         """Take in what became of one section."""
         self.trials += outcome.trials
-        self.failures += outcome.failures
+        self.tried.update(outcome.tried)
+        self.failures += [failure for failure in outcome.failures if failure.pair == self.pair]
         self.unpoisoned += outcome.unpoisoned
+        if outcome.unusable < 0:
+            done = len(section.cases) if outcome.ending is Ending.DONE else outcome.done
+            self.done[section.name] = max(self.done.get(section.name, 0), done)
         match outcome.ending:
-            case Ending.DONE if outcome.unusable < 0:
-                self.sections.add(section)
             case Ending.NO_MEMORY:
                 self.doubt = f"no memory for {outcome.stage or 'the copies'}: {outcome.message}"
             case Ending.RAISED | Ending.DIED | Ending.HUNG:
@@ -59,25 +79,41 @@ class PairRecord:
             self.ended, self.kind = Verdict.WRONG, kind.value
 
     def report(
-        self, *, sections: int, seed: int, peer_access: bool | None, unusable: str, plan: str, blind: bool
+        self,
+        *,
+        plan: Plan,
+        seed: int,
+        peer_access: bool | None,
+        unusable: str,
+        blind: bool,
+        measured: float = 0.0,
     ) -> PairReport:
-        """Return the verdict. ``sections``: how many the plan has; ``unusable``: what is wrong with a device of it."""
-        verdict, kind, offset, detail = self._verdict(sections, unusable)
+        """Return the verdict. ``unusable``: what is wrong with a device of the pair; ``measured``: when it was."""
+        verdict, kind, offset, detail = self._verdict(plan, unusable)
+        proving = verdict in (Verdict.HEALTHY, Verdict.INCONCLUSIVE) and not blind
+        before = dict(self.earlier.tried) if self.earlier is not None and proving else {}
         return PairReport(
             pair=self.pair,
             verdict=verdict,
             kind=kind,
             first_offset=offset,
-            trials=self.trials,
+            trials=self._all_trials if proving else self.trials,
             failures=len(self.failures) + (self.ended is not None),
             seed=seed,
             detail=detail,
             peer_access=peer_access,
-            plan=plan,
+            plan=plan.name,
             blind=blind,
+            done=dict(self.done) if proving and plan.name != SAMPLED else {},
+            tried={**before, str(seed): dict(self.tried)} if proving and self.tried else before,
+            measured=measured if self.trials or self.earlier is None else self.earlier.measured,
         )
 
-    def _verdict(self, sections: int, unusable: str) -> tuple[Verdict, str, int | None, str]:
+    @property
+    def _all_trials(self) -> int:
+        return self.trials + (self.earlier.trials if self.earlier is not None else 0)
+
+    def _verdict(self, plan: Plan, unusable: str) -> tuple[Verdict, str, int | None, str]:
         if unusable:
             return Verdict.UNUSABLE, "", None, unusable
         if self.ended is not None:
@@ -88,14 +124,14 @@ class PairRecord:
             return Verdict.WRONG, shown.kind, shown.first_offset, detail
         if self.doubt:
             return Verdict.INCONCLUSIVE, "", None, self.doubt
-        if len(self.sections) < sections:
+        if not self.finished(plan):
             return (
                 Verdict.INCONCLUSIVE,
                 "",
                 None,
-                f"only {self.trials} copies before the time was up, all right",
+                f"only {self._all_trials} copies before the time was up, all right; the next probe goes on from there",
             )
-        return Verdict.HEALTHY, "", None, f"{self.trials} copies, all right"
+        return Verdict.HEALTHY, "", None, f"{self._all_trials} copies, all right"
 
     def _most_telling(self) -> Failure:
         """Return the first failure of the kind that most failures are of, small payloads left aside."""

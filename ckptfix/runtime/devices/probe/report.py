@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
     from ckptfix.runtime.devices.pairs import Pair
 
 
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 STRICTEST = "full"
 """Name of the plan that exercises most."""
+
+SAMPLED = "sample"
+"""Name of the plan that only looks whether a pair that was found healthy still is."""
 
 
 class Verdict(Enum):
@@ -33,6 +39,15 @@ class Verdict(Enum):
     UNUSABLE = "unusable"
 
 
+_PROVING = (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
+"""Verdicts of a pair that nothing speaks against."""
+
+
+def seconds_since_boot() -> float:
+    """Return a time that can be compared with others of the same boot, whatever is done to the calendar."""
+    return time.clock_gettime(_SINCE_BOOT)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairReport:
     """One ordered pair of devices.
@@ -42,6 +57,11 @@ class PairReport:
     ``seed``: of the whole probe; the same seed sends the same bits in the same order. ``detail``: what the verdict
     rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell. ``plan``: the name of what
     was to be exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the probe.
+
+    ``done``: cases of each section that were done and need not be done again, by the section's name. ``tried``: the
+    copies of each kind, by the seed of the probe that made them: probes with different seeds sent different bits, so
+    their copies add up, and one that is counted twice is counted once. ``measured``: when, in seconds since the boot;
+    0 where that is not known.
     """
 
     pair: Pair
@@ -55,20 +75,57 @@ class PairReport:
     peer_access: bool | None = None
     plan: str = ""
     blind: bool = False
+    done: Mapping[str, int] = field(default_factory=dict)
+    tried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    measured: float = 0.0
 
-    def renews(self, older: PairReport | None) -> bool:
-        """Return whether this is what to know of a pair from now on, where ``older`` was known (None: nothing).
+    def trials_by_kind(self) -> Mapping[str, int]:
+        """Return how many copies of each kind were made and compared, in all probes that count."""
+        total: Counter[str] = Counter()
+        for counts in self.tried.values():
+            total.update(counts)
+        return total
 
-        A blind probe proves nothing. Damage that was seen once, by chance perhaps, stays until the full plan finds the
-        pair healthy: of two probes that run at once and differ, the one that saw it is right.
+    def over(self, older: PairReport | None) -> PairReport | None:
+        """Return what to know of a pair from now on, where ``older`` was known (None: nothing).
+
+        What is proven stays: an inconclusive probe takes nothing back. What several probes did of a plan adds up,
+        whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays until the
+        full plan finds the pair healthy: of two probes that run at once and differ, the one that saw it is right. A
+        blind probe proves nothing, and a sample nothing that was not proven before.
         """
-        if self.verdict is Verdict.HEALTHY and self.blind:
-            return False
-        if older is None or older.verdict not in (Verdict.WRONG, Verdict.HANG):
-            return True
-        if self.verdict is Verdict.HEALTHY:
-            return self.plan == STRICTEST
-        return self.verdict in (Verdict.WRONG, Verdict.HANG)
+        damaged = older is not None and older.verdict in (Verdict.WRONG, Verdict.HANG)
+        if self.verdict not in _PROVING:
+            return older if damaged and self.verdict is Verdict.UNUSABLE else self
+        if damaged:
+            return (
+                self
+                if self.verdict is Verdict.HEALTHY and self.plan == STRICTEST and not self.blind
+                else older
+            )
+        if self.plan == SAMPLED and (older is None or older.verdict not in _PROVING):
+            return older
+        if self.blind and (older is not None or self.verdict is Verdict.HEALTHY):
+            return older
+        return self._added_to(older) if older is not None and older.verdict in _PROVING else self
+
+    def _added_to(self, older: PairReport) -> PairReport:
+        best, other = (self, older) if self._weight >= older._weight else (older, self)
+        tried = {
+            seed: max(
+                (one.tried.get(seed, {}) for one in (older, self)), key=lambda counts: sum(counts.values())
+            )
+            for seed in {**older.tried, **self.tried}
+        }
+        done = {
+            name: max(best.done.get(name, 0), other.done.get(name, 0)) for name in {**best.done, **other.done}
+        }
+        measured = max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
+        return replace(best, trials=max(best.trials, other.trials), done=done, tried=tried, measured=measured)
+
+    @property
+    def _weight(self) -> tuple[bool, bool, bool]:
+        return self.plan != SAMPLED, self.verdict is Verdict.HEALTHY, self.plan == STRICTEST
 
     def __str__(self) -> str:
         source, destination = self.pair
@@ -91,6 +148,9 @@ class PairReport:
             "peer_access": self.peer_access,
             "plan": self.plan,
             "blind": self.blind,
+            "done": dict(self.done),
+            "tried": {seed: dict(counts) for seed, counts in self.tried.items()},
+            "measured": round(self.measured, 3),
         }
 
     @classmethod
@@ -110,6 +170,9 @@ class PairReport:
             peer_access=None if access is None else bool(access),
             plan=str(values["plan"]),
             blind=bool(values["blind"]),
+            done=_counts(values["done"]),
+            tried={str(seed): _counts(counts) for seed, counts in values["tried"].items()},
+            measured=float(values["measured"]),
         )
 
 
@@ -119,7 +182,8 @@ class ProbeReport:
 
     ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top. ``devices``: their names, by
     index. ``identity``: hardware, driver, boot and torch that the verdicts hold for; empty where they cannot be told
-    from others, so that nothing of it may be remembered.
+    from others, so that nothing of it may be remembered. ``hosts``: devices whose own exchange with the host was
+    proven, and when, in seconds since the boot.
     """
 
     pairs: Mapping[Pair, PairReport]
@@ -131,6 +195,7 @@ class ProbeReport:
     not_exercised: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
+    hosts: Mapping[int, float] = field(default_factory=dict)
 
     def with_verdict(self, *verdicts: Verdict) -> frozenset[Pair]:
         """Return the pairs that got one of these verdicts."""
@@ -142,13 +207,22 @@ class ProbeReport:
         return frozenset(self.pairs) - self.with_verdict(Verdict.HEALTHY)
 
     def renewed_by(self, newer: ProbeReport) -> ProbeReport:
-        """Return this report with the pairs of ``newer`` in place of its own, where ``PairReport.renews`` says so."""
-        renewing = {
-            pair: report for pair, report in newer.pairs.items() if report.renews(self.pairs.get(pair))
+        """Return what is known with ``newer`` taken in: of each pair what ``PairReport.over`` says."""
+        pairs = dict(self.pairs)
+        for pair, report in newer.pairs.items():
+            now = report.over(pairs.get(pair))
+            if now is not None:
+                pairs[pair] = now
+        failed = {index for pair in newer.with_verdict(Verdict.UNUSABLE) for index in pair}
+        hosts = {
+            index: max(self.hosts.get(index, 0.0), newer.hosts.get(index, 0.0))
+            for index in sorted({**self.hosts, **newer.hosts})
+            if index not in failed
         }
         return replace(
             newer,
-            pairs={**self.pairs, **renewing},
+            pairs=pairs,
+            hosts=hosts,
             exercised=tuple(dict.fromkeys((*self.exercised, *newer.exercised))),
         )
 
@@ -190,6 +264,7 @@ class ProbeReport:
             "not_exercised": list(self.not_exercised),
             "hints": list(self.hints),
             "identity": dict(self.identity),
+            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
         }
 
     @classmethod
@@ -206,7 +281,12 @@ class ProbeReport:
             not_exercised=tuple(str(line) for line in values["not_exercised"]),
             hints=tuple(str(line) for line in values["hints"]),
             identity=dict(values["identity"]),
+            hosts={int(index): float(when) for index, when in values["hosts"]},
         )
+
+
+def _counts(values: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in values.items()}
 
 
 def _matrix(pairs: Mapping[Pair, PairReport]) -> Iterable[str]:

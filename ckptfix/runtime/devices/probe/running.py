@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,10 @@ from typing_extensions import assert_never
 from ckptfix.runtime.devices import transfers
 from ckptfix.runtime.devices.pairs import Pair, device, device_type
 from ckptfix.runtime.devices.probe import host_path, payload, together
-from ckptfix.runtime.devices.probe.cases import PLANS, WINDOWED, Case, Route
+from ckptfix.runtime.devices.probe.batch import next_batch, run_batch
+from ckptfix.runtime.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.runtime.devices.probe.identity import Machine, this_machine
-from ckptfix.runtime.devices.probe.large import Row, run_large
+from ckptfix.runtime.devices.probe.large import NoRoom, Row, run_large
 from ckptfix.runtime.devices.probe.memory import Memory
 from ckptfix.runtime.devices.probe.streams import side_streams_exist
 from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
@@ -57,6 +58,8 @@ class Runner:
             with transfers.bypassed(counted=False):
                 ending = self._done(task, time.monotonic() + seconds, progress)
             return progress.outcome(ending)
+        except NoRoom as error:
+            return progress.outcome(Ending.NO_MEMORY, stage=error.what, message=str(error))
         except host_path.UnusableDevice as error:
             return progress.outcome(Ending.DONE, unusable=error.index, message=str(error))
         except Exception as error:
@@ -88,43 +91,89 @@ class Runner:
                 index = task.pairs[0][0]
                 for _ in host_path.prove(index, task.seed, self._memory, self._tell):
                     progress.add()
-                row = self._row(task)
                 self._tell("host round trip of a large payload")
-                row.on(index)
+                with suppress(NoRoom):  # the copies that need it will say so
+                    self._row(task).prove(index)
                 self._tell(None)
             case Work.SECTION:
                 return self._section(task, deadline, progress)
             case Work.TOGETHER:
                 for number in range(plan.rounds):
-                    progress.add(*together.all_at_once(task.pairs, number, task.seed, self._tell))
+                    progress.failures += together.all_at_once(task.pairs, number, task.seed, self._tell)
+                    progress.add()
             case Work.CHAIN:
                 for size in plan.chained:
-                    progress.add(*together.chain(task.pairs, size, task.seed, self._tell))
+                    progress.failures += together.chain(task.pairs, size, task.seed, self._tell)
+                    progress.add()
             case _:
                 assert_never(task.work)
         return Ending.DONE
 
     def _section(self, task: Task, deadline: float, progress: "_Progress") -> Ending:
-        (pair,) = task.pairs
         section = PLANS[task.plan].sections[task.section]
-        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._tell)
-        for number, case in enumerate(section.cases):
-            if reason := self._impossible(case, pair):
-                progress.left_out[reason] = None
-                continue
-            if len(progress.failures) >= ENOUGH:
+        progress.done = task.start
+        lacking: NoRoom | None = None
+        for start, cases in self._steps(section, task.start):
+            pairs = [pair for pair in task.pairs if progress.failures_of(pair) < ENOUGH]
+            if not pairs:
                 break
             if time.monotonic() > deadline:
                 return Ending.OUT_OF_TIME
-            seed = payload.seed_of(task.seed, *pair, section.name, number)
-            if case.size >= WINDOWED:
-                row, earlier = self._row(task), self._earlier[pair]
-                failure = run_large(case, pair, row, seed, self._memory, self._tell, earlier)
-            else:
-                failure = on_pair.run(case, seed)
-            progress.unpoisoned = on_pair.unpoisoned
-            progress.add(*() if failure is None else (failure,))
+            possible = [case for case in cases if self._is_possible(case, pairs, progress)]
+            seeds = [
+                payload.seed_of(task.seed, *pair, section.name, start, task.again) for pair in task.pairs
+            ]
+            try:
+                failures = self._copies(section, possible, task, pairs, seeds, progress) if possible else ()
+            except NoRoom as error:
+                lacking = lacking or error
+                continue
+            for case in possible:
+                progress.add(case.kind)
+            progress.failures += failures
+            if lacking is None:
+                progress.done = start + len(cases)
+        if lacking is not None:
+            raise lacking
         return Ending.DONE
+
+    def _steps(self, section: Section, start: int) -> Iterator[tuple[int, Sequence[Case]]]:
+        """Yield the cases that are made together, and where they stand in the section."""
+        while start < len(section.cases):
+            rest = section.cases[start:]
+            cases = next_batch(rest) if section.batched else rest[:1]
+            yield start, cases
+            start += len(cases)
+
+    def _copies(
+        self,
+        section: Section,
+        cases: Sequence[Case],
+        task: Task,
+        pairs: Sequence[Pair],
+        seeds: Sequence[int],
+        progress: "_Progress",
+    ) -> tuple[Failure, ...]:
+        if section.is_large:
+            (case,) = cases
+            wanted = [seed for pair, seed in zip(task.pairs, seeds, strict=True) if pair in pairs]
+            return run_large(
+                case, pairs, self._row(task), wanted, self._memory, self._tell, self._earlier.__getitem__
+            )
+        (pair,), (seed,) = pairs, seeds
+        if section.batched:
+            return run_batch(
+                cases, pair, self._row(task), seed, self._memory, self._tell, self._earlier[pair], ENOUGH
+            )
+        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._tell)
+        failure = on_pair.run(cases[0], seed)
+        progress.unpoisoned += on_pair.unpoisoned
+        return () if failure is None else (failure,)
+
+    def _is_possible(self, case: Case, pairs: Sequence[Pair], progress: "_Progress") -> bool:
+        reasons = [reason for pair in pairs if (reason := self._impossible(case, pair))]
+        progress.left_out.update(dict.fromkeys(reasons))
+        return not reasons
 
     def _row(self, task: Task) -> Row:
         if self._long_row is None:
@@ -169,11 +218,18 @@ class _Progress:
     failures: list[Failure] = field(default_factory=list)
     left_out: dict[str, None] = field(default_factory=dict)
     unpoisoned: int = 0
+    done: int = 0
+    tried: Counter[str] = field(default_factory=Counter)
 
-    def add(self, *failures: Failure) -> None:
-        """Count one more trial, with its failures."""
+    def add(self, kind: str = "") -> None:
+        """Count one more trial; ``kind``: that of its case."""
         self.trials += 1
-        self.failures += failures
+        if kind:
+            self.tried[kind] += 1
+
+    def failures_of(self, pair: Pair) -> int:
+        """Return how many copies over a pair were wrong."""
+        return sum(failure.pair == pair for failure in self.failures)
 
     def outcome(self, ending: Ending, **more: Any) -> Outcome:
         """Return what became of the task."""
@@ -183,6 +239,8 @@ class _Progress:
             failures=tuple(self.failures),
             left_out=tuple(self.left_out),
             unpoisoned=self.unpoisoned,
+            done=self.done,
+            tried=dict(self.tried),
             **more,
         )
 

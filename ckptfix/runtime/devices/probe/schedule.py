@@ -1,8 +1,9 @@
 """In which order a probe does its work, and when it stops: the budget is kept, and what it left out is known.
 
-Every device is proven first, then all pairs get a first look, and then they are finished one by one: where the time is
-too short for all, some are settled, and the next quick probe settles more. The last fifth is for what needs several
-pairs; what is left of it goes to pairs again.
+Every device is proven first, then all pairs get a first look, and then they are finished, some at a time: where the
+time is too short for all, some are settled, and the next probe goes on where this one ended. Pairs that have no device
+in common make their large copies at once. What needs several pairs comes then; the full plan keeps a fifth of the time
+for it, and what is left of that goes to pairs again. What is left in the end goes to more large copies.
 """
 
 import time
@@ -17,9 +18,8 @@ from ckptfix.runtime.devices.pairs import Pair
 from ckptfix.runtime.devices.probe.cases import Plan
 from ckptfix.runtime.devices.probe.identity import Machine
 from ckptfix.runtime.devices.probe.record import KILLED, PairRecord
+from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.runtime.devices.probe.task import Ending, Outcome, Task, Work
-
-_FOR_SINGLE_PAIRS = 0.8
 
 _WHERE_IT_WORKS = (
     ". If only one process may use the device, measure in that one: probe_peer_copies(in_process=True), or before it "
@@ -44,10 +44,14 @@ class Bench(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a probe knows in the end. ``unusable``: what is wrong, by device. ``triples``: chains there are in all."""
+    """What a probe knows in the end. ``unusable``: what is wrong, by device. ``triples``: chains there are in all.
+
+    ``proven``: devices whose exchange with the host was proven by this probe.
+    """
 
     records: dict[Pair, PairRecord]
     unusable: dict[int, str] = field(default_factory=dict)
+    proven: set[int] = field(default_factory=set)
     round_trips: dict[int, int] = field(default_factory=dict)
     at_once: int = 0
     chains: int = 0
@@ -67,8 +71,22 @@ class Found:
 class Schedule:
     """One probe over some ordered pairs."""
 
-    def __init__(self, bench: Bench, pairs: Sequence[Pair], plan: Plan, *, budget: float, seed: int) -> None:
-        self.found = Found(records={pair: PairRecord(pair=pair) for pair in pairs})
+    def __init__(
+        self,
+        bench: Bench,
+        pairs: Sequence[Pair],
+        plan: Plan,
+        *,
+        budget: float,
+        seed: int,
+        known: ProbeReport | None = None,
+    ) -> None:
+        """``known``: what earlier probes did of this plan; it is not done again."""
+        before = {} if known is None else known.pairs
+        self._proven = frozenset() if known is None else frozenset(known.hosts)
+        records = [PairRecord(pair=pair, earlier=before.get(pair)) for pair in pairs]
+        records.sort(key=lambda record: (-sum(record.done.values()), record.pair))
+        self.found = Found(records={record.pair: record for record in records})
         self._bench = bench
         self._plan = plan
         self._budget = budget
@@ -84,13 +102,14 @@ class Schedule:
     def run(self) -> Found:
         """Do what the budget allows."""
         try:
-            for index in sorted({index for pair in self.found.records for index in pair}):
+            for index in sorted({index for pair in self.found.records for index in pair} - self._proven):
                 self._host(index)
-            self._sections(slice(0, 1), 1.0)
-            self._sections(slice(1, None), _FOR_SINGLE_PAIRS)
+            self._sections(slice(0, 1), 1.0, together=False)
+            self._sections(slice(1, None), self._plan.single)
             self._together()
             self._chains()
             self._sections(slice(1, None), 1.0)
+            self._again()
         except OperationError as error:
             return self.stopped(str(error))
         return self.found
@@ -99,15 +118,32 @@ class Schedule:
         """Return what is known when nothing more can be done."""
         self.found.stopped = reason
         for record in self.found.records.values():
-            if record.open and len(record.sections) < len(self._plan.sections):
+            if record.open and not record.finished(self._plan):
                 record.doubt = reason
         return self.found
 
     def _left(self, share: float = 1.0) -> float:
         return self._budget * share - self.spent
 
-    def _ask(self, work: Work, pairs: tuple[Pair, ...], *, section: int = 0, share: float = 1.0) -> Outcome:
-        task = Task(work=work, pairs=pairs, plan=self._plan.name, seed=self._seed, section=section)
+    def _ask(
+        self,
+        work: Work,
+        pairs: tuple[Pair, ...],
+        *,
+        section: int = 0,
+        start: int = 0,
+        again: int = 0,
+        share: float = 1.0,
+    ) -> Outcome:
+        task = Task(
+            work=work,
+            pairs=pairs,
+            plan=self._plan.name,
+            seed=self._seed,
+            section=section,
+            start=start,
+            again=again,
+        )
         outcome = self._bench.run(task, max(self._left(share), 0.0))
         if outcome.unusable >= 0:
             self.found.unusable[outcome.unusable] = outcome.message
@@ -120,6 +156,7 @@ class Schedule:
         outcome = self._ask(Work.HOST, ((index, index),))
         self.found.round_trips[index] = outcome.trials
         if outcome.ending is Ending.DONE:
+            self.found.proven.add(index)
             return
         where = f"device {index}: {outcome.stage or 'starting'}: {outcome.message}"
         if outcome.ending is not Ending.NO_MEMORY and outcome.trials and KILLED not in outcome.message:
@@ -131,15 +168,48 @@ class Schedule:
             if index in pair:
                 record.doubt = where + advice
 
-    def _sections(self, which: slice, share: float) -> None:
+    def _sections(self, which: slice, share: float, *, together: bool = True) -> None:
         numbers = range(len(self._plan.sections))[which]
-        for pair, record in self.found.records.items():
+        for wave in _waves(tuple(self.found.records), together=together):
             for number in numbers:
-                if self._left(share) <= 0:
-                    return
-                if self.found.open(pair) and number not in record.sections:
-                    outcome = self._ask(Work.SECTION, (pair,), section=number, share=share)
-                    record.add(outcome, number)
+                section = self._plan.sections[number]
+                waiting = [pair for pair in wave if self.found.records[pair].left(section)]
+                for start in sorted({self.found.records[pair].done.get(section.name, 0) for pair in waiting}):
+                    alike = [
+                        pair
+                        for pair in waiting
+                        if self.found.open(pair)
+                        and self.found.records[pair].done.get(section.name, 0) == start
+                    ]
+                    self._section(number, alike, start, share)
+
+    def _section(self, number: int, pairs: Sequence[Pair], start: int, share: float, again: int = 0) -> None:
+        """Have a section done by all of these pairs at once where it is one of large copies, else one by one."""
+        section = self._plan.sections[number]
+        groups = [tuple(pairs)] if section.is_large and len(pairs) > 1 else [(pair,) for pair in pairs]
+        for group in groups:
+            if self._left(share) <= 0:
+                return
+            outcome = self._ask(Work.SECTION, group, section=number, start=start, again=again, share=share)
+            if len(group) == 1 or (
+                outcome.ending in (Ending.DONE, Ending.OUT_OF_TIME) and outcome.unusable < 0
+            ):
+                for pair in group:
+                    self.found.records[pair].add(outcome, section)
+                continue
+            # It ended badly, and one pair of the group is to blame: asked alone, each answers for itself.
+            for pair in group:
+                if self.found.open(pair):
+                    self._section(number, (pair,), start, share, again)
+
+    def _again(self) -> None:
+        large = [number for number, section in enumerate(self._plan.sections) if section.is_large]
+        finished = [pair for pair, record in self.found.records.items() if record.finished(self._plan)]
+        for again in range(1, self._plan.again + 1):
+            for wave in _waves(finished):
+                for number in large:
+                    if self._left() > 0:
+                        self._section(number, [pair for pair in wave if self.found.open(pair)], 0, 1.0, again)
 
     def _together(self) -> None:
         pairs = tuple(pair for pair in self.found.records if self.found.open(pair))
@@ -171,6 +241,20 @@ class Schedule:
             record.failures += [failure for failure in outcome.failures if failure.pair == pair]
             if outcome.ending is not Ending.DONE:
                 record.doubt = f"{outcome.stage or 'several pairs'}: {outcome.message}"
+
+
+def _waves(pairs: Sequence[Pair], *, together: bool = True) -> Iterator[tuple[Pair, ...]]:
+    """Yield all pairs, in groups in which no two have a device in common; one by one if not ``together``."""
+    waiting = list(pairs)
+    while waiting:
+        wave: list[Pair] = []
+        for pair in waiting:
+            if not any(index in other for other in wave for index in pair):
+                wave.append(pair)
+            if not together:
+                break
+        waiting = [pair for pair in waiting if pair not in wave]
+        yield tuple(wave)
 
 
 def _in_covering_order(pairs: tuple[Pair, ...], seed: int) -> Iterator[tuple[Pair, ...]]:

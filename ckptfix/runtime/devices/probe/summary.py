@@ -1,16 +1,23 @@
 """From what a probe knows to its report: what was exercised, and what was not, in words."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptfix.runtime.devices.pairs import Pair
-from ckptfix.runtime.devices.probe.cases import REPEATS, Plan, exact_size
+from ckptfix.runtime.devices.probe.cases import Plan, exact_size
 from ckptfix.runtime.devices.probe.identity import Machine
-from ckptfix.runtime.devices.probe.report import ProbeReport, Verdict
+from ckptfix.runtime.devices.probe.report import (
+    STRICTEST,
+    PairReport,
+    ProbeReport,
+    Verdict,
+    seconds_since_boot,
+)
 from ckptfix.runtime.devices.probe.schedule import Found
 from ckptfix.wording import count_of
 
 _SHOWN = 4
+_CONFIDENCE = 0.99
 _OTHER_WAYS = "NCCL, CUDA IPC, and kernels of other libraries that read the memory of a peer"
 
 
@@ -29,14 +36,15 @@ class Run:
 
 def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
     """Return the report of a probe; hints are for others to add."""
+    now = seconds_since_boot()
     pairs = {
         pair: record.report(
-            sections=len(run.plan.sections),
+            plan=run.plan,
             seed=run.seed,
             peer_access=machine.peer_access.get(pair),
             unusable=found.of_device(pair),
-            plan=run.plan.name,
             blind=bool(run.blind),
+            measured=now,
         )
         for pair, record in found.records.items()
     }
@@ -47,8 +55,9 @@ def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
         starting=run.starting,
         devices=machine.names,
         exercised=tuple(_exercised(run, found)),
-        not_exercised=tuple(_not_exercised(run, found, {pair: pairs[pair].verdict for pair in pairs})),
+        not_exercised=tuple(_not_exercised(run, found, pairs)),
         identity=machine.identity,
+        hosts={index: now for index in found.proven if index not in found.unusable},
     )
 
 
@@ -56,14 +65,12 @@ def _exercised(run: Run, found: Found) -> Iterator[str]:
     trips = [count for count in found.round_trips.values() if count]
     if trips:
         yield f"the way from the host and back of {count_of(len(trips), 'device')}, {max(trips)} times each"
-    finished = [
-        pair for pair, record in found.records.items() if len(record.sections) == len(run.plan.sections)
-    ]
+    finished = [pair for pair, record in found.records.items() if record.finished(run.plan)]
     if finished:
         yield (
-            f"{_pairs(finished)}, one after the other: {run.plan.copies} copies each ({run.plan.name} plan), up to "
-            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel, at least {REPEATS} small ones by each; "
-            "destinations poisoned, compared by a kernel queued behind the copy, and on the host"
+            f"{_pairs(finished)}: {run.plan.copies} copies each ({run.plan.name} plan), up to "
+            f"{exact_size(run.plan.largest)}, by memcpy and by copy kernel; destinations poisoned, compared by a "
+            "kernel queued behind the copy, and on the host"
         )
     if found.at_once:
         yield f"{found.at_once} ordered pairs at once, {count_of(run.plan.rounds, 'round')}"
@@ -71,15 +78,16 @@ def _exercised(run: Run, found: Found) -> Iterator[str]:
         yield f"{count_of(found.chains, 'chain')} through {'two' if found.triples == 2 else 'three'} devices"
 
 
-def _not_exercised(run: Run, found: Found, verdicts: dict[Pair, Verdict]) -> Iterator[str]:
+def _not_exercised(run: Run, found: Found, pairs: Mapping[Pair, PairReport]) -> Iterator[str]:
+    verdicts = {pair: pairs[pair].verdict for pair in pairs}
     if found.stopped:
         yield found.stopped
     out_of_time = f"the budget of {run.budget:g} s was spent"
-    for number, section in enumerate(run.plan.sections):
+    for section in run.plan.sections:
         cut = [
             pair
             for pair, record in found.records.items()
-            if number not in record.sections and verdicts[pair] is Verdict.INCONCLUSIVE and not record.doubt
+            if record.left(section) and verdicts[pair] is Verdict.INCONCLUSIVE and not record.doubt
         ]
         if cut:
             yield f"{section.name} of {_pairs(cut)}: {out_of_time}"
@@ -92,7 +100,7 @@ def _not_exercised(run: Run, found: Found, verdicts: dict[Pair, Verdict]) -> Ite
         yield "several pairs at once: no time, or no verdict for them"
     if found.chains < found.triples:
         yield f"{found.triples - found.chains} of {found.triples} chains: no time, or no verdict for a pair of them"
-    if run.plan.name == "quick":
+    if run.plan.name != STRICTEST:
         yield "the full plan: ckptfix doctor --peer-copies"
     unpoisoned = sum(record.unpoisoned for record in found.records.values())
     if unpoisoned:
@@ -102,9 +110,27 @@ def _not_exercised(run: Run, found: Found, verdicts: dict[Pair, Verdict]) -> Ite
     if run.blind:
         yield f"{run.blind}; so no pair is remembered as healthy"
     yield from found.left_out
-    # A fault of one copy in n shows in 3 n copies with 95 %.
-    yield f"faults rarer than one copy in {run.plan.copies // 3}, or that need other loads, sizes or temperatures"
+    yield from _rarer_faults(pairs.values())
+    yield "faults that need other loads, sizes or temperatures"
     yield _OTHER_WAYS
+
+
+def _rarer_faults(reports: Iterable[PairReport]) -> Iterator[str]:
+    """Yield, for each kind of copy, how rare a fault may be that the healthy pairs' own trials would have missed.
+
+    A fault that hits a share p of the copies shows in n of them with the chance 1 - (1 - p) ** n: 99 % is asked for.
+    """
+    tried = [report.trials_by_kind() for report in reports if report.verdict is Verdict.HEALTHY]
+    for kind in sorted({kind for counts in tried for kind in counts}):
+        least = min(counts.get(kind, 0) for counts in tried)
+        if least:
+            share = 1.0 - (1.0 - _CONFIDENCE) ** (1.0 / least)
+            yield (
+                f"faults of {kind} copies that hit fewer than {100 * share:.2g} % of them: {least} by each "
+                f"healthy pair find more frequent ones with {_CONFIDENCE:.0%}"
+            )
+        else:
+            yield f"{kind} copies by some of the pairs that are called healthy"
 
 
 def _pairs(pairs: Iterable[Pair]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,19 @@ class Work(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A piece of work that is done or left as a whole. ``section``: its place in the plan, only for SECTION."""
+    """A piece of work. ``section``: its place in the plan, only for SECTION, as all that follows.
+
+    ``start``: the cases of the section that were done before; ``again``: the number of a repetition with other bits.
+    Several pairs, of a section of large copies alone, have no device in common.
+    """
 
     work: Work
     pairs: tuple[Pair, ...]
     plan: str
     seed: int
     section: int = 0
+    start: int = 0
+    again: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the task as plain values."""
@@ -84,7 +90,8 @@ class Outcome:
     ``trials``: copies made and compared, for each pair. ``unusable``: the device whose exchange with the host was
     found wrong, -1 for none. ``stage``: the copy that was under way when it ended badly; "" when none was.
     ``message``: why it ended so. ``left_out``: cases that this machine cannot do. ``unpoisoned``: copies by ``to()``
-    whose memory was not the block that had been filled before.
+    whose memory was not the block that had been filled before. ``done``: cases of the section that need not be done
+    again. ``tried``: the trials of sections, by ``Case.kind``.
     """
 
     ending: Ending
@@ -95,6 +102,8 @@ class Outcome:
     message: str = ""
     left_out: tuple[str, ...] = ()
     unpoisoned: int = 0
+    done: int = 0
+    tried: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as plain values."""
