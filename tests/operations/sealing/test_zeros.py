@@ -1,6 +1,5 @@
 """Weights of zeros: what libraries build so is no damage before a step, and what was lost still is after it."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,25 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix import Severity, verify
+from tests.timm_library import PRELUDE, needs_timm
 
-TIMM = """
-import importlib.abc, importlib.machinery, importlib.util, sys
-from unittest.mock import MagicMock
-class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):  # timm imports torchvision, a model needs none of it
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torchvision":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-    def create_module(self, spec):
-        return MagicMock(__path__=[], __spec__=spec)
-    def exec_module(self, module):
-        pass
-if importlib.util.find_spec("torchvision") is None:
-    sys.meta_path.insert(0, Stub())
+TIMM = (
+    PRELUDE
+    + """
 from safetensors.torch import save_file
 from timm.models.resnet import BasicBlock, ResNet
 model = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=2, channels=(8, 8, 8, 8))
 save_file(model.state_dict(), sys.argv[1], {"format": "pt"})
 """
+)
 
 
 def gemma() -> nn.Module:
@@ -101,9 +92,8 @@ def test_a_model_that_was_just_built_is_healthy(tmp_path: Path, build: Callable[
 
 
 @pytest.mark.slow
+@needs_timm
 def test_a_resnet_of_timm_is_healthy(tmp_path: Path) -> None:
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed")
     subprocess.run([sys.executable, "-c", TIMM, str(tmp_path / "model.safetensors")], check=True)
     state = load_file(tmp_path / "model.safetensors")
     assert not state["layer1.0.bn2.weight"].any()
