@@ -7,6 +7,7 @@
     ├── FormatError              bytes that are not what their format says; a scan turns it into a finding
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
+    │       └── BeyondLimits     larger or nested deeper than what is read, encrypted, or packed by a rare method
     ├── TransferError            a copy between two devices was refused (runtime.devices.routing)
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
@@ -47,6 +48,10 @@ class TruncatedError(FormatError):
 
 class UnsupportedFormat(FormatError):
     """A well-formed file of a kind that is not read or not edited; the message says why."""
+
+
+class BeyondLimits(UnsupportedFormat):
+    """A file larger or nested deeper than what is read, encrypted, or packed by a rare method: no library writes it."""
 
 
 class OperationError(CkptfixError):

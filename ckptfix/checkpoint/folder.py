@@ -39,7 +39,8 @@ class Problem:
     """A component that could not be read: a value, so that one bad file never stops a scan.
 
     ``in_header``: a truncated one that ends before what says where its tensors are. ``is_foreign``: an unsupported one
-    that is sound, and of a format that nothing here reads.
+    that is sound, and of a format that nothing here reads. ``is_limit``: an unsupported one beyond what is read, which
+    no library writes.
     """
 
     kind: ProblemKind
@@ -48,6 +49,12 @@ class Problem:
     need: int | None = None
     in_header: bool = False
     is_foreign: bool = False
+    is_limit: bool = False
+
+    @property
+    def is_only_unchecked(self) -> bool:
+        """Whether the file is of a known kind that is not read here, and nothing is wrong with that."""
+        return self.kind is ProblemKind.UNSUPPORTED and not self.is_limit
 
 
 def is_unreadable(component: "Component") -> bool:

@@ -1,5 +1,6 @@
 """Read a checkpoint folder: every header, no tensor bytes, nothing unpickled, and no file that stops the rest."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from ckptfix.checkpoint.folder import (
     ProblemKind,
 )
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile, looks_like_safetensors, read_safetensors
 from ckptfix.formats.sniff import describe_content, other_format
@@ -86,8 +87,11 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         content, problem = _read(full, status, name)
     except OSError as error:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
-        if is_link and isinstance(error, FileNotFoundError):  # as in the cache of the hub
-            message = f"a broken link: {os.readlink(full)} is not there"
+        if is_link and (isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP):
+            to = os.readlink(full)  # as in the cache of the hub
+            message = (
+                f"a broken link: {to} {'leads to itself' if error.errno == errno.ELOOP else 'is not there'}"
+            )
             problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
     tensors, scopes = _names(content)
     return Component(
@@ -114,7 +118,9 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
             kind = ProblemKind.TRUNCATED
             problem = Problem(kind=kind, message=str(error), have=have, need=need, in_header=in_header)
         except UnsupportedFormat as error:
-            problem = Problem(kind=ProblemKind.UNSUPPORTED, message=str(error), have=reader.size)
+            is_limit = isinstance(error, BeyondLimits)
+            kind = ProblemKind.UNSUPPORTED
+            problem = Problem(kind=kind, message=str(error), have=reader.size, is_limit=is_limit)
         except FormatError as error:
             problem = Problem(kind=ProblemKind.MALFORMED, message=str(error), have=reader.size)
         return None, _judged(reader, name, problem)

@@ -12,7 +12,7 @@ from ckptfix.checkpoint.filenames import parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Fingerprint, NameScope, Problem, ProblemKind
 from ckptfix.checkpoint.sharded import NamesInItem, ShardedState, ShardFile, belongs, holds_dcp
 from ckptfix.checkpoint.sharded_names import name_scope, name_scopes, optimizers_in, unmatched_keys
-from ckptfix.errors import FormatError, JournalError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, JournalError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_bytes import NAME_KEYS, grouped_names, listed_names, read_item
 from ckptfix.formats.dcp_metadata import (
     MAX_METADATA,
@@ -155,7 +155,8 @@ def _problem(reader: FileReader, error: FormatError) -> Problem:
     if isinstance(error, TruncatedError):
         return Problem(kind=ProblemKind.TRUNCATED, message=str(error), have=error.have, need=error.need)
     kind = ProblemKind.UNSUPPORTED if isinstance(error, UnsupportedFormat) else ProblemKind.MALFORMED
-    return Problem(kind=kind, message=str(error), have=reader.size)
+    is_limit = isinstance(error, BeyondLimits)
+    return Problem(kind=kind, message=str(error), have=reader.size, is_limit=is_limit)
 
 
 def _unsafe_bytes(reader: FileReader) -> tuple[str, ...]:

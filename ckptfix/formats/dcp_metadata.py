@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
-from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_places import PACKED
 from ckptfix.formats.dcp_places import Chunk as Chunk
 from ckptfix.formats.dcp_places import StoredItem as StoredItem
@@ -108,7 +108,7 @@ class DcpMetadata:
 def read_dcp_metadata(reader: FileReader) -> DcpMetadata:
     """Parse an open ``.metadata``. Raises as ``parse_dcp_metadata`` does, UnsupportedFormat when it is too long."""
     if reader.size > MAX_METADATA:
-        raise UnsupportedFormat(f"it has {reader.size} bytes, at most {MAX_METADATA} are read")
+        raise BeyondLimits(f"it has {reader.size} bytes, at most {MAX_METADATA} are read")
     return parse_dcp_metadata(reader.read(0, reader.size))
 
 

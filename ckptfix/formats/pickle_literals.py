@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from struct import unpack_from
 
-from ckptfix.errors import UnsupportedFormat
+from ckptfix.errors import BeyondLimits
 from ckptfix.formats.pickle_machine import Machine
 from ckptfix.formats.pickle_tree import Kind, Node, Text
 
@@ -108,7 +108,7 @@ def binary_long(width: int) -> Callable[[Machine], None]:
     def push(machine: Machine) -> None:
         raw = _sized(machine, width)
         if len(raw) > MAX_INTEGER:
-            raise UnsupportedFormat(f"the pickle holds an integer of {len(raw)} bytes")
+            raise BeyondLimits(f"the pickle holds an integer of {len(raw)} bytes")
         machine.stack.append(int.from_bytes(raw, "little", signed=True))
 
     return push
@@ -129,5 +129,5 @@ def long_line(machine: Machine) -> None:
 def integer(line: bytes) -> int:
     """Return the int that a line spells."""
     if len(line) > MAX_INTEGER:  # int() takes time that grows with the square of the digits
-        raise UnsupportedFormat(f"the pickle holds an integer of {len(line)} digits")
+        raise BeyondLimits(f"the pickle holds an integer of {len(line)} digits")
     return int(line)

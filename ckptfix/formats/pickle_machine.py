@@ -4,7 +4,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
@@ -138,7 +138,7 @@ class Machine:
             raise self.truncated()
         length = end - self.position - 1
         if length > MAX_LINE:
-            raise UnsupportedFormat(f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read")
+            raise BeyondLimits(f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read")
         line = self.data[self.position + 1 : end]
         self.position = end + 1
         return line

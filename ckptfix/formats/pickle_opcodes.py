@@ -8,7 +8,7 @@ from collections.abc import Callable
 from struct import unpack_from
 from typing import Any
 
-from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError
 from ckptfix.formats.pickle_literals import (
     binary_float,
     binary_long,
@@ -47,7 +47,7 @@ def _container(kind: Kind) -> Callable[[Machine], None]:
     def push(machine: Machine) -> None:
         machine.containers += 1
         if machine.containers > MAX_CONTAINERS:
-            raise UnsupportedFormat(f"the pickle holds more than {MAX_CONTAINERS} lists and dicts")
+            raise BeyondLimits(f"the pickle holds more than {MAX_CONTAINERS} lists and dicts")
         machine.stack.append(Node(kind))
         machine.position += 1
 

@@ -12,7 +12,7 @@ from itertools import repeat
 from struct import Struct
 from typing import Any
 
-from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_literals import MAX_TEXT
 from ckptfix.formats.pickle_machine import MAX_DEPTH, MISSING, PADDING, Machine
 from ckptfix.formats.pickle_opcodes import HANDLERS
@@ -128,7 +128,7 @@ def _run(machine: Machine) -> None:
                 elif c < 0x52:
                     if c == 0x28:  # MARK
                         if len(meta) > MAX_DEPTH:
-                            raise UnsupportedFormat(f"the pickle nests more than {MAX_DEPTH} marks")
+                            raise BeyondLimits(f"the pickle nests more than {MAX_DEPTH} marks")
                         meta.append(stack)
                         stack = []
                         push = stack.append
@@ -201,6 +201,6 @@ def _run(machine: Machine) -> None:
                     if b[i] == 0x72:  # LONG_BINPUT
                         memo[u32(b, i + 1)[0]] = x
                         i += 5
-        raise UnsupportedFormat(f"the pickle has more than {MAX_OPCODES} opcodes")
+        raise BeyondLimits(f"the pickle has more than {MAX_OPCODES} opcodes")
     finally:
         machine.position, machine.stack = i, stack

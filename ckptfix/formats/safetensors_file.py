@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
 from ckptfix.storage.reading import FileReader
 
@@ -131,7 +131,7 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise FormatError("the header does not begin with '{'")
     if json_values(raw) > MAX_VALUES:
-        raise UnsupportedFormat(f"the header holds more than {MAX_VALUES} values")
+        raise BeyondLimits(f"the header holds more than {MAX_VALUES} values")
     try:
         header = json.loads(
             raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=finite

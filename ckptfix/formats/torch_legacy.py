@@ -8,7 +8,7 @@ number of elements, and the elements. Nothing is aligned and the next pickle fol
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text, child
 from ckptfix.formats.torch_tensors import PickledStorage, storages
@@ -99,7 +99,7 @@ def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> Pic
                 message = f"{error}; the file ends at {reader.size}"
                 raise TruncatedError(message, have=reader.size, in_header=True) from None
             if length == limit:
-                raise UnsupportedFormat(f"the pickle is longer than {limit} bytes") from None
+                raise BeyondLimits(f"the pickle is longer than {limit} bytes") from None
         window *= _GROWTH
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event, Lock
 
-from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.zip_directory import (
     END,
     END64,
@@ -108,7 +108,7 @@ def read_record(reader: FileReader, record: ZipRecord) -> bytes:
     most = MAX_PICKLE if record.is_stored else MAX_UNPACKED
     if max(record.size, record.packed) > most:
         kind = "" if record.is_stored else "packed "
-        raise UnsupportedFormat(f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read")
+        raise BeyondLimits(f"{record.name!r} has {record.size} {kind}bytes, at most {most} are read")
     raw = reader.read(record.data_offset, record.packed)
     if record.is_stored:
         return raw

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError
 from ckptfix.formats.safetensors_file import MAX_VALUES, finite, json_values
 
 MAX_INDEX = 128 << 20
@@ -27,7 +27,7 @@ def parse_index(data: bytes) -> WeightsIndex:
     followed.
     """
     if json_values(data) > MAX_VALUES:
-        raise UnsupportedFormat(f"the index holds more than {MAX_VALUES} values")
+        raise BeyondLimits(f"the index holds more than {MAX_VALUES} values")
     try:
         document = json.loads(data.decode(), object_pairs_hook=_unique, parse_float=finite)
     except FormatError:

@@ -9,7 +9,7 @@ from functools import partial
 from struct import Struct
 from typing import NamedTuple
 
-from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.storage.reading import FileReader
 
 MAX_DIRECTORY = 64 << 20
@@ -207,7 +207,7 @@ def read_entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
             raise FormatError(f"the zip directory is broken at byte {position} of it")
         name = _checked_name(directory[position + head : name_end])
         if flags & ENCRYPTED or method not in (STORED, DEFLATED):
-            raise UnsupportedFormat(f"the zip record {name!r} is encrypted, or packed by method {method}")
+            raise BeyondLimits(f"the zip record {name!r} is encrypted, or packed by method {method}")
         if packed == U32 or size == U32 or offset == U32:
             size, packed, offset = _wide(
                 name, directory[name_end : name_end + extra_length], size, packed, offset

@@ -238,7 +238,7 @@ def _not_checked(
     words += [
         f"{component.path}: {component.problem.message}"
         for component in folder.components
-        if component.problem is not None and component.is_unsupported
+        if component.problem is not None and component.problem.is_only_unchecked
     ]
     sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
     if sampled:

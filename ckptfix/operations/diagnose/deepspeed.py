@@ -6,7 +6,7 @@ Their names are never changed: DeepSpeed has each of them in several places of e
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.folder import CheckpointFolder, ProblemKind, is_unreadable
+from ckptfix.checkpoint.folder import CheckpointFolder, is_unreadable
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import OperationError
@@ -80,7 +80,7 @@ def _state(
             files, size = files + 1, size + one.size
             has_checksums |= isinstance(one.content, TorchFile)
             is_broken |= one.problem is not None
-            if one.problem is not None and one.problem.kind is ProblemKind.UNSUPPORTED:
+            if one.problem is not None and one.problem.is_only_unchecked:
                 unread.append(f"{path}: {one.problem.message}")
             elif one.problem is not None and is_unreadable(one):
                 unfinished.append(f"{path}: {one.problem.message}")

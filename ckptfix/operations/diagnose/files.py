@@ -9,7 +9,9 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.formats.pickle_globals import GlobalSafety, can_be_allowed, classify, safe_globals_line
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
+from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.operations.findings import (
+    CompressedRecord,
     CrcMismatch,
     Finding,
     MalformedFile,
@@ -18,6 +20,7 @@ from ckptfix.operations.findings import (
     TrailingBytes,
     TrainerPickle,
     TruncatedFile,
+    UncheckedFile,
     UnloadablePickle,
     UnsafePickle,
 )
@@ -70,6 +73,8 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
         case ProblemKind.UNREADABLE:
             return []  # perhaps healthy: a check that could not be finished
         case ProblemKind.UNSUPPORTED:
+            if problem.is_limit:
+                return [UncheckedFile(path=path, detail=problem.message)]
             return []  # well formed, and listed under "not checked"
 
 
@@ -89,6 +94,12 @@ def _torch(
     if file.trailing:
         end = component.size - file.trailing
         findings.append(TrailingBytes(path=component.path, end=end, extra=file.trailing))
+    if isinstance(file.container, TorchZip):
+        packed = tuple(record.name for record in file.container.records if not record.is_stored)
+        prefix = f"{file.container.root}/data/"
+        storages = sum(name.startswith(prefix) for name in packed)
+        if packed:
+            findings.append(CompressedRecord(path=component.path, records=packed, storages=storages))
     with open_reader(root / component.path) as reader:
         for record, storage_key in crc_mismatches(file, reader, every_record=data, progress=progress):
             tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()

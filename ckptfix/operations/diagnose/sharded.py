@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import FolderName, Role
-from ckptfix.checkpoint.folder import ProblemKind
 from ckptfix.checkpoint.keys import prepared
 from ckptfix.checkpoint.sharded import UNFINISHED, ShardedState, rank_of
 from ckptfix.checkpoint.sharded_pairing import ShardedPairing, pair_sharded, signature
@@ -52,7 +51,7 @@ def diagnose_shard_files(states: Iterable[ShardedState]) -> list[Finding]:
 def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
     """Say which folders could not be looked into, and why."""
     for state in states:
-        if state.problem is not None and state.problem.kind is ProblemKind.UNSUPPORTED:
+        if state.problem is not None and state.problem.is_only_unchecked:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
             yield f"{state.own_ranks[0]}: the metadata of a rank of its own, of a save without collectives"

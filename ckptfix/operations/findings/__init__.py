@@ -27,6 +27,7 @@ from ckptfix.operations.findings.entries import (
     WrapperPrefix,
 )
 from ckptfix.operations.findings.files import (
+    CompressedRecord,
     CrcMismatch,
     IndexMismatch,
     InterruptedRepair,
@@ -37,6 +38,7 @@ from ckptfix.operations.findings.files import (
     StaleShard,
     TrailingBytes,
     TruncatedFile,
+    UncheckedFile,
 )
 from ckptfix.operations.findings.pickles import TrainerPickle, UnloadablePickle, UnsafePickle
 from ckptfix.operations.findings.saves import MissingFile, MissingModel, Salvaged, StagingFolder
@@ -78,6 +80,8 @@ CATALOGUE: tuple[type[Finding], ...] = (
     StrayShard,
     FlatParameters,
     CrcMismatch,
+    CompressedRecord,
+    UncheckedFile,
     NoFormatMetadata,
     UnsafePickle,
     UnloadablePickle,
@@ -93,6 +97,7 @@ __all__ = [
     "CATALOGUE",
     "CODES",
     "Action",
+    "CompressedRecord",
     "ConflictingModels",
     "CrcMismatch",
     "DoubledModel",
@@ -126,6 +131,7 @@ __all__ = [
     "TrailingBytes",
     "TrainerPickle",
     "TruncatedFile",
+    "UncheckedFile",
     "UnloadablePickle",
     "UnsafePickle",
     "WrapperPrefix",

@@ -220,6 +220,55 @@ class StaleShard(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UncheckedFile(Finding):
+    """A file into which nobody looked, though it is of the right kind."""
+
+    code = "unchecked-file"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "a file that no library writes so large, so deeply nested, encrypted or packed: nothing in it was checked"
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: nothing in it was checked: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """A reader that is to be stalled or deceived gets such a file."""
+        return (
+            "load it only if you trust where it came from; torch.save writes what torch.load reads of it anew"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedRecord(Finding):
+    """A torch zip file of which records are compressed. ``storages``: how many of them hold numbers of tensors."""
+
+    code = "compressed-record"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a record of a torch zip file is compressed, which torch.save never does; `torch.load(mmap=True)` takes its "
+        "packed bytes for numbers"
+    )
+
+    records: tuple[str, ...]
+    storages: int
+
+    def __str__(self) -> str:
+        what = f"{self.path}: {count_of(len(self.records), 'record')} compressed: {list_names(self.records)}"
+        if self.storages:
+            return f"{what}; torch.load(mmap=True) reads packed bytes as numbers, without an error"
+        return f"{what}; torch.load unpacks it, and nothing can be renamed in it"
+
+    @property
+    def advice(self) -> str:
+        """Loaded without mmap the values are right."""
+        return "load it without mmap and write it anew: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CrcMismatch(Finding):
     """A record of a torch zip whose bytes do not have the checksum written with them."""
 
