@@ -5,9 +5,6 @@ A name holds machine and process, so that anybody can ask. Reads no torch: ``che
 
 import os
 import re
-import secrets
-import shutil
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +37,7 @@ _in_use: set[str] = set()
 
 def own_name(target: Path) -> Path:
     """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
-    name = f"{_PREFIX}+{this_machine()}+{os.getpid()}+{secrets.token_hex(8)}+{_short(target.name)}"
+    name = f"{_PREFIX}+{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{_short(target.name)}"
     _in_use.add(name)
     return outside_checkpoints(target) / name
 
@@ -71,10 +68,12 @@ def release(path: Path) -> None:
 
 def sweep(parent: Path) -> None:
     """Remove what saves that are no more left in a folder."""
+    from shutil import rmtree
+
     for name in os.listdir(parent) if parent.is_dir() else ():
         staged = read_staged(parent / name)
         if staged is not None and not staged.is_running:
-            shutil.rmtree(parent / name, ignore_errors=True)
+            rmtree(parent / name, ignore_errors=True)
 
 
 def _short(name: str) -> str:
@@ -88,7 +87,7 @@ def this_machine() -> str:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         namespace = 0
-    return f"{socket.gethostname()}-{namespace}"
+    return f"{os.uname().nodename}-{namespace}"
 
 
 def _is_alive(folder: Path, machine: str, pid: int) -> bool:

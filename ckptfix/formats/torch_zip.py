@@ -7,7 +7,6 @@ record is stored, its data starts on a multiple of 64 bytes, the end records are
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event, Lock
 
@@ -190,6 +189,8 @@ def crc_mismatches(
     if sum(record.size for record in records) < _WORTH_THREADS:
         yield from (record for record in records if crc_of(record) != record.crc)
         return
+    from concurrent.futures import ThreadPoolExecutor  # its import takes a tenth of a small check
+
     pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS))
     try:
         found = zip(records, pool.map(crc_of, records), strict=True)

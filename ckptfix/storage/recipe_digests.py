@@ -7,7 +7,6 @@ sha256 of the parts, in the order in which the recipe needs them.
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -95,6 +94,8 @@ def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
         1, len(parts) // (threads * 4)
     )  # neighbours go to one thread, whose reads go on where they ended
     shares = [parts[start : start + share] for start in range(0, len(parts), share)]
+    from concurrent.futures import ThreadPoolExecutor  # its import takes a tenth of a small check
+
     with ThreadPoolExecutor(threads, thread_name_prefix="ckptfix-hash") as pool:
         return [digest for hashed in pool.map(lambda some: list(_hashed(some)), shares) for digest in hashed]
 

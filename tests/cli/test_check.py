@@ -4,6 +4,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,3 +174,20 @@ def test_a_dcp_folder_is_not_called_a_dot(tmp_path: Path, said: Said) -> None:
     assert "model.safetensors: 1 tensor" in out
     assert "from ." not in out
     assert ".: '" not in out
+
+
+@pytest.mark.slow
+def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_to_read(folder: Path) -> None:
+    """One module each that drags in many: concurrent.futures logging, shutil bz2 and lzma, secrets random."""
+    code = "import sys; from ckptfix.cli import run; run(['check', sys.argv[1]]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=FIXTURES.parent,
+        check=True,
+    )
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "ckptfix.operations.check" in imported
+    heavy = {"concurrent.futures", "logging", "random", "secrets", "shutil", "socket", "subprocess", "torch"}
+    assert not imported & heavy
