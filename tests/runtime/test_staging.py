@@ -318,6 +318,29 @@ def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
     assert contents(target) == {**mine, **NEW}
 
 
+@pytest.mark.parametrize("saved_by", ["ckptfix", "accelerate"])
+def test_best_weights_that_a_script_keeps_in_the_folder_stay(tmp_path: Path, saved_by: str) -> None:
+    """They had a name of Accelerate's that no save there used, and the next save deleted them."""
+    target = tmp_path / "out"
+    mine = {"pytorch_model.bin": b"best"}
+    old = {**OLD, "random_states_0.pkl": b"old"}
+    if saved_by == "ckptfix":
+        save(target, old)
+        mine |= {"scaler.pt": b"of the features", "model.safetensors.index.json": b"{}"}
+        mine |= {"model-00001-of-00001.safetensors": b"exported"}
+    else:
+        write(target, old)
+    write(target, {**mine, "model_1.safetensors": b"doubled", "optimizer_1.bin": b"doubled"})
+    for _ in range(2):
+        save(target, NEW)
+        assert contents(target) == {**mine, **NEW}
+    write(target, {"model.safetensors": b"old"})
+    assert save(target, {"random_states_0.pkl": b"new", "pytorch_model.bin": b"new"})
+    assert "model.safetensors" not in contents(target), (
+        "load_state would take it for the model that was saved"
+    )
+
+
 def test_a_file_that_appears_while_a_save_is_written_stays(tmp_path: Path) -> None:
     target = tmp_path / "out"
     for files in (OLD, NEW):

@@ -21,6 +21,7 @@ from ckptfix.weights.deepspeed_files import BESIDE, is_deepspeed_file
 _STEMS = ("model", "pytorch_model", "pytorch_model_fsdp")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DEEPSPEED = "pytorch_model"
+_FIRST, _FALLBACK = "model.safetensors", "pytorch_model.bin"
 
 
 def replaced_files(target: Path) -> set[str]:
@@ -29,7 +30,7 @@ def replaced_files(target: Path) -> set[str]:
     known = _recorded(target)
     components = set(_components(target, existing))
     if known or _is_save_state(components):
-        known |= components
+        known |= components - _of_the_user(components, known)
     return known
 
 
@@ -88,6 +89,24 @@ def _components(target: Path, existing: set[str]) -> Iterator[str]:
             yield name
     if has_deepspeed:
         yield from existing.intersection(map(str, BESIDE))
+
+
+def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
+    """Return the components that cannot be of the last save: best weights that a script keeps next to it must stay.
+
+    ``load_state`` takes model.safetensors first, so pytorch_model.bin next to it is not of that save. After a save of
+    ours, whose manifest lists its files, an unlisted one is of a later run of stock accelerate only if it is numbered.
+    Nothing stays that ``load_state`` would take in place of a file of the new save.
+    """
+    if not recorded:
+        return {_FALLBACK} & components if _FIRST in components else set()
+    return {
+        name
+        for name in components - recorded - {_FIRST}
+        if (parsed := parse_file_name(name)) is not None
+        and not parsed.index
+        and parsed.role is not Role.RNG_STATE
+    }
 
 
 def _is_save_state(components: set[str]) -> bool:
