@@ -576,3 +576,26 @@ def test_a_model_that_holds_data_parallel_is_told_what_is_not_staged(
     with pytest.warns(UserWarning, match=r"Sequential holds a torch.nn.DataParallel: .*NCCL.*not stage"):
         dispatch_model(model, {"0": 0, "1": 1}, safe_transfers="always")
     remove_safe_transfers(model)
+
+
+def test_auto_measures_before_weights_fill_the_devices(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The probe needs room for large copies, and leaves out what does not fit."""
+    held: list[int] = []
+
+    def found(budget: float) -> frozenset[tuple[int, int]]:
+        gc.collect()
+        held.append(sum(torch.cuda.memory_allocated(index) for index in range(3)))
+        return frozenset()
+
+    monkeypatch.setattr(probe, "unproven_pairs", found)
+    gc.collect()
+    before = sum(torch.cuda.memory_allocated(index) for index in range(3))
+    torch.save(transformer().state_dict(), tmp_path / "pytorch_model.bin")
+    model = load_checkpoint_and_dispatch(transformer(), tmp_path, dict(THREE))
+    assert sum(torch.cuda.memory_allocated(index) for index in range(3)) > before
+    del model
+    gc.collect()
+    dispatch_model(transformer(), THREE)
+    assert held == [before, before]

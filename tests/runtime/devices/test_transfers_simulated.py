@@ -428,6 +428,7 @@ def test_what_is_not_covered_is_said() -> None:
     with safe_transfers("always") as held:
         assert any("NCCL" in words for words in held.not_covered)
         assert any("IPC" in words for words in held.not_covered)
+        assert any("DataParallel" in words and "comm.broadcast" in words for words in held.not_covered)
 
 
 # ---- events from device to device
