@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import NOT_STATES, parse_file_name
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.weights.deepspeed_files import deepspeed_folders
 
@@ -44,8 +44,10 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
 def _is_checkpoint(folder: CheckpointFolder) -> bool:
     """Whether a folder holds a state, weights of a library or the list of a pipeline's models."""
     names = (component.name for component in folder.components)
-    return any(name.role not in NOT_STATES or name.is_of_library for name in names) or any(
-        path.name == _PIPELINE for path in folder.strays
+    return (
+        any(name.role not in NOT_STATES or name.is_of_library for name in names)
+        or any(path.name == _PIPELINE for path in folder.strays)
+        or any(_is_model_folder(path.name) for path in folder.subfolders)
     )
 
 
@@ -55,5 +57,14 @@ def _is_own_checkpoint(names: list[str]) -> bool:
 
 
 def _is_of_library(names: list[str]) -> bool:
-    parsed = map(parse_file_name, names)
-    return not _CONFIGS.isdisjoint(names) and any(name is not None and name.is_of_library for name in parsed)
+    return not _CONFIGS.isdisjoint(names) and any(map(_is_model, names))
+
+
+def _is_model(name: str) -> bool:
+    file = parse_file_name(name)
+    return (file is not None and file.is_of_library) or _is_model_folder(name)
+
+
+def _is_model_folder(name: str) -> bool:
+    folder = parse_folder_name(name)
+    return folder is not None and folder.role is Role.MODEL

@@ -56,11 +56,18 @@ def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
 
 
 def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) -> str | None:
-    """Return what the library that wrote a config calls the weights next to it; None for what ``load_state`` finds."""
+    """Return what the library that wrote a config calls the weights next to it; None for what ``load_state`` finds.
+
+    None also where other weights have that name: the Trainer saves an adapter next to the folder of DeepSpeed.
+    """
+    folder = source.root / home
     if "_diffusers_version" in config.values:
-        return "diffusion_pytorch_model"
-    is_adapter = not config.data and (source.root / home / "adapter_config.json").exists()
-    return "adapter_model" if is_adapter else None
+        stem = "diffusion_pytorch_model"
+    elif not config.data and (folder / "adapter_config.json").exists():
+        stem = "adapter_model"
+    else:
+        return None
+    return None if any((folder / f"{stem}{suffix}").exists() for suffix in (".safetensors", ".bin")) else stem
 
 
 def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:

@@ -185,3 +185,26 @@ def test_a_whole_model_beside_comes_first_and_nothing_points_at_what_is_left(tmp
     left = {one.what for one in receipt.left_out}
     assert {"latest", "zero_to_fp32.py", "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt"} <= left
     assert check(source).status == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "words"),
+    [
+        ("adapter_model", "adapter_config.json", "{}"),
+        ("diffusion_pytorch_model", "config.json", '{"_diffusers_version": "0.42.1"}'),
+    ],
+)
+def test_weights_of_a_library_beside_keep_their_name(
+    tmp_path: Path, weights: str, config: str, words: str
+) -> None:
+    """As the Trainer saves a PEFT model under DeepSpeed: the name of the adapter's weights is taken."""
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(FIXTURES / "zero3" / "checkpoint" / "pytorch_model", source / "global_step2")
+    save_file({"w": torch.ones(3)}, source / f"{weights}.safetensors", metadata={"format": "pt"})
+    (source / config).write_text(words)
+    (source / "latest").write_text("global_step2")
+    migrate(source, tmp_path / "b", to="safetensors")
+    assert names_below(tmp_path / "b") == {f"{weights}.safetensors", config, "model.safetensors"}
+    assert (tmp_path / "b" / f"{weights}.safetensors").read_bytes() == (
+        source / f"{weights}.safetensors"
+    ).read_bytes()

@@ -124,6 +124,27 @@ def test_models_of_the_same_class_beside_weights_of_the_folder(folder: Path, tmp
     assert diff(folder, other).status == 1
 
 
+@pytest.mark.parametrize("config", ["adapter_config.json", "config.json"])
+def test_a_model_beside_weights_is_found_again_after_dcp(tmp_path: Path, config: str) -> None:
+    """As PEFT has a second adapter in the folder of the first, and sentence-transformers a layer behind a model."""
+    source, new = tmp_path / "src", tmp_path / "new"
+    stem = "adapter_model" if config.startswith("adapter") else "model"
+    for home, factor in ((source, 1.0), (source / "second", 2.0)):
+        save(home / f"{stem}.safetensors", factor)
+        (home / config).write_text("{}")
+    migrate(source, new, to="dcp")
+    assert labels(new) == ["pytorch_model_fsdp_0", "second/pytorch_model_fsdp_0"]
+    assert diff(source, new).status == 0
+    migrate(new, tmp_path / "back", to="safetensors")
+    assert names(tmp_path / "back") == names(source)
+
+
+def test_the_verdict_is_said_once(folder: Path) -> None:
+    """A model below with a note had a verdict of its own, and the checkpoint the same again."""
+    save_file(WEIGHTS, folder / UNET)  # without "format"
+    assert str(check(folder)).count("no error found in what was checked") == 1
+
+
 def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
     source = tmp_path / "src"
     save(source / UNET)
