@@ -100,17 +100,18 @@ class CheckReport(Printable):
         yield from self.verdict_lines()
         yield from map(unchecked_line, self.not_checked)
 
-    def verdict_lines(self) -> Iterator[Line]:
-        """Yield what is wrong with the checkpoint, and what to do."""
+    def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint, and what to do. ``is_below``: the folder above has the last word."""
         yield line(f"{self.path}: {self.counts}", bold=True)
         yield from finding_lines(self.findings, str(self.path))
         for report in self.below:
             if report.findings or report.unfinished:
-                yield from report.verdict_lines()
+                yield from report.verdict_lines(is_below=True)
             else:
                 yield line(f"{report.path}: {report.counts}: no error found")
         if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
-            yield line("no error found in what was checked", colour="green")
+            if not is_below:
+                yield line("no error found in what was checked", colour="green")
         elif any(finding.is_fixable for finding in self.findings) and not self.unfinished:
             yield line(f"next: {command('repair', self.path)}")
         yield from unfinished_lines(self.unfinished)

@@ -135,6 +135,7 @@ def test_everything_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(one is other.state for one, other in zip(kept, run.optimizers, strict=True))
     assert not caught.value.modified
     assert "everything was taken back, nothing is modified" in str(caught.value)
+    assert 'next: policy=LoadPolicy(custom="ignore") leaves it as it is' in str(caught.value)
     assert run.models[1].embed.weight is run.models[1].lm_head.weight
     monkeypatch.setattr(Refusing, "refuses", False)
     assert load(run, folder).is_complete

@@ -91,8 +91,13 @@ class Commit:
             try:
                 perform(action, self._accelerator)
             except Exception as error:  # load_state_dict of a class of the script raises anything
+                words = (
+                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}"
+                )
+                if report.part is not Part.MODELS:  # without its weights no optimizer would be right
+                    words += f'; next: policy=LoadPolicy({report.part.value}="ignore") leaves it as it is'
                 raise LoadError(
-                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}",
+                    words,
                     report=self._draft.report(),
                     modified=True,
                 ) from error
