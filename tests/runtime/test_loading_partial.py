@@ -401,6 +401,30 @@ def test_two_models_of_which_one_changed(tmp_path: Path) -> None:
     assert torch.equal(moments(run, 1)["head.weight"]["exp_avg"], moments(saved, 1)["head.weight"]["exp_avg"])
 
 
+def test_a_model_without_any_match_names_the_policy_that_leaves_it(tmp_path: Path) -> None:
+    saved = make_run(seeded(Old, 1))
+    saved.train()
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    run = make_run(seeded(Old, 2), seeded(lambda: Row("other"), 3))
+    with pytest.raises(LoadError, match=r'next: policy=LoadPolicy\(models="warn", optimizers="warn"\)'):
+        load(run, tmp_path / "c")
+    report = load(run, tmp_path / "c", LoadPolicy(models=Need.WARN, optimizers=Need.WARN))
+    assert [one.status for one in report.of("models")] == [Status.RESTORED, Status.FAILED]
+    assert torch.equal(moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"])
+
+
+def test_one_optimizer_for_two_that_fit_names_the_policy(tmp_path: Path) -> None:
+    saved = make_run(seeded(Old, 1), seeded(Old, 2))
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    (tmp_path / "c" / "optimizer_1.bin").unlink()
+    reset()
+    run = make_run(seeded(New, 3), seeded(Old, 4))
+    with pytest.raises(LoadError, match=r'or policy=LoadPolicy\(optimizers="warn"\) leaves it as it is'):
+        load(run, tmp_path / "c")
+    assert load(run, tmp_path / "c", LoadPolicy(models=Need.PARTIAL, optimizers=Need.WARN)).of("models")
+
+
 def test_a_doubled_checkpoint_counts_once(tmp_path: Path) -> None:
     saved = make_run(seeded(Old, 1))
     saved.accelerator.save_state(str(tmp_path / "c"))

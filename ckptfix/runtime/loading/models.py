@@ -121,7 +121,10 @@ def _nothing_for(
     else:
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
         if draft.policy.models is Need.PARTIAL:
-            reason += "; no key matches in name and shape"
+            reason += (
+                '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", optimizers="warn") leaves '
+                "it as it is"
+            )
         else:
             reason += _partial_advice(entries, target)
     draft.cannot(Part.MODELS, reason, target=target)

@@ -300,8 +300,9 @@ def _nothing_for(
     others = misfits(entries, reasons)
     if refusal is not None and number in refusal[0]:
         count = f"{part.value} {', '.join(map(str, refusal[0]))}"
-        reason = f"{undecided(entries, refusal, count, others)}; next: {command('check', draft.path)}"
-        draft.cannot(part, reason, target=target)
+        reason = undecided(entries, refusal, count, others)
+        advice = f"{command('check', draft.path)}, or {_policy(part)}"
+        draft.cannot(part, f"{reason}; next: {advice}", target=target)
     else:
         draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)
 
