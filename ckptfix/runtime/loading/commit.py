@@ -47,7 +47,7 @@ class Commit:
     """What a draft is going to do, and the way back from it where code of the script may stop it half way.
 
     Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``: what hooks of the
-    script began to modify already.
+    script began to modify already. ``refused``: the part of the object that raised.
     """
 
     def __init__(self, draft: Draft, accelerator: Any, tensors: Tensors | None = None) -> None:
@@ -56,6 +56,7 @@ class Commit:
         self._accelerator = accelerator
         self._planned = sorted(draft.planned, key=lambda pair: _ORDER.index(pair[0].part))
         self._attempted = 0
+        self.refused: Part | None = None
         self._random = current_random()
         self._step = getattr(accelerator, "step", None)
         self._tensors = tensors
@@ -91,13 +92,9 @@ class Commit:
             try:
                 perform(action, self._accelerator)
             except Exception as error:  # load_state_dict of a class of the script raises anything
-                words = (
-                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}"
-                )
-                if report.part is not Part.MODELS:  # without its weights no optimizer would be right
-                    words += f'; next: policy=LoadPolicy({report.part.value}="ignore") leaves it as it is'
+                self.refused = report.part
                 raise LoadError(
-                    words,
+                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}",
                     report=self._draft.report(),
                     modified=True,
                 ) from error
@@ -149,6 +146,9 @@ def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError
         f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
     ]
     ending = "everything was taken back, nothing is modified"
+    refused = None if commit is None else commit.refused
+    if refused not in (None, Part.MODELS):  # optimizers need the weights of models
+        ending += f'; next: policy=LoadPolicy({refused.value}="ignore") leaves it as it is'
     if lost:
         ending = f"{'; '.join(lost)} could not be taken back: the run must not go on from here"
     return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
