@@ -5,6 +5,7 @@ loads is told by a small model of accelerate's ``load_state`` (by position, by n
 test compares with the real one.
 """
 
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -236,3 +238,93 @@ def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:
         assert {
             name: one for name, one in snapshot(folder).items() if not name.startswith(".ckptfix")
         } == before
+
+
+class Net(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
+    """A model with these names and shapes, whose values are other ones."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        for name, data in tensors.items():
+            *path, last = name.split(".")
+            inner: Any = self
+            for segment in path:
+                if not hasattr(inner, segment):
+                    inner.add_module(segment, torch.nn.Module())
+                inner = getattr(inner, segment)
+            inner.register_buffer(last, torch.zeros(len(data), dtype=torch.uint8))
+
+
+class Custom:
+    """A custom object that takes a state with its own keys only, as a module does."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.state = dict.fromkeys(keys)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != self.state.keys():
+            raise ValueError("other keys")
+        self.state = state
+
+
+class Scheduler:
+    """A scheduler of the script's own."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def really_loaded(folder: Path, script: Script) -> list[Any] | None:
+    """Return what stock accelerate loads, in the form of ``load``."""
+    from accelerate.checkpointing import load_accelerator_state, load_custom_state
+
+    models = [Net(tensors) for tensors in script.models]
+    optimizers = []
+    for state in script.optimizers:
+        groups = [
+            [torch.nn.Parameter(torch.zeros(1)) for _ in group["params"]] for group in state["param_groups"]
+        ]
+        optimizers.append(torch.optim.SGD([{"params": group} for group in groups]))
+    schedulers = [Scheduler() for _ in script.schedulers]
+    custom = [Custom(list(state)) for state in script.custom]
+    try:
+        load_accelerator_state(str(folder), models, optimizers, schedulers, [], 0)
+        if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(custom):
+            return None  # Accelerator.load_state compares the two numbers
+        for index, thing in enumerate(custom):
+            load_custom_state(thing, str(folder), index)
+    except (FileNotFoundError, RuntimeError, ValueError):
+        return None
+    nets = [{name: bytes(one.tolist()) for name, one in model.state_dict().items()} for model in models]
+    return [*nets, *schedulers, *custom]
+
+
+@pytest.mark.slow
+def test_stock_accelerate_loads_as_the_model_of_it_says() -> None:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    loaded = 0
+    for seed in range(60):
+        rnd = random.Random(seed)
+        script = make_script(lambda options, rnd=rnd: rnd.choice(list(options)))  # type: ignore[misc]
+        script.ranks = max(script.ranks, 1)
+        with scratch() as folder:
+            save(folder, script)
+            for _ in range(2):  # before and after a repair
+                told, real = load(folder, script), really_loaded(folder, script)
+                assert (told is None) == (real is None), seed
+                if told is not None and real is not None:
+                    count = len(script.optimizers)
+                    told = [*told[: len(script.models)], *told[len(script.models) + count :]]
+                    states = [one.state if isinstance(one, Scheduler | Custom) else one for one in real]
+                    assert same(told, states), seed
+                    loaded += 1
+                repair(folder)
+    assert loaded > 60

@@ -92,7 +92,8 @@ def test_a_repaired_folder_is_no_damaged_one(tmp_path: Path) -> None:
     optimizer.step()
     write(source / "model.safetensors", {name: one.detach().clone() for name, one in parameters})
     torch.save(optimizer.state_dict(), source / "optimizer.bin")
-    torch.save({}, source / "random_states_0.pkl")
+    for rank in range(2):
+        torch.save({}, source / f"random_states_{rank}.pkl")
     seal(source, force=True)
     repair(source)
     assert "" in json.loads((source / ".ckptfix/manifest.json").read_text())["sha256"].values()
@@ -148,7 +149,8 @@ def test_what_is_wrong_and_no_damage_is_passed_on_with_a_word(tmp_path: Path) ->
     source.mkdir()
     write(source / "model.safetensors", _STATE)
     write(source / "model_1.safetensors", {f"module.{key}": one for key, one in _STATE.items()})
-    torch.save({}, source / "random_states_0.pkl")
+    for rank in range(2):
+        torch.save({}, source / f"random_states_{rank}.pkl")
     for dry_run in (True, False):
         receipt = migrate(source, tmp_path / "b", to="bin", dry_run=dry_run)
         assert [words.split(":")[0] for words in receipt.warnings] == ["the source has doubled-model"]
