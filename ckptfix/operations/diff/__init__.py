@@ -1,19 +1,22 @@
 """Two checkpoints side by side, whatever their formats: which tensors are the same, and how far apart the others are.
 
 ``weights.pairing`` and ``matching`` say what belongs together, ``reading`` and ``comparing`` read both sides,
-``report`` is the answer, ``table`` and ``page`` lay it out for people.
+``report`` is the answer, ``page`` lays it out as HTML.
 """
 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diff.comparing import Comparison, Pair
 from ckptfix.operations.diff.matching import Matched, match_names
 from ckptfix.operations.diff.report import DiffReport, ModelDiff, Outcome, TensorDiff
+from ckptfix.storage.paths import command, shell_path
 from ckptfix.weights.elements.differing import Tally, Tolerance, has_numbers
 from ckptfix.weights.opening import open_checkpoint, other_files
 from ckptfix.weights.pairing import crossed, crossing, moved, pair_models
@@ -51,6 +54,7 @@ def diff(
             pairs.collect(draft)
         pairs.compare(tolerance, progress)
         models = tuple(draft.finished(pairs, tolerance) for draft in drafts)
+    others = other_files(left), other_files(right)
     return DiffReport(
         a=os.fspath(a),
         b=os.fspath(b),
@@ -59,8 +63,9 @@ def diff(
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
         is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
-            *_not_compared("A", left),
-            *_not_compared("B", right),
+            *_other_weights(left, right, others),
+            *_not_compared("A", left, others[0]),
+            *_not_compared("B", right, others[1]),
             *_moved(drafts),
             *_opaque(drafts),
             *_too_small(models),
@@ -161,9 +166,21 @@ def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
     raise UsageError(f"{where} hold no tensor that can be compared{held}")
 
 
-def _not_compared(side: str, checkpoint: StoredCheckpoint) -> Iterator[str]:
+def _other_weights(
+    a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
+) -> Iterator[str]:
+    """Yield what holds other weights next to a model, such as an adapter or a variant, and how to compare them."""
+    homes = {one.home for checkpoint in (a, b) for one in checkpoint.weights}
+    for path in sorted({*others[0]}.intersection(others[1])):
+        name = parse_file_name(path.name)
+        if path.parent in homes and name is not None and name.is_of_library and name.shard is None:
+            words = f"{command('diff', a.root, str(path))} {shell_path(b.root / path)}"
+            yield f"weights of {path}, next to a model that is loaded first; {words} compares them"
+
+
+def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[PurePosixPath]) -> Iterator[str]:
     """Yield in words what of one side was left out as a whole."""
-    if others := other_files(checkpoint):
+    if others:
         yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if weights.left:

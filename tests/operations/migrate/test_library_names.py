@@ -274,3 +274,17 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
     document["models"].append(entry)
     path.write_text(json.dumps(document))
     assert verify(tmp_path).status == 0
+
+
+def test_diff_names_the_command_for_an_adapter_next_to_the_model(tmp_path: Path) -> None:
+    """The adapters of two saves differ, and "equal" was said with their name behind "and 2 more"."""
+    for side, factor in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / side).mkdir()
+        write(tmp_path / side / "model.safetensors")
+        adapter = tmp_path / side / "adapter_model.safetensors"
+        save_file({name: factor * value for name, value in WEIGHTS.items()}, adapter)
+    a, b = tmp_path / "a", tmp_path / "b"
+    report = diff(a, b)
+    command = f"ckptfix diff {a / 'adapter_model.safetensors'} {b / 'adapter_model.safetensors'}"
+    assert any(f"{command} compares them" in words for words in report.not_compared)
+    assert diff(a / "adapter_model.safetensors", b / "adapter_model.safetensors").status == 1
