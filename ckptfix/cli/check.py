@@ -50,7 +50,7 @@ def check_command(
         if path in failures:
             raise failures[path]
         with report.progress(f"reading {path}") as progress:
-            result = check(path, data=data, progress=progress)
+            result = check(path, data=data, siblings=targets if recursive else (), progress=progress)
         if recursive:  # models below have a report of their own
             result = replace(result, not_checked=tuple(_unless_below(result)), below=())
         return result

@@ -1,7 +1,7 @@
 """``check``: what is wrong with a checkpoint. Reads headers and a few pages of tensors; changes nothing."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -17,10 +17,13 @@ from ckptfix.checkpoint.staged import read_staged
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.operations.diagnose import Diagnosis, diagnose
+from ckptfix.operations.diagnose.completeness import compared
 from ckptfix.operations.diagnose.deepspeed import DeepSpeedState
 from ckptfix.operations.findings import (
     Finding,
+    IncompleteCheckpoint,
     InterruptedRepair,
+    MissingModel,
     Severity,
     StagingFolder,
     finding_lines,
@@ -164,12 +167,17 @@ def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
 
 
 def check(
-    path: str | os.PathLike[str], *, data: bool = False, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    data: bool = False,
+    siblings: Iterable[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
 ) -> CheckReport:
     """Say what is wrong with a checkpoint folder or file.
 
     Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of those,
-    and checks every checksum. ``progress`` is called with numbers of bytes.
+    and checks every checksum. ``siblings``: other checkpoints, of which those of the same run (next to this one, and
+    called like it but for a number) show what is missing here. ``progress`` is called with numbers of bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -185,17 +193,27 @@ def check(
         if not pending:
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress)
+    lacking: tuple[Finding, ...] = ()
+    if target.only is None and not any(isinstance(one, MissingModel) for one in diagnosis.findings):
+        told = {one for finding in diagnosis.findings for one in _told_of(finding)}
+        lacking = tuple(compared(target.root, [Path(one) for one in siblings], told))
     below = tuple(_below(diagnosis, data=data, progress=progress))
     return CheckReport(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
-        findings=pending + diagnosis.findings + _staging_inside(target),
+        findings=pending + lacking + diagnosis.findings + _staging_inside(target),
         not_checked=tuple(_not_checked(diagnosis.not_checked, target.path, below)),
         unfinished=diagnosis.unfinished,
         below=below,
     )
+
+
+def _told_of(finding: Finding) -> tuple[str, ...]:
+    """Return the files that a finding is about."""
+    missing = finding.missing if isinstance(finding, IncompleteCheckpoint) else ()
+    return (str(finding.path), *missing)
 
 
 def _below(diagnosis: Diagnosis, *, data: bool, progress: Progress | None) -> Iterator[CheckReport]:

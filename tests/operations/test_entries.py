@@ -113,7 +113,7 @@ def test_an_average_that_equals_its_model_is_kept(
 def test_a_rank_whose_state_is_missing_counts(tmp_path: Path) -> None:
     folder = save_state(tmp_path / "c", STUDENT, wrapped(STUDENT))
     (folder / "random_states_0.pkl").unlink()
-    assert codes(folder) == ["doubled-model"]
+    assert codes(folder) == ["doubled-model", "incomplete-checkpoint"]
 
 
 def test_full_states_of_fsdp_have_no_second_prepare(tmp_path: Path) -> None:

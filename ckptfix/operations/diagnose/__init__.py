@@ -160,7 +160,7 @@ def diagnose(
     of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
     findings += of_items
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
-    of_save = diagnose_save(folder, sharded, damaged)
+    of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
     order = {kind: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")

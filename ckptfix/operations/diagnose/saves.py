@@ -13,6 +13,7 @@ from ckptfix.checkpoint.salvaged import REPORT, read_losses
 from ckptfix.checkpoint.sharded import ShardedState, belongs
 from ckptfix.checkpoint.unfinished import is_unfinished
 from ckptfix.errors import FormatError
+from ckptfix.operations.diagnose.completeness import incomplete, listed, unresumable
 from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.permission import unreadable
@@ -29,11 +30,15 @@ class SaveDiagnosis(NamedTuple):
 
 
 def diagnose_save(
-    folder: CheckpointFolder, states: Sequence[ShardedState], explained: Collection[PurePosixPath]
+    folder: CheckpointFolder,
+    states: Sequence[ShardedState],
+    explained: Collection[PurePosixPath],
+    *,
+    has_deepspeed: bool,
 ) -> SaveDiagnosis:
     """Compare a folder with what its save wrote.
 
-    ``explained``: damaged files that another finding is about.
+    ``explained``: damaged files that another finding is about. ``has_deepspeed``: DeepSpeed has the optimizer.
     """
     findings: list[Finding] = []
     try:
@@ -54,6 +59,12 @@ def diagnose_save(
         if mixed(folder.root):
             findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
         findings += _modelless(folder)
+        gone = list(listed(folder, manifest))
+        findings += gone
+        if not (is_saved or gone):  # else the manifest lists what belongs here
+            findings += incomplete(folder, has_deepspeed=has_deepspeed)
+            if not findings:
+                unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])
 
 

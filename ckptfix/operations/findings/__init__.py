@@ -41,7 +41,13 @@ from ckptfix.operations.findings.files import (
     UncheckedFile,
 )
 from ckptfix.operations.findings.pickles import TrainerPickle, UnloadablePickle, UnsafePickle
-from ckptfix.operations.findings.saves import MissingFile, MissingModel, Salvaged, StagingFolder
+from ckptfix.operations.findings.saves import (
+    IncompleteCheckpoint,
+    MissingFile,
+    MissingModel,
+    Salvaged,
+    StagingFolder,
+)
 from ckptfix.operations.findings.sharded import (
     FlatParameters,
     IncompleteTensor,
@@ -69,6 +75,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     NotATensorFile,
     MalformedFile,
     MissingFile,
+    IncompleteCheckpoint,
     MissingModel,
     MissingShard,
     IndexMismatch,
@@ -107,6 +114,7 @@ __all__ = [
     "FlatParameters",
     "IdenticalModels",
     "IdenticalStates",
+    "IncompleteCheckpoint",
     "IncompleteTensor",
     "IndexMismatch",
     "InterruptedRepair",

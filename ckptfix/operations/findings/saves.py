@@ -32,6 +32,46 @@ class MissingFile(Finding):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteCheckpoint(Finding):
+    """States that a save leaves, and that are not there, by other files or by the checkpoints of the same run.
+
+    ``known_by``: what shows that they belong here. ``by_rank``: they may lie on the disk of another node.
+    """
+
+    code = "incomplete-checkpoint"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a file of a rank, optimizer, scheduler or model is missing, by other files or checkpoints of the run"
+    )
+
+    missing: tuple[str, ...]
+    known_by: str
+    by_rank: bool = False
+
+    def __str__(self) -> str:
+        are = "is" if len(self.missing) == 1 else "are"
+        return f"{', '.join(self.missing[:3])}{self._more} {are} missing: {self.known_by}"
+
+    @property
+    def _more(self) -> str:
+        return f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how the run was set up."""
+        if self.by_rank:
+            return (
+                "those processes cannot restore their random states and their step; copy the files again, or resume "
+                "from a complete checkpoint; where each node saves to a disk of its own, all is well"
+            )
+        return (
+            "load_state fails without them; copy them again, or resume from a complete checkpoint; where the script "
+            "has no such object any more, all is well"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
     """States of an optimizer without weights of any model."""
 

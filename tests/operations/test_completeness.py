@@ -1,0 +1,136 @@
+"""Files that a save leaves and that are gone: by the ranks, the manifest, and the other checkpoints of the run."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from ckptfix import check, seal
+from ckptfix.cli import run
+
+FIXTURES = Path("fixtures/accelerate-1.15.0")
+
+
+def make(root: Path, source: str = "clean-safetensors", without: Iterable[str] = ()) -> Path:
+    shutil.copytree(FIXTURES / source / "checkpoint", root)
+    for name in without:
+        (root / name).unlink()
+    return root
+
+
+def incomplete(root: Path, siblings: Iterable[Path] = ()) -> list[str]:
+    report = check(root, siblings=siblings)
+    return [str(finding) for finding in report.findings if finding.code == "incomplete-checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "source", ["clean-safetensors", "clean-bin", "clean-teacher-student", "clean-single-process"]
+)
+def test_a_complete_checkpoint_has_nothing_to_say(tmp_path: Path, source: str) -> None:
+    report = check(make(tmp_path / "checkpoint", source))
+    assert report.status == 0
+    assert not any(words.startswith(("resuming", "optimizers", "weights:")) for words in report.not_checked)
+
+
+def test_a_rank_is_missing(tmp_path: Path) -> None:
+    root = make(tmp_path / "checkpoint", without=["random_states_0.pkl"])
+    assert incomplete(root) == ["random_states_0.pkl is missing: random_states_1.pkl is there"]
+    shutil.copy(root / "random_states_1.pkl", root / "random_states_3.pkl")
+    assert incomplete(root) == [
+        "random_states_0.pkl, random_states_2.pkl are missing: random_states_3.pkl is there"
+    ]
+
+
+def test_a_node_that_has_only_its_own_ranks_is_not_damaged(tmp_path: Path) -> None:
+    """Without a shared disk the main process alone writes models: another node has states of ranks, and no more."""
+    (tmp_path / "node").mkdir()
+    for rank in (4, 5):
+        shutil.copy(
+            FIXTURES / "clean-safetensors/checkpoint/random_states_0.pkl",
+            tmp_path / f"node/random_states_{rank}.pkl",
+        )
+    report = check(tmp_path / "node")
+    assert report.status == 0
+    assert "weights: only states of ranks are here, as on a node whose disk is its own" in report.not_checked
+
+
+def test_a_scheduler_without_an_optimizer(tmp_path: Path) -> None:
+    root = make(tmp_path / "checkpoint", "custom-object", without=["optimizer.bin"])
+    assert incomplete(root) == ["optimizer.bin is missing: scheduler.bin is there"]
+
+
+def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
+    """A script without an optimizer, and an export of weights, are healthy: but they resume no other run."""
+    no_optimizer = check(make(tmp_path / "a", without=["optimizer.bin"]))
+    assert no_optimizer.status == 0
+    assert any(
+        words.startswith("optimizers: none is saved here; load_state fails")
+        for words in no_optimizer.not_checked
+    )
+    others = ["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    weights = make(tmp_path / "b", without=others)
+    report = check(weights)
+    assert report.status == 0
+    assert any("not a save_state checkpoint" in words for words in report.not_checked)
+    (weights / "config.json").write_text("{}")
+    assert not any("not a save_state checkpoint" in words for words in check(weights).not_checked)
+
+
+def test_a_sealed_file_is_missing(tmp_path: Path) -> None:
+    root = make(tmp_path / "checkpoint")
+    seal(root)
+    (root / "optimizer.bin").unlink()
+    assert incomplete(root) == ["optimizer.bin is missing: .ckptfix/manifest.json lists it"]
+
+
+@pytest.mark.parametrize("lost", ["optimizer.bin", "random_states_1.pkl", "model.safetensors"])
+def test_a_sibling_has_it(tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(3)]
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    (roots[1] / lost).unlink()
+    capsys.readouterr()
+    assert run(["check", "-r", str(tmp_path), "--json"]) == 1
+    documents = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [document["status"] for document in documents] == [0, 1, 0]
+    (finding,) = documents[1]["findings"]
+    if lost != "model.safetensors":  # missing-model says that already
+        assert finding["code"] == "incomplete-checkpoint"
+        assert finding["missing"] == [lost]
+        assert "2 of 2 checkpoints next to it have it" in finding["message"]
+
+
+def test_all_but_the_model_is_gone(tmp_path: Path) -> None:
+    roots = [make(tmp_path / f"epoch_{number}") for number in range(2)]
+    lost = ["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    for name in lost:
+        (roots[1] / name).unlink()
+    (words,) = incomplete(roots[1], roots)
+    assert words == f"{', '.join(lost)} are missing: 1 of 1 checkpoints next to it have them"
+
+
+def test_an_export_next_to_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(2)]
+    final = make(tmp_path / "final", without=["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"])
+    assert incomplete(final, [*roots, final]) == []
+
+
+def test_a_run_that_went_on_with_fewer_processes(tmp_path: Path) -> None:
+    """From checkpoint 2 on there is one process: nothing is missing in what follows."""
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(4)]
+    for root in roots[2:]:
+        (root / "random_states_1.pkl").unlink()
+    assert [incomplete(root, roots) for root in roots] == [[], [], [], []]
+
+
+def test_a_guarded_save_is_believed(tmp_path: Path) -> None:
+    """Its manifest lists what it wrote: a script may have dropped its optimizer."""
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(2)]
+    (roots[1] / "optimizer.bin").unlink()
+    seal(roots[1])
+    path = roots[1] / ".ckptfix" / "manifest.json"
+    document = json.loads(path.read_text())
+    document |= {"files": {name: (roots[1] / name).stat().st_size for name in document["sha256"]}}
+    path.write_text(json.dumps(document))
+    assert incomplete(roots[1], roots) == []
