@@ -134,8 +134,8 @@ def _readable(
 ) -> Weights:
     if entry.problem:
         raise OperationError(
-            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to get out what is "
-            f"whole: {command('salvage', given)} NEW_FOLDER"
+            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to recover what is "
+            f"intact: {command('salvage', given)} NEW_FOLDER"
         )
     return file_weights(folder.root, entry, beside)
 

@@ -84,5 +84,5 @@ def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationE
     what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
     return OperationError(
         f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is damaged; next, to "
-        f"get out what is whole: {command('salvage', piece.path)} NEW_FOLDER"
+        f"recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
     )
