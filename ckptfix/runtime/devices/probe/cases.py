@@ -233,7 +233,7 @@ FULL = Plan(
     ),
     rounds=3,
     chained=(40, 3 * 4096 + 8, 1 << 20),
-    again=20,
+    again=8,
     single=0.8,
 )
 """For a probe that was asked for. It holds the quick plan, whose sections are then done, too."""

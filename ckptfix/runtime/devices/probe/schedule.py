@@ -3,7 +3,8 @@
 Every device is proven first, then all pairs get a first look, and then they are finished, some at a time: where the
 time is too short for all, some are settled, and the next probe goes on where this one ended. Pairs that have no device
 in common make their large copies at once. What needs several pairs comes then; the full plan keeps a fifth of the time
-for it, and what is left of that goes to pairs again. What is left in the end goes to more large copies.
+for it, and what is left of that goes to pairs again. Large copies are then made once more, with other bits, until half
+of the time is spent.
 """
 
 import time
@@ -20,6 +21,9 @@ from ckptfix.runtime.devices.probe.identity import Machine
 from ckptfix.runtime.devices.probe.record import KILLED, PairRecord
 from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.runtime.devices.probe.task import Ending, Outcome, Task, Work
+
+_FOR_MORE = 0.5
+"""Of the time, what may have gone by when large copies are made once more: nobody waits long for a healthy answer."""
 
 _WHERE_IT_WORKS = (
     ". If only one process may use the device, measure in that one: probe_peer_copies(in_process=True), or before it "
@@ -208,8 +212,10 @@ class Schedule:
         for again in range(1, self._plan.again + 1):
             for wave in _waves(finished):
                 for number in large:
-                    if self._left() > 0:
-                        self._section(number, [pair for pair in wave if self.found.open(pair)], 0, 1.0, again)
+                    if self._left(_FOR_MORE) > 0:
+                        self._section(
+                            number, [pair for pair in wave if self.found.open(pair)], 0, _FOR_MORE, again
+                        )
 
     def _together(self) -> None:
         pairs = tuple(pair for pair in self.found.records if self.found.open(pair))
