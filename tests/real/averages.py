@@ -8,7 +8,6 @@ what the main process then has. ckptfix has no part here.
 """
 
 import copy
-import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -21,13 +20,12 @@ from accelerate import Accelerator
 
 from fixtures.digests import state_digest, tensor_digests
 from fixtures.models import batch_loss, build_model
+from tests.timm_library import FOLDER
 
 
 def timm_averages() -> Any:
     """Return timm's module of averages; without torchvision ``import timm`` fails, and the module needs none of it."""
-    files = importlib.metadata.files("timm") or ()
-    path = next(file for file in files if str(file) == "timm/utils/model_ema.py").locate()
-    spec = importlib.util.spec_from_file_location("timm_model_ema", path)
+    spec = importlib.util.spec_from_file_location("timm_model_ema", FOLDER / "timm/utils/model_ema.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,5 @@
 """Healthy scripts with timm's and transformers' averages load the same values before and after the default repair."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ import pytest
 
 from ckptfix import check, repair
 from tests.real.averages import CASES
+from tests.timm_library import needs_timm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,12 +36,9 @@ def script(verb: str, folder: Path, processes: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@needs_timm
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_average_loads_before_and_after_a_repair(tmp_path: Path, processes: int) -> None:
-    try:
-        importlib.metadata.version("timm")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("timm is not installed")
     saved = script("save", tmp_path, processes)
     assert list(saved) == list(CASES)
     shutil.copytree(tmp_path, tmp_path / "before")
