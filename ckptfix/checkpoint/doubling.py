@@ -32,8 +32,8 @@ class Evidence:
         """Whether an entry with the bytes of ``original`` is what a second ``prepare`` registers.
 
         That takes two processes (one alone is never wrapped), an entry behind the original with one wrapper more than
-        the original or one of ``links``, its earlier doubles, the same class in the manifest, and a training that may
-        have begun: until its first step an average rightly equals its model.
+        the original or one of ``links``, its earlier doubles, the same class in the manifest, and no optimizer that
+        has yet to step: until the first step an average rightly equals its model.
         """
         return (
             self.folder.processes != 1
@@ -43,14 +43,13 @@ class Evidence:
                 for one in (original, *links)
             )
             and not self._are_two_classes(original, entry)
-            and not self.is_untrained(original)
+            and not self.is_untrained
         )
 
-    def is_untrained(self, model: Component) -> bool:
-        """Whether an optimizer that is there has made no step, and none that has can be this model's."""
-        return any(facts.has_stepped is False for facts in self.optimizers.values()) and not any(
-            facts.has_stepped and fits(facts, [model]) for facts in self.optimizers.values()
-        )
+    @property
+    def is_untrained(self) -> bool:
+        """Whether an optimizer has made no step: it may be the one of any model here."""
+        return any(facts.has_stepped is False for facts in self.optimizers.values())
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not of the save that wrote the manifest, "" when nothing says so."""

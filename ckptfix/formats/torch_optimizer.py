@@ -23,8 +23,8 @@ class OptimizerFacts:
     """What an optimizer's state says of its training.
 
     ``names``: those of its ``param_names``, () without any. ``shapes``: of each parameter with a state, that of its
-    largest moment. ``has_stepped``: True where moments show a step, False where an optimizer that keeps moments has
-    none yet, None where the state cannot tell (plain SGD keeps nothing).
+    largest moment. ``has_stepped``: True where moments show a step, False where there are none yet, None where the
+    state cannot tell (plain SGD keeps nothing).
     """
 
     names: tuple[str, ...]
@@ -77,12 +77,11 @@ def read_optimizer(file: TorchFile, reader: FileReader) -> OptimizerFacts | None
 def _has_stepped(groups: list[Any], shapes: list[Any], steps: list[float | None]) -> bool | None:
     if shapes:  # Adagrad makes its moments before the first step
         return not all(step == 0 for step in steps)
-    return False if any(map(_keeps_moments, groups)) else None
+    return None if all(map(_is_plain_sgd, groups)) else False
 
 
-def _keeps_moments(group: Any) -> bool:
-    momentum = child(group, "momentum")
-    return child(group, "betas") is not None or (type(momentum) in (int, float) and momentum != 0)
+def _is_plain_sgd(group: Any) -> bool:
+    return child(group, "dampening") is not None and child(group, "momentum") in (0, None)
 
 
 def _items(node: object) -> Iterator[Any]:

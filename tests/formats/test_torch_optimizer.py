@@ -24,7 +24,9 @@ def facts(path: Path, value: object, *, legacy: bool = False) -> OptimizerFacts 
         ("SGD", {"momentum": 0.9}, False, True),
         ("SGD", {}, None, None),
         ("Adagrad", {}, False, True),  # it has moments from the beginning
-        ("RMSprop", {}, None, True),
+        ("RMSprop", {}, False, True),
+        ("Adadelta", {}, False, True),
+        ("ASGD", {}, False, True),
     ],
 )
 def test_steps_show_in_the_moments(
