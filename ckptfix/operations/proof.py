@@ -209,13 +209,16 @@ def _prove_no_new_damage(
 
 def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
     """A second repair must find nothing to do, except about files of which this one said that they stay."""
+    plan = make_plan(diagnosis, policy)
+    asked = {path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths}
     doubles = [
         finding
         for finding in diagnosis.findings
         if isinstance(finding, DoubledModel)
         and policy.wants(finding.code)
+        and finding.path not in asked
         and not stays & {finding.path, finding.original}
     ]
-    surprises = [step for step in make_plan(diagnosis, policy).steps if not stays & set(step.before)]
+    surprises = [step for step in plan.steps if not stays & set(step.before)]
     if doubles or surprises:
         raise OperationError(f"after the repair there is still something to do: {(doubles or surprises)[0]}")

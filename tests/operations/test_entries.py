@@ -240,6 +240,7 @@ def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
         ((STUDENT, TEACHER, STUDENT), 2, (STUDENT, TEACHER)),
         ((STUDENT, wrapped(STUDENT), STUDENT), 1, (STUDENT,)),
         ((STUDENT, wrapped(STUDENT), TEACHER), 2, (STUDENT, TEACHER)),
+        ((STUDENT, wrapped(STUDENT), wrapped(STUDENT)), 2, (STUDENT, wrapped(STUDENT))),  # one is an average
     ],
 )
 def test_models_n_drops_proven_copies(
@@ -261,6 +262,8 @@ def test_models_n_drops_proven_copies(
         ((STUDENT, TEACHER), 1, "of which 0 equal another"),
         ((STUDENT, STUDENT, TEACHER, TEACHER), 3, "which is not clear"),
         ((STUDENT,), 2, "the folder has 1"),
+        ((STUDENT, wrapped(STUDENT)), 2, "2 models asked for, without duplicates 1 would remain"),
+        ((STUDENT, wrapped(STUDENT), TEACHER, wrapped(TEACHER)), 3, "without duplicates 2 would remain of 4"),
     ],
 )
 def test_models_n_refuses_what_it_cannot_prove(

@@ -22,10 +22,15 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
     """Plan which entries go, and return their files."""
     dropped: set[PurePosixPath] = set()
     listed = {name: group.index_path for group in draft.groups for name in group.listed.values()}
+    asked = _asked_for(draft)
     for finding in draft.findings:
-        if not isinstance(finding, DoubledModel) or finding.sampled:
+        if not isinstance(finding, DoubledModel):
             continue
-        if objection := drop_objection(draft, finding.path):
+        if finding.path in asked:
+            draft.stay(finding.code, (finding.path,), asked[finding.path])
+        elif finding.sampled:
+            continue
+        elif objection := drop_objection(draft, finding.path):
             draft.stay(finding.code, (finding.path,), objection)
         elif str(finding.path) in listed:
             draft.stay(finding.code, (finding.path,), f"{listed[str(finding.path)]} names it")
@@ -42,6 +47,18 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
                 _drop(draft, finding.path, finding.original, finding.code, Safety.LOSSY)
                 dropped.add(finding.path)
     return frozenset(dropped)
+
+
+def _asked_for(draft: Draft) -> dict[PurePosixPath, str]:
+    """Return why duplicates stay where fewer models would remain than the user says the script has."""
+    want = draft.policy.keep.get(Role.MODEL, 0)
+    reasons: dict[PurePosixPath, str] = {}
+    for entries in draft.entries(Role.MODEL):
+        doubles = [entry.path for entry in entries if entry.path in draft.doubles]
+        if len(entries) - len(doubles) < want:
+            left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
+            reasons |= dict.fromkeys(doubles, f"{want} models asked for, without duplicates {left}")
+    return reasons
 
 
 def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
@@ -99,7 +116,7 @@ def _surplus(
         return copies  # --allow: every proven copy
     left = len(position.keys() - dropped)
     surplus = left - want
-    if surplus == 0 or not _is_wanted(draft, role):
+    if surplus == 0 or not position.keys().isdisjoint(_asked_for(draft)) or not _is_wanted(draft, role):
         return []
     if surplus < 0:
         reason = f"{want} {role.value} asked for, the folder has {left}"
