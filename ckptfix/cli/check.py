@@ -12,10 +12,13 @@ from ckptfix.cli.report import Report
 from ckptfix.cli.several import visit
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.findings import Severity
+from ckptfix.operations.findings.saves import StagingFolder
 from ckptfix.operations.target import find_checkpoints
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
-_DAMAGED, _WARNED, _UNFINISHED, _CLEAN = _ORDER = ("damaged", "with warnings", "not finished", "clean")
+_DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
+    "damaged", "with warnings", "not finished", "staging", "clean",
+)  # fmt: skip
 
 
 @click.command("check")
@@ -57,7 +60,9 @@ def check_command(
 
     def lines(result: CheckReport) -> Iterator[Line]:
         if not (quiet or null):
-            yield from _in_one_line(result) if len(targets) > 1 and result.status == 0 else result.lines()
+            yield from (
+                _in_one_line(result) if len(targets) > 1 and _word(result) == _CLEAN else result.lines()
+            )
         elif result.status:
             report.path(result.path, null=null)
 
@@ -69,11 +74,15 @@ def check_command(
 
 def _word(result: CheckReport) -> str:
     if result.status == 0:
-        return _CLEAN
+        return _STAGING if _is_staging(result) else _CLEAN
     if result.status == 3:
         return _UNFINISHED
     is_damaged = any(finding.severity is Severity.ERROR for finding in result.all_findings)
     return _DAMAGED if is_damaged else _WARNED
+
+
+def _is_staging(result: CheckReport) -> bool:
+    return any(isinstance(one, StagingFolder) and not one.path.parts for one in result.findings)
 
 
 def _in_one_line(result: CheckReport) -> Iterator[Line]:

@@ -448,6 +448,11 @@ def test_check_names_staging_folders_and_judges_nothing_in_them(
     assert f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
     assert "(pid 7 on gpu-17) that changed less than a day ago" in found[elsewhere][0][1]
     assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("; safe to delete") == 2, "each is printed with what to do"
+    assert out.count("no error found") == 1, "nothing in the others was looked at"
+    assert out.endswith("5 checkpoints: 4 staging, 1 clean\n")
     assert run(["check", str(dead)]) == 0
     out = capsys.readouterr().out
     assert "salvage" not in out
