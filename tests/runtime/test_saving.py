@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -345,6 +346,61 @@ def test_save_model_leaves_no_shards_of_an_earlier_save(tmp_path: Path) -> None:
     accelerator.save_model(model, tmp_path, max_shard_size=80)
     assert not (tmp_path / "model.safetensors").exists()
     assert check(tmp_path).findings == ()
+
+
+class Unwrapped(torch.nn.Module):  # type: ignore[misc]
+    """Saves what is inside of it without its own name for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class HasCache(torch.nn.Module):  # type: ignore[misc]
+    """One child called ``module``, a buffer that is not saved, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        assert state == {"version": 1}
+
+
+class Tied(torch.nn.Module):  # type: ignore[misc]
+    """Two names for one tensor: safetensors has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.other = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.other.weight = self.module.weight
+
+
+@pytest.mark.parametrize("kind", [Unwrapped, HasCache, Tied])
+def test_a_healthy_folder_is_loaded_without_a_word_of_duplicates(
+    tmp_path: Path, kind: type[torch.nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Names of the model that its file does not have made it a folder that a repair had renamed."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(kind())
+    accelerator.save_state(str(tmp_path / "out"), safe_serialization=kind is Tied)
+    shutil.rmtree(tmp_path / "out" / ".ckptfix")  # as stock accelerate leaves it: nothing records a tie
+    saved = model.module.weight.detach().clone()
+    torch.nn.init.zeros_(model.module.weight)
+    recwarn.clear()
+    accelerator.load_state(str(tmp_path / "out"))
+    assert torch.equal(model.module.weight, saved)
+    assert not [str(one.message) for one in recwarn if "number by number" in str(one.message)]
 
 
 def test_the_newest_whole_one_is_loaded_and_the_skipped_are_named(tmp_path: Path) -> None:

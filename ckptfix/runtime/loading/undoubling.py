@@ -4,7 +4,7 @@ A guarded run registers each object once. Stock ``load_state`` goes by number: a
 student into the teacher. And keys that a repair made bare do not fit a model that a script wraps by hand.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,5 @@ def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: R
 
 
 def _chain(model: Any) -> tuple[str, ...]:
-    names: Iterable[str] = (
-        name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named
-    )
-    return common_wrappers(tuple(names))
+    # Not named_parameters(): a state_dict() of the script's own, or a buffer that is not saved, makes others of them.
+    return common_wrappers(model.state_dict())
