@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ckptfix.errors import CkptfixError
 from ckptfix.operations.target import find_target
-from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import MANIFEST, command
+from ckptfix.storage.transaction import State, transactions
 
 
 def state_after_repair(path: str) -> Callable[[], str]:

@@ -30,8 +30,8 @@ from ckptfix.operations.findings import (
     salvage_lines,
 )
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
-from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.transaction import State, transactions
 from ckptfix.weights.below import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 

@@ -191,3 +191,4 @@ def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_t
     assert "ckptfix.operations.check" in imported
     heavy = {"concurrent.futures", "logging", "random", "secrets", "shutil", "socket", "subprocess", "torch"}
     assert not imported & heavy
+    assert "ckptfix.storage.journal" not in imported, "what writes a repair"
