@@ -4,6 +4,7 @@ Nothing heavy is imported here: the guard comes on when the script itself import
 sets before (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without ``ckptfix run``.
 """
 
+import builtins
 import importlib.util
 import json
 import os
@@ -41,7 +42,8 @@ def run_script(script: str, arguments: Sequence[str], **settings: Any) -> None:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     # As for a script: processes that multiprocessing spawns look for the file when there is no __spec__.
-    vars(module).update(__spec__=None, __cached__=None, __package__=None)
+    # Python gives a script the module of the builtins, and any other code their dict.
+    vars(module).update(__spec__=None, __cached__=None, __package__=None, __builtins__=builtins)
     _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = module
     try:

@@ -51,6 +51,7 @@ module = sys.modules["__main__"]
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "path": sys.path[0], "file": __file__, "doc": __doc__, "spec": __spec__,
     "package": __package__, "cached": __cached__, "main": module.__dict__ is globals(), "gc": gc.isenabled(),
+    "builtins": type(__builtins__).__name__,
     "heavy": [name for name in ("torch", "accelerate") if name in sys.modules], "beside": beside.__file__,
 }))
 """
