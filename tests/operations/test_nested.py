@@ -42,6 +42,7 @@ def test_only_models_have_wrappers(tmp_path: Path, name: str, processes: int, ke
     folder = ranks(tmp_path, processes)
     write_safetensors(folder / "model.safetensors", NET)
     torch.save(NESTED, folder / name)
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
     before = (folder / name).read_bytes()
     assert codes(folder) == []
     repair(folder, policy=Policy(keys=keys))

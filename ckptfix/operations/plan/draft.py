@@ -38,6 +38,10 @@ class Draft:
         }
         self.links = diagnosis.links
         self.policy = policy
+        self.counted = self._counted()
+        """Duplicates that stay, as the user counts them among the script's models -> why."""
+        for path in self.counted:
+            del self.doubles[path]
         self.memberships = Counter(member.path for group in self.groups for member in group.members)
         self.components = {component.path: component for component in self.folder.components}
         self._fingerprints = {path: component.fingerprint for path, component in self.components.items()}
@@ -53,6 +57,16 @@ class Draft:
     def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
         """Return the lists of numbered entries of a role (``Diagnosis.entries``)."""
         return self._diagnosis.entries(role)
+
+    def _counted(self) -> dict[PurePosixPath, str]:
+        want = self.policy.keep.get(Role.MODEL, 0)
+        reasons: dict[PurePosixPath, str] = {}
+        for entries in self.entries(Role.MODEL):
+            doubles = [entry.path for entry in entries if entry.path in self.doubles]
+            if len(entries) - len(doubles) < want:
+                left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
+                reasons |= dict.fromkeys(doubles, f"{want} models asked for, without duplicates {left}")
+        return reasons
 
     def files_of(self, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
         """Return the files of an entry: itself, or all files of a DCP folder."""

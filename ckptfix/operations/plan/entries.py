@@ -22,12 +22,11 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
     """Plan which entries go, and return their files."""
     dropped: set[PurePosixPath] = set()
     listed = {name: group.index_path for group in draft.groups for name in group.listed.values()}
-    asked = _asked_for(draft)
     for finding in draft.findings:
         if not isinstance(finding, DoubledModel):
             continue
-        if finding.path in asked:
-            draft.stay(finding.code, (finding.path,), asked[finding.path])
+        if finding.path in draft.counted:
+            draft.stay(finding.code, (finding.path,), draft.counted[finding.path])
         elif finding.sampled:
             continue
         elif objection := drop_objection(draft, finding.path):
@@ -49,18 +48,6 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
     return frozenset(dropped)
 
 
-def _asked_for(draft: Draft) -> dict[PurePosixPath, str]:
-    """Return why duplicates stay where fewer models would remain than the user says the script has."""
-    want = draft.policy.keep.get(Role.MODEL, 0)
-    reasons: dict[PurePosixPath, str] = {}
-    for entries in draft.entries(Role.MODEL):
-        doubles = [entry.path for entry in entries if entry.path in draft.doubles]
-        if len(entries) - len(doubles) < want:
-            left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
-            reasons |= dict.fromkeys(doubles, f"{want} models asked for, without duplicates {left}")
-    return reasons
-
-
 def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
     """Plan which states go with the doubled models, all of them or none, and say what stays for the user to decide."""
     found: list[IdenticalStates] = [
@@ -80,7 +67,7 @@ def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath
         option = f"--keep {role.value}=N"
         draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
     objection = next(filter(None, (drop_objection(draft, finding.path) for finding in certain)), None)
-    if not dropped.issuperset(draft.doubles):
+    if draft.counted or not dropped.issuperset(draft.doubles):
         objection = "a model that was saved with it twice stays"
     if certain and objection is not None:
         draft.stay(certain[0].code, [finding.path for finding in certain], objection)
@@ -116,7 +103,7 @@ def _surplus(
         return copies  # --allow: every proven copy
     left = len(position.keys() - dropped)
     surplus = left - want
-    if surplus == 0 or not position.keys().isdisjoint(_asked_for(draft)) or not _is_wanted(draft, role):
+    if surplus == 0 or not position.keys().isdisjoint(draft.counted) or not _is_wanted(draft, role):
         return []
     if surplus < 0:
         reason = f"{want} {role.value} asked for, the folder has {left}"
