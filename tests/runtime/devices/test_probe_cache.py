@@ -314,6 +314,35 @@ def test_of_two_processes_that_store_at_once_none_loses_what_the_other_found(
     assert len(list(home.iterdir())) == 1, "what was taken in is taken away"
 
 
+def test_damage_that_is_newer_than_a_proof_outlives_a_process_that_did_not_see_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proven at 10 s; at 90 s one process sees damage while another, which looked at 95 s, has read the proof."""
+    proven = pair(Verdict.HEALTHY, plan="full", began=5.0, measured=10.0)
+    looked = pair(Verdict.HEALTHY, plan="sample", began=94.0, measured=95.0)
+    damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
+    cache.store(probed(proven))
+    write = cache._write
+
+    def meanwhile(path: Path, data: bytes) -> Path:
+        monkeypatch.setattr(cache, "_write", write)
+        cache.store(probed(damage))
+        return write(path, data)
+
+    monkeypatch.setattr(cache, "_write", meanwhile)
+    cache.store(probed(looked))
+    assert known() == {(0, 1): damage}
+
+
+def test_a_full_probe_takes_back_only_damage_that_was_found_before_it_began(home: Path) -> None:
+    damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
+    cache.store(probed(damage))
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=85.0, measured=120.0)))
+    assert known() == {(0, 1): damage}, "of two probes that run at once, the one that saw damage is right"
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=90.0, measured=120.0)))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+
+
 def test_a_file_that_is_replaced_before_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.store(probed(pair(Verdict.WRONG, kind="zeros")))
     files = cache._files

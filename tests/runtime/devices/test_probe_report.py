@@ -1,11 +1,12 @@
 """What a report says, to people and as JSON. No device is needed."""
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ckptfix.runtime.devices.probe as probe
@@ -215,6 +216,32 @@ def test_without_a_place_to_remember_a_process_measures_once(
     assert probe.cached_report() == found
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be kept there")
+def test_damage_that_cannot_be_kept_is_not_forgotten_for_an_older_proof(
+    two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daily look finds damage on a full disk."""
+    now = 1000.0 + DAY
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.seconds_since_boot", lambda: now)
+    pairs = {
+        key: replace(one(Verdict.HEALTHY, plan="full", began=970.0, measured=1000.0), pair=key)
+        for key in ((0, 1), (1, 0))
+    }
+    probe.remember(ProbeReport(pairs=pairs, seed=1, identity=two_devices))
+    wrong = {(0, 1): one(Verdict.WRONG, 2, "sample", kind="zeros", began=now - 1.0, measured=now)}
+    measured = Measured(ProbeReport(pairs=wrong, seed=2, identity=two_devices))
+    monkeypatch.setattr("ckptfix.runtime.devices.probe.measuring.measure", measured)
+
+    def full(path: Any, data: bytes) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(probe.cache, "_write", full)
+    assert [probe.unproven_pairs() for _ in range(3)] == [{(0, 1)}] * 3
+    known = probe.cached_report()
+    assert known is not None
+    assert known.unproven == {(0, 1)}
+
+
 def test_what_another_process_decides_meanwhile_is_known_here(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +311,41 @@ def test_evidence_adds_up_in_any_order_and_once(reports: list[PairReport], lot: 
     assert (best.verdict is Verdict.HEALTHY) == any(it.verdict is Verdict.HEALTHY for it in reports)
     for name in best.done:
         assert best.done[name] == max(it.done.get(name, 0) for it in reports)
+
+
+timed = st.builds(
+    lambda verdict, plan, began, lasted: one(verdict, plan=plan, began=began, measured=began + lasted),
+    st.sampled_from([Verdict.HEALTHY, Verdict.WRONG, Verdict.HANG, Verdict.INCONCLUSIVE]),
+    st.sampled_from(["quick", "full"]),
+    st.sampled_from([2.0, 4.0, 6.0, 8.0]),
+    st.sampled_from([1.0, 3.0, 5.0]),
+)
+
+
+@given(st.lists(timed, min_size=1, max_size=5), st.randoms())
+@example(
+    [
+        one(Verdict.WRONG, began=6.0, measured=9.0),
+        one(Verdict.HANG, began=2.0, measured=3.0),
+        one(Verdict.HEALTHY, plan="full", began=4.0, measured=5.0),
+    ],
+    random.Random(5),
+)
+def test_no_order_of_taking_in_hides_damage_that_is_newer_than_every_proof(
+    reports: list[PairReport], lot: Any
+) -> None:
+    shuffled = list(reports)
+    lot.shuffle(shuffled)
+    known: PairReport | None = None
+    for report in shuffled:
+        known = report.over(known)
+    assert known is not None
+    proofs = [it.began for it in reports if (it.verdict, it.plan) == (Verdict.HEALTHY, "full")]
+    newest = max((it.measured for it in reports if it.verdict in (Verdict.WRONG, Verdict.HANG)), default=0.0)
+    if newest > max(proofs, default=0.0):
+        assert known.verdict in (Verdict.WRONG, Verdict.HANG)
+    else:
+        assert (known.verdict is Verdict.HEALTHY) == any(it.verdict is Verdict.HEALTHY for it in reports)
 
 
 def test_a_sample_renews_what_was_proven_and_proves_nothing() -> None:

@@ -330,6 +330,59 @@ def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(clock: Clock, e
     assert report.unproven == {(0, 1)}
 
 
+@pytest.mark.parametrize("unusable", [-1, 2])
+def test_a_wrong_copy_counts_even_where_another_pair_ends_the_task(clock: Clock, unusable: int) -> None:
+    """A rare fault: the pair's next copies, alone, are all right."""
+    ending = Ending.NO_MEMORY if unusable < 0 else Ending.DONE
+    outcome = Outcome(ending=ending, trials=4, failures=(failure((0, 1)),), unusable=unusable, message="x")
+    report, _, _ = probe(
+        clock, lambda task: outcome if len(task.pairs) == 2 and task.work is Work.SECTION else None,
+        count=4, seconds=0.001,
+    )  # fmt: skip
+    assert (report.pairs[0, 1].verdict, report.pairs[0, 1].kind) == (Verdict.WRONG, "zeros")
+    assert report.pairs[0, 1].trials > 4
+    assert report.pairs[1, 0].verdict is Verdict.HEALTHY
+
+
+@pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED])
+@pytest.mark.parametrize("taken", [0.001, 60.0])
+@pytest.mark.parametrize("again", [0, 1])
+def test_pairs_that_end_badly_only_together_are_not_proven(
+    clock: Clock, ending: Ending, taken: float, again: int
+) -> None:
+    """Alone each of them works, or there was no time to see it (60 s)."""
+    outcome = Outcome(ending=ending, stage="copy_() of 64 MiB over 2 pairs", message="no end")
+
+    def ends(task: Task) -> Outcome | None:
+        if task.work is not Work.SECTION or len(task.pairs) == 1 or (0, 1) not in task.pairs:
+            return None
+        if task.again < again:
+            return None
+        clock.now += taken
+        return outcome
+
+    report, _, _ = probe(clock, ends, count=4, seconds=0.001, again=again)
+    assert {(0, 1), (2, 3)} <= report.with_verdict(Verdict.INCONCLUSIVE)
+    assert "over 2 pairs: no end" in report.pairs[0, 1].detail
+    if again:
+        assert report.unproven == {(0, 1), (2, 3)}
+
+
+def test_a_probe_that_makes_no_copy_proves_nothing(clock: Clock) -> None:
+    """All sections are done, but the pairs copied wrong or hung at once; then no worker starts any more."""
+    bad = Outcome(ending=Ending.DIED, stage="1 MiB with all pairs at once", message="killed by SIGABRT")
+    first, _, _ = probe(clock, lambda task: bad if task.work is Work.TOGETHER else None)
+    assert first.unproven == set(first.pairs)
+
+    def ended(task: Task) -> Outcome:
+        raise OperationError("the worker could not be started")
+
+    second, _, _ = probe(clock, ended, known=first)
+    assert second.unproven == set(first.pairs)
+    assert "the worker could not be started" in second.pairs[0, 1].detail
+    assert {found.verdict for found in first.renewed_by(second).pairs.values()} == {Verdict.INCONCLUSIVE}
+
+
 def test_what_time_is_left_goes_to_more_large_copies_with_other_bits(clock: Clock) -> None:
     def counted(task: Task) -> Outcome | None:
         if task.work is not Work.SECTION or not FULL.sections[task.section].is_large:

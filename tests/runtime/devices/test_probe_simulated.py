@@ -179,7 +179,7 @@ def test_the_same_seed_repeats_the_same_bits(simulator: Simulator) -> None:
     def damage(seed: int) -> PairReport:
         simulator.clear()
         simulator.fault(0, 1, Kind.STALE, every=50)
-        return replace(measured(QUICK, (0, 1), seed=seed).pairs[0, 1], measured=0.0)
+        return replace(measured(QUICK, (0, 1), seed=seed).pairs[0, 1], began=0.0, measured=0.0)
 
     assert damage(5) == damage(5)
     assert damage(5) != damage(6)

@@ -26,7 +26,7 @@ from ckptfix.runtime.devices.probe.report import ProbeReport
 from ckptfix.storage.atomic import read_file, write_all
 from ckptfix.storage.paths import shell_path
 
-_VERSION = 3
+_VERSION = 4
 """Of the file's content and of what the plans exercise: raise it when a plan becomes stricter."""
 
 _LARGEST = 4 << 20

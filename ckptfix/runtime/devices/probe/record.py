@@ -52,11 +52,17 @@ class PairRecord:
         """Return whether nothing of a plan is left to do."""
         return not any(self.left(section) for section in plan.sections)
 
+    def is_enough(self, plan: Plan) -> bool:
+        """Return whether the pair is proven if nothing speaks against it.
+
+        A pair that was finished before, and is asked for again, was in doubt: without a copy more it still is.
+        """
+        return self.trials > 0 and self.finished(plan)
+
     def add(self, outcome: Outcome, section: Section) -> None:
         """Take in what became of one section."""
-        self.trials += outcome.trials
+        self.add_failures(outcome)
         self.tried.update(outcome.tried)
-        self.failures += [failure for failure in outcome.failures if failure.pair == self.pair]
         self.unpoisoned += outcome.unpoisoned
         if outcome.unusable < 0:
             done = len(section.cases) if outcome.ending is Ending.DONE else outcome.done
@@ -66,6 +72,11 @@ class PairRecord:
                 self.doubt = f"no memory for {outcome.stage or 'the copies'}: {outcome.message}"
             case Ending.RAISED | Ending.DIED | Ending.HUNG:
                 self._ended_badly(outcome)
+
+    def add_failures(self, outcome: Outcome) -> None:
+        """Take in the copies that this pair made in a task, and those of them that were wrong."""
+        self.trials += outcome.trials
+        self.failures += [failure for failure in outcome.failures if failure.pair == self.pair]
 
     def _ended_badly(self, outcome: Outcome) -> None:
         if not outcome.stage or KILLED in outcome.message:
@@ -86,9 +97,10 @@ class PairRecord:
         peer_access: bool | None,
         unusable: str,
         blind: bool,
+        began: float = 0.0,
         measured: float = 0.0,
     ) -> PairReport:
-        """Return the verdict. ``unusable``: what is wrong with a device of the pair; ``measured``: when it was."""
+        """Return the verdict. ``unusable``: what is wrong with a device of the pair; the rest: see ``PairReport``."""
         verdict, kind, offset, detail = self._verdict(plan, unusable)
         proving = verdict in (Verdict.HEALTHY, Verdict.INCONCLUSIVE) and not blind
         before = dict(self.earlier.tried) if self.earlier is not None and proving else {}
@@ -106,6 +118,7 @@ class PairRecord:
             blind=blind,
             done=dict(self.done) if proving and plan.name != SAMPLED else {},
             tried={**before, str(seed): dict(self.tried)} if proving and self.tried else before,
+            began=began,
             measured=measured if self.trials or self.earlier is None else self.earlier.measured,
         )
 
@@ -124,7 +137,7 @@ class PairRecord:
             return Verdict.WRONG, shown.kind, shown.first_offset, detail
         if self.doubt:
             return Verdict.INCONCLUSIVE, "", None, self.doubt
-        if not self.finished(plan):
+        if not self.is_enough(plan):
             return (
                 Verdict.INCONCLUSIVE,
                 "",

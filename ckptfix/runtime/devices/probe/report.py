@@ -60,8 +60,8 @@ class PairReport:
 
     ``done``: cases of each section that were done and need not be done again, by the section's name. ``tried``: the
     copies of each kind, by the seed of the probe that made them: probes with different seeds sent different bits, so
-    their copies add up, and one that is counted twice is counted once. ``measured``: when, in seconds since the boot;
-    0 where that is not known.
+    their copies add up, and one that is counted twice is counted once. ``began`` and ``measured``: when the probe that
+    gave the verdict began, and when copies were made last, in seconds since the boot; 0 where that is not known.
     """
 
     pair: Pair
@@ -77,6 +77,7 @@ class PairReport:
     blind: bool = False
     done: Mapping[str, int] = field(default_factory=dict)
     tried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    began: float = 0.0
     measured: float = 0.0
 
     def trials_by_kind(self) -> Mapping[str, int]:
@@ -90,24 +91,31 @@ class PairReport:
         """Return what to know of a pair from now on, where ``older`` was known (None: nothing).
 
         What is proven stays: an inconclusive probe takes nothing back. What several probes did of a plan adds up,
-        whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays until the
-        full plan finds the pair healthy: of two probes that run at once and differ, the one that saw it is right. A
-        blind probe proves nothing, and a sample nothing that was not proven before.
+        whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays until a full
+        plan that began later finds the pair healthy: of two probes that run at once and differ, the one that saw it is
+        right. A blind probe proves nothing, and a sample nothing that was not proven before.
         """
-        damaged = older is not None and older.verdict in (Verdict.WRONG, Verdict.HANG)
+        if older is not None and older._is_damage:
+            if self.verdict in _PROVING:
+                return self if self._is_strict_proof and self.began >= older.measured else older
+            return self if self._is_damage and self.measured >= older.measured else older
+        if older is not None and self._is_damage and older._is_strict_proof and older.began > self.measured:
+            return older
         if self.verdict not in _PROVING:
-            return older if damaged and self.verdict is Verdict.UNUSABLE else self
-        if damaged:
-            return (
-                self
-                if self.verdict is Verdict.HEALTHY and self.plan == STRICTEST and not self.blind
-                else older
-            )
+            return self
         if self.plan == SAMPLED and (older is None or older.verdict not in _PROVING):
             return older
         if self.blind and (older is not None or self.verdict is Verdict.HEALTHY):
             return older
         return self._added_to(older) if older is not None and older.verdict in _PROVING else self
+
+    @property
+    def _is_damage(self) -> bool:
+        return self.verdict in (Verdict.WRONG, Verdict.HANG)
+
+    @property
+    def _is_strict_proof(self) -> bool:
+        return self.verdict is Verdict.HEALTHY and self.plan == STRICTEST and not self.blind
 
     def _added_to(self, older: PairReport) -> PairReport:
         best, other = (self, older) if self._weight >= older._weight else (older, self)
@@ -121,7 +129,9 @@ class PairReport:
             name: max(best.done.get(name, 0), other.done.get(name, 0)) for name in {**best.done, **other.done}
         }
         measured = max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
-        return replace(best, trials=max(best.trials, other.trials), done=done, tried=tried, measured=measured)
+        began = max(best.began, other.began) if best._weight == other._weight else best.began
+        trials = max(best.trials, other.trials)
+        return replace(best, trials=trials, done=done, tried=tried, began=began, measured=measured)
 
     @property
     def _weight(self) -> tuple[bool, bool, bool]:
@@ -150,6 +160,7 @@ class PairReport:
             "blind": self.blind,
             "done": dict(self.done),
             "tried": {seed: dict(counts) for seed, counts in self.tried.items()},
+            "began": round(self.began, 3),
             "measured": round(self.measured, 3),
         }
 
@@ -172,6 +183,7 @@ class PairReport:
             blind=bool(values["blind"]),
             done=_counts(values["done"]),
             tried={str(seed): _counts(counts) for seed, counts in values["tried"].items()},
+            began=float(values["began"]),
             measured=float(values["measured"]),
         )
 

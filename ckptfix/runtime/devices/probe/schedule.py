@@ -20,7 +20,7 @@ from ckptfix.runtime.devices.probe.cases import Plan
 from ckptfix.runtime.devices.probe.identity import Machine
 from ckptfix.runtime.devices.probe.record import KILLED, PairRecord
 from ckptfix.runtime.devices.probe.report import ProbeReport
-from ckptfix.runtime.devices.probe.task import Ending, Outcome, Task, Work
+from ckptfix.runtime.devices.probe.task import BAD_ENDINGS, Ending, Outcome, Task, Work
 
 _FOR_MORE = 0.5
 """Of the time, what may have gone by when large copies are made once more: nobody waits long for a healthy answer."""
@@ -122,7 +122,7 @@ class Schedule:
         """Return what is known when nothing more can be done."""
         self.found.stopped = reason
         for record in self.found.records.values():
-            if record.open and not record.finished(self._plan):
+            if record.open and not record.is_enough(self._plan):
                 record.doubt = reason
         return self.found
 
@@ -201,10 +201,15 @@ class Schedule:
                 for pair in group:
                     self.found.records[pair].add(outcome, section)
                 continue
-            # It ended badly, and one pair of the group is to blame: asked alone, each answers for itself.
+            # One pair of the group is to blame: asked alone, each answers for itself. What was wrong already stays so.
+            for pair in group:
+                self.found.records[pair].add_failures(outcome)
             for pair in group:
                 if self.found.open(pair):
                     self._section(number, (pair,), start, share, again)
+            if outcome.ending in BAD_ENDINGS and all(self.found.open(pair) for pair in group):
+                for pair in group:  # nobody is to blame, or there was no time to find out
+                    self.found.records[pair].doubt = f"{outcome.stage or 'several pairs'}: {outcome.message}"
 
     def _again(self) -> None:
         large = [number for number, section in enumerate(self._plan.sections) if section.is_large]
@@ -243,8 +248,7 @@ class Schedule:
             return
         for pair in pairs:
             record = self.found.records[pair]
-            record.trials += outcome.trials
-            record.failures += [failure for failure in outcome.failures if failure.pair == pair]
+            record.add_failures(outcome)
             if outcome.ending is not Ending.DONE:
                 record.doubt = f"{outcome.stage or 'several pairs'}: {outcome.message}"
 

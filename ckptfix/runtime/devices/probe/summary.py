@@ -44,6 +44,7 @@ def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
             peer_access=machine.peer_access.get(pair),
             unusable=found.of_device(pair),
             blind=bool(run.blind),
+            began=now - run.seconds - run.starting,
             measured=now,
         )
         for pair, record in found.records.items()

@@ -59,6 +59,10 @@ class Ending(Enum):
     HUNG = "hung"
 
 
+BAD_ENDINGS = (Ending.RAISED, Ending.DIED, Ending.HUNG)
+"""Endings after which the worker may have lost its devices."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """One copy that was wrong. ``kind``: see ``damage.Kind``; ``size``: bytes of the payload; ``case``: in words."""

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ckptfix.errors import OperationError
 from ckptfix.runtime.devices.probe.identity import Machine
-from ckptfix.runtime.devices.probe.task import Ending, Outcome, Task
+from ckptfix.runtime.devices.probe.task import BAD_ENDINGS, Ending, Outcome, Task
 
 STARTING = 180.0
 """Seconds that a worker may take to import torch and to initialise the devices: some file systems are slow."""
@@ -95,7 +95,7 @@ class Watched:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         outcome = self._outcome()
-        if outcome.ending in (Ending.RAISED, Ending.DIED, Ending.HUNG):
+        if outcome.ending in BAD_ENDINGS:
             self.close()
         return outcome
 
