@@ -11,6 +11,8 @@ from ckptfix.operations.doctor.facts.accelerate_source import AccelerateSource, 
 from ckptfix.operations.doctor.facts.devices import Device
 from ckptfix.operations.doctor.facts.folder import Folder
 from ckptfix.operations.doctor.facts.placement import DeviceMap
+from ckptfix.operations.doctor.facts.script import Script
+from ckptfix.operations.doctor.facts.script_uses import Uses
 from ckptfix.operations.doctor.facts.settings import AccelerateConfig, NcclSetting
 from ckptfix.operations.findings import UnloadablePickle
 from tests.operations.doctor.building import (
@@ -109,6 +111,20 @@ def test_idle_devices_are_counted_and_the_config_is_named() -> None:
 def test_paths_in_commands_are_quoted() -> None:
     given = facts(variables={"ACCELERATE_CONFIG_FILE": "/a b/c.yaml"}, config_variable_is_file=True)
     assert "--config_file '/a b/c.yaml'" in said("config-variable-ignored", given)
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("my run.py", "python -m py_compile 'my run.py'"),
+        ("a b.ipynb", "open 'a b.ipynb' in Jupyter and correct it"),
+    ],
+)
+def test_a_notebook_is_not_given_to_the_compiler(path: str, fix: str) -> None:
+    """Its JSON compiles as Python, so that the command found no fault."""
+    broken = Script(path=path, uses=Uses(), problem="cell 10, line 3: invalid syntax")
+    (advice,) = (one for one in diagnose_environment(facts(script=broken)).advice if "python" in one.code)
+    assert advice.fix == fix
 
 
 def test_the_name_that_was_meant_is_said() -> None:

@@ -62,6 +62,20 @@ def test_torch_files_are_read_without_unpickling(tmp_path: Path) -> None:
     assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN]
 
 
+def test_weights_that_the_model_widens_when_it_runs_are_still_the_files(tmp_path: Path) -> None:
+    """Routers of Switch Transformers turn their bfloat16 weights into float32 in the first forward pass."""
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    config = SwitchTransformersConfig(
+        vocab_size=97, d_model=16, d_kv=4, d_ff=32, num_heads=4, num_layers=2, num_decoder_layers=2,
+        num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = SwitchTransformersForConditionalGeneration(config).to(torch.bfloat16)
+    report = verify_reload(saved(tmp_path / "model", model))
+    assert report.status == 0, str(report)
+    assert outcomes(report, Subject.OUTPUTS)[:1] == [Outcome.PROVEN]
+
+
 def test_a_base_models_file_is_not_the_model_with_a_head(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", qwen2())
     path = folder / "model.safetensors"

@@ -77,10 +77,13 @@ TOPICS = (
 def not_python(facts: Facts) -> Iterator[Advice]:
     """Python would end with it before the first line runs."""
     if facts.script is not None and facts.script.problem:
+        path = shell_path(facts.script.path)
+        # py_compile takes the JSON of a notebook for Python, and finds no fault in it.
+        is_notebook = facts.script.path.endswith(".ipynb")
         yield NO_PYTHON.advice(
             f"{facts.script.path} cannot be read as Python: {facts.script.problem}",
             evidence=(facts.script.problem,),
-            fix=f"python -m py_compile {shell_path(facts.script.path)}",
+            fix=f"open {path} in Jupyter and correct it" if is_notebook else f"python -m py_compile {path}",
         )
 
 

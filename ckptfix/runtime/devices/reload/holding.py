@@ -14,7 +14,7 @@ import torch
 from ckptfix.runtime.devices.pairs import device
 from ckptfix.runtime.devices.reload.building import Built
 from ckptfix.runtime.devices.reload.comparing import CHUNK, Bytes, Mismatch, first_mismatch, host_bytes
-from ckptfix.runtime.devices.reload.filling import tensors_of
+from ckptfix.runtime.devices.reload.filling import holds, tensors_of
 from ckptfix.runtime.devices.reload.mapping import CPU, DISK, Device, DeviceMap, device_of
 from ckptfix.runtime.devices.reload.placing import Hops
 from ckptfix.runtime.devices.reload.stored import file_bytes
@@ -115,10 +115,14 @@ def _digest(value: torch.Tensor) -> bytes:
 
 
 def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Bytes]:
-    """Yield the bytes that a tensor of the model must have: the file's own, unless the model holds a wider dtype."""
+    """Yield the bytes that a tensor of the model must have: the file's own, unless the model holds a wider dtype.
+
+    Its loader may have widened it, or its own forward pass: routers of Switch Transformers do that.
+    """
     stored = built.weights.tensors[built.filled.names[name]]
-    if name in built.filled.converted or not stored.has_bytes:
-        return host_bytes(built.weights.read(stored.fqn).to(dtype), CHUNK)
+    value = built.weights.read(stored.fqn)
+    if not stored.has_bytes or (value.dtype != dtype and holds(dtype, value.dtype)):
+        return host_bytes(value.to(dtype), CHUNK)
     return file_bytes(stored, CHUNK)
 
 
