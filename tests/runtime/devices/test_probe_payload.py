@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckptfix.runtime.devices.probe import payload
-from ckptfix.runtime.devices.probe.cases import FULL, PLANS, QUICK, REPEATS, Case, Route, exact_size
+from ckptfix.runtime.devices.probe.cases import FULL, QUICK, REPEATS, Case, Route, exact_size
 from ckptfix.runtime.devices.probe.memory import Memory
 from ckptfix.runtime.devices.probe.trial import Landing, _sent
 
@@ -86,7 +86,7 @@ def test_a_destination_holds_the_complement_of_what_will_arrive(case: Case) -> N
 
 
 def test_plans_hold_what_known_faults_need() -> None:
-    for plan in PLANS.values():
+    for plan in (QUICK, FULL):  # a sample proves nothing that was not proven before
         cases = [case for section in plan.sections for case in section.cases]
         for route in (Route.COPY, Route.STRIDED_SOURCE):
             assert sum(case.route is route and case.size > 2 * 4096 for case in cases) >= REPEATS == 200
