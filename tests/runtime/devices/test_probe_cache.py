@@ -106,9 +106,19 @@ def test_a_file_moved_to_the_place_of_other_devices_is_not_believed(home: Path) 
 
 def test_a_new_boot_takes_the_same_file(home: Path) -> None:
     cache.store(report())
-    cache.store(report(identity={**IDENTITY, "boot": "later", "torch": "3"}))
+    cache.store(report(identity={**IDENTITY, "boot": "later", "drivers": {"nvidia": "570"}}))
     assert len(list(home.iterdir())) == 1
     assert cache.load(IDENTITY) is None
+
+
+@pytest.mark.parametrize("setting", ["torch", "allocator", "backend", "runtime"])
+def test_jobs_with_other_settings_keep_what_the_other_one_knows(home: Path, setting: str) -> None:
+    """Training with expandable segments and evaluation without them took turns, and never settled a pair."""
+    other = {**IDENTITY, setting: "another"}
+    cache.store(report())
+    cache.store(report(identity=other))
+    assert cache.load(IDENTITY) == report()
+    assert cache.load(other) == report(identity=other)
 
 
 def test_nothing_is_kept_or_found_without_an_identity(home: Path) -> None:
@@ -125,9 +135,9 @@ def test_nothing_is_kept_or_found_without_an_identity(home: Path) -> None:
         b"\xff\xfe",
         b"[]",
         b"null",
-        b'{"version": 3}',
-        b'{"version": 3, "report": {}}',
-        b'{"version": 3, "report": []}',
+        b'{"version": 4}',
+        b'{"version": 4, "report": {}}',
+        b'{"version": 4, "report": []}',
         b"[" * 100_000,
         b"x" * (2 << 20),
     ],

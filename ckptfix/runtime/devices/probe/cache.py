@@ -32,6 +32,9 @@ _VERSION = 4
 _LARGEST = 4 << 20
 """Bytes. Ours have a few thousand, and some 100,000 for 16 devices that many processes measured."""
 
+_PASSING = ("boot", "drivers")
+"""What is gone for good once it is another."""
+
 _TRIES = 5
 """Times to look for files anew, when one was replaced between finding and reading it."""
 
@@ -39,7 +42,8 @@ _TRIES = 5
 def location(identity: Mapping[str, Any]) -> Path | None:
     """Return the beginning of the paths of what is kept for these devices; None without a home folder.
 
-    A new boot, driver or torch takes the same one, so that old files do not pile up.
+    A new boot or driver takes the same one, so that old files do not pile up. What may differ from process to process,
+    as torch and its allocator, has another: two jobs with other settings do not delete what the other one knows.
     """
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # which the standard says to ignore
@@ -47,10 +51,10 @@ def location(identity: Mapping[str, Any]) -> Path | None:
         if not os.path.isabs(home):
             return None
         folder = os.path.join(home, ".cache")
-    devices = json.dumps(
-        [identity.get("type"), identity.get("devices"), identity.get("host")], sort_keys=True
+    lasting = json.dumps(
+        {key: value for key, value in identity.items() if key not in _PASSING}, sort_keys=True
     )
-    return Path(folder) / "ckptfix" / f"peer-copies-{sha256(devices.encode()).hexdigest()[:16]}"
+    return Path(folder) / "ckptfix" / f"peer-copies-{sha256(lasting.encode()).hexdigest()[:16]}"
 
 
 def load(identity: Mapping[str, Any]) -> ProbeReport | None:
