@@ -33,7 +33,7 @@ class Evidence:
 
         That takes two processes (one alone is never wrapped), an entry behind the original with one wrapper more than
         the original or one of ``links``, its earlier doubles, the same class in the manifest, and no optimizer that
-        has yet to step: until the first step an average rightly equals its model.
+        has yet to step or cannot be read: until the first step an average rightly equals its model.
         """
         return (
             self.folder.processes != 1
@@ -43,13 +43,16 @@ class Evidence:
                 for one in (original, *links)
             )
             and not self._are_two_classes(original, entry)
-            and not self.is_untrained
+            and not self.may_be_untrained
         )
 
     @property
-    def is_untrained(self) -> bool:
-        """Whether an optimizer has made no step: it may be the one of any model here."""
-        return any(facts.has_stepped is False for facts in self.optimizers.values())
+    def may_be_untrained(self) -> bool:
+        """Whether an optimizer has made no step, or cannot be read: it may be the one of any model here."""
+        saved = (one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries)
+        return any(one.problem is not None for one in saved) or any(
+            facts.has_stepped is False for facts in self.optimizers.values()
+        )
 
     def foreign(self, entry: Component) -> str:
         """Return why an entry is not of the save that wrote the manifest, "" when nothing says so."""

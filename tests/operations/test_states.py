@@ -183,3 +183,11 @@ def test_one_optimizer_without_a_step_leaves_the_average_of_its_model(tmp_path: 
     assert codes(folder)[0] == "identical-models"
     receipt = repair(folder)
     assert (receipt.status, receipt.steps) == (1, ())
+
+
+def test_an_optimizer_that_cannot_be_read_may_be_untrained(tmp_path: Path) -> None:
+    folder = save(tmp_path / "c", [Pair(0).model, Pair(0).wrapped], [Pair(0, steps=0).optimizer])
+    with open(folder / "optimizer.bin", "r+b") as file:
+        file.truncate(900)
+    assert codes(folder) == ["truncated-file", "identical-models", "wrapper-prefix"]
+    assert repair(folder).steps == ()

@@ -57,7 +57,7 @@ def test_other_files_are_still_checked(folder: Path) -> None:
     (folder / "optimizer.bin").write_bytes(b"")
     with nobody_may_read(folder / "random_states_0.pkl"):
         report = check(folder)
-    assert {"doubled-model", "not-a-tensor-file"} <= {finding.code for finding in report.findings}
+    assert {"identical-models", "not-a-tensor-file"} <= {finding.code for finding in report.findings}
     assert len(report.unfinished) == 1
     assert report.status == 1
 
