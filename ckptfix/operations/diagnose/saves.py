@@ -61,7 +61,8 @@ def diagnose_save(
         findings += _modelless(folder)
         gone = list(listed(folder, manifest))
         findings += gone
-        if not (is_saved or gone):  # else the manifest lists what belongs here
+        is_sealed = manifest is not None and bool(manifest.sha256)
+        if not (is_saved or is_sealed or gone):  # else the manifest lists what belongs here
             findings += incomplete(folder, has_deepspeed=has_deepspeed)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)

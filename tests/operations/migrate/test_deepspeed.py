@@ -79,7 +79,10 @@ def test_the_fp32_weights_of_the_run_and_all_else(saved: Path, tmp_path: Path, t
     assert digests_at(tmp_path / "b") == digests_at(saved)
     assert ties_at(tmp_path / "b") == {frozenset({"embed.weight", "head.weight"})}
     assert tensor_digests(loaded(tmp_path / "b", to)) == recorded(saved, "fp32")
-    assert check(tmp_path / "b").findings == ()
+    codes = [finding.code for finding in check(tmp_path / "b").findings]
+    assert codes == ["incomplete-checkpoint"], (
+        "the optimizer was left out, and load_state fails where one is prepared"
+    )
 
 
 @pytest.mark.parametrize("to", FORMATS)
