@@ -61,6 +61,16 @@ def test_a_scheduler_without_an_optimizer(tmp_path: Path) -> None:
     assert incomplete(root) == ["optimizer.bin is missing: scheduler.bin is there"]
 
 
+def test_a_seal_says_what_a_scheduler_was_sealed_without_and_hides_no_rank(tmp_path: Path) -> None:
+    root = make(tmp_path / "a", "custom-object", without=["optimizer.bin"])
+    assert seal(root, force=True).written
+    assert incomplete(root) == []
+    assert any(words.startswith("optimizers: none is saved") for words in check(root).not_checked)
+    ranks = make(tmp_path / "b", without=["random_states_0.pkl"])
+    assert seal(ranks).written
+    assert incomplete(ranks) == ["random_states_0.pkl is missing: random_states_1.pkl is there"]
+
+
 def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
     """A script without an optimizer, and an export of weights, are healthy: but they resume no other run."""
     no_optimizer = check(make(tmp_path / "a", without=["optimizer.bin"]))

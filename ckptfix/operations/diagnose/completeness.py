@@ -21,8 +21,13 @@ Part = tuple[Role, int]
 """A role and the position of an entry, or the rank of a state of generators."""
 
 
-def incomplete(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Finding]:
-    """Yield what is missing by the other files of a folder alone. What may be on another node is said to be."""
+def incomplete(
+    folder: CheckpointFolder, manifest: Manifest | None, *, has_deepspeed: bool
+) -> Iterator[Finding]:
+    """Yield what is missing by the other files of a folder alone. What may be on another node is said to be.
+
+    A scheduler that a manifest lists without its optimizer was sealed so: ``migrate`` leaves DeepSpeed's behind.
+    """
     parts = _parts(_paths(folder))
     states = (
         one.name for one in folder.components if one.role is Role.RNG_STATE and not one.name.is_of_trainer
@@ -41,15 +46,16 @@ def incomplete(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Fin
     if Role.SCHEDULER in roles and Role.OPTIMIZER not in roles and not has_deepspeed:
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
-        yield IncompleteCheckpoint(path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there")
+        if manifest is None or name not in manifest.sha256:
+            yield IncompleteCheckpoint(path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there")
 
 
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
     """Yield in words what a folder without an error still lacks to resume a run, where nothing tells if it should."""
     roles = {role for role, _ in _parts(_paths(folder))}
-    if has_deepspeed or Role.OPTIMIZER in roles or Role.SCHEDULER in roles:
+    if has_deepspeed or Role.OPTIMIZER in roles:
         return
-    if Role.MODEL in roles and Role.RNG_STATE in roles:
+    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
         yield "optimizers: none is saved here; load_state fails for a script that prepares one"
     elif Role.MODEL in roles and not any(path.name in _FOREIGN for path in folder.strays):
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"

@@ -61,9 +61,8 @@ def diagnose_save(
         findings += _modelless(folder)
         gone = list(listed(folder, manifest))
         findings += gone
-        is_sealed = manifest is not None and bool(manifest.sha256)
-        if not (is_saved or is_sealed or gone):  # else the manifest lists what belongs here
-            findings += incomplete(folder, has_deepspeed=has_deepspeed)
+        if not (is_saved or gone):  # else the manifest lists what belongs here
+            findings += incomplete(folder, manifest, has_deepspeed=has_deepspeed)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
     return SaveDiagnosis(findings, unchecked, [])
