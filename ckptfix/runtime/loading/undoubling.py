@@ -38,7 +38,7 @@ def is_shifted(accelerator: Any, root: Path) -> bool:
         return True
     by_index = {entry.index: entry for entry in models}
     return any(
-        index in by_index and not by_index[index].problem and _chain(model) != by_index[index].chain
+        index in by_index and not by_index[index].problem and not _is_wrapped_as(model, by_index[index].chain)
         for index, model in enumerate(accelerator._models)
     )
 
@@ -73,6 +73,9 @@ def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: R
     return len(entries) > objects >= fewest and bool(doubles(root, entries, wrapped=False))
 
 
-def _chain(model: Any) -> tuple[str, ...]:
-    # Not named_parameters(): a state_dict() of the script's own, or a buffer that is not saved, makes others of them.
-    return common_wrappers(model.state_dict())
+def _is_wrapped_as(model: Any, chain: tuple[str, ...]) -> bool:
+    named = (name for names in (model.named_parameters(), model.named_buffers()) for name, _ in names)
+    if common_wrappers(tuple(named)) == chain:
+        return True
+    # Asked last, as it may copy: its own state_dict(), or a buffer that is not saved, can make other names of them.
+    return common_wrappers(model.state_dict()) == chain
