@@ -41,6 +41,7 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
         if isinstance(finding, NoFormatMetadata) and finding.code in draft.policy.allow
     }
     bundles = _bundles(draft)
+    counted = {bundles.get(path) for path in draft.counted}
     happening: dict[ScopeKey, KeyMap] = {}
     for group in draft.groups:
         if not group.members or group.members[0].path in dropped:
@@ -50,7 +51,11 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
         for key, key_map in maps.items():
             own.setdefault(key[0], {})[key] = key_map
         renamed = [member for member in group.members if member.path in own]
-        if renamed and (objection := _objection(draft, group, maps)):
+        objection = _objection(draft, group, maps) if renamed else None
+        if renamed and bundles.get(group.members[0].path) in counted:
+            # Other names would make another verdict of them, and so another plan.
+            objection = "a duplicate of the same names stays, as the number of models asked for counts it"
+        if objection is not None:
             draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
             maps, own = {}, {}
         first = group.members[0].path
