@@ -4,43 +4,109 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
+from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
+from shlex import quote
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptfix.cli.endings import FAILURES, INTERRUPTED, ending_of
-from ckptfix.cli.report import JSON_VERSION, json_text, put
-from ckptfix.cli.terminal import COLOUR
+from ckptfix.cli.report import JSON_VERSION, Form, json_text, put
+from ckptfix.cli.verb import asked_form, write_examples
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape
 
 _HELP = {"-h", "--help", "--version"}
+_COMPLETE = "_CKPTFIX_COMPLETE"
+_WIDEST = 120
+"""Columns: help on a wider terminal is hard to read."""
 
 _ALREADY = b"ckptfix: interrupted already, and cleaning up; interrupt again to leave that to the next run\n"
+
+VERBS: Mapping[str, Mapping[str, str]] = {
+    "Look": {
+        "check": "Find what is wrong with checkpoints.",
+        "diff": "Compare the weights of two checkpoints, of any formats.",
+    },
+    "Repair": {
+        "repair": "Repair checkpoints in place; every repair can be undone.",
+        "undo": "Undo the last repair of checkpoints, byte for byte.",
+        "salvage": "Recover the intact tensors of a damaged checkpoint.",
+    },
+    "Prove": {
+        "seal": "Write the checksums of checkpoints into their manifests.",
+        "verify": "Compare checkpoints with their manifests, or prove a reload.",
+    },
+    "Convert": {"migrate": "Write a checkpoint in another format."},
+    "Train": {"run": "Run a training script with every Accelerator in it guarded."},
+    "Environment": {"doctor": "Find problems of this machine, its libraries and a training script."},
+}
+"""Group -> verb -> its summary, which is the first line of the verb's own help, too.
+
+Written here, so that the help and the completion of a shell import no verb.
+"""
+
+_SUMMARIES = {verb: summary for group in VERBS.values() for verb, summary in group.items()}
+_EXAMPLES = (
+    ("ckptfix check -r runs", "Check every checkpoint below runs."),
+    ("ckptfix repair --dry-run CHECKPOINT", "Show what a repair would do."),
+    ("ckptfix run train.py --my-arg", "Train, and keep the damage from coming back."),
+)
 
 
 class _Verbs(click.Group):
     """Imports a verb's module when it is asked for: `check` starts without what only `repair` needs."""
 
-    verbs = ("check", "diff", "doctor", "migrate", "repair", "run", "salvage", "seal", "undo", "verify")
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.verbs)
+        return list(_SUMMARIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.verbs:
+        if cmd_name not in _SUMMARIES:
             return None
         command: click.Command = getattr(import_module(f"ckptfix.cli.{cmd_name}"), f"{cmd_name}_command")
-        if cmd_name == "run":  # prints nothing of its own, and what follows the script is the script's
-            return command
-        command = copy(command)
-        command.params = [*command.params, COLOUR]
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb that comes first; where there is none, suggest what was meant."""
+        first = args[0]
+        if first in _SUMMARIES or first.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        if os.path.exists(first):
+            raise click.UsageError(
+                f"{first!r} is a path, and the verb is missing; next: ckptfix check {quote(first)}", ctx
+            )
+        close = get_close_matches(first.lower(), _SUMMARIES, 1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise click.UsageError(f"no verb {first!r}{meant}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs in groups, with their whole summaries."""
+        widest = max(map(len, _SUMMARIES))
+        for group, verbs in VERBS.items():
+            with formatter.section(group):
+                formatter.write_dl([(verb.ljust(widest), summary) for verb, summary in verbs.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, and where there is more."""
+        write_examples(formatter, _EXAMPLES)
+        formatter.write_paragraph()
+        formatter.write_text("The options and examples of a verb: ckptfix VERB --help")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the name of a verb, or an option of the group."""
+        verbs = [
+            CompletionItem(verb, help=summary)
+            for verb, summary in _SUMMARIES.items()
+            if verb.startswith(incomplete)
+        ]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; a ``sys.exit`` in code of the user's that it runs is no verb's way to end."""
@@ -50,7 +116,11 @@ class _Verbs(click.Group):
             raise OperationError(f"code that was run called sys.exit({ended.code!r})") from ended
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Verbs,
+    subcommand_metavar="VERB [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST},
+)
 @click.version_option(package_name="ckptfix")
 def cli() -> None:
     """Find and repair what is silently wrong with Hugging Face Accelerate checkpoints.
@@ -110,7 +180,7 @@ def _run_script(arguments: list[str]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit status; with ``--json`` stdout gets one object, whatever happens."""
-    as_json = "--json" in arguments
+    as_json = asked_form(arguments) is Form.JSON
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
@@ -122,8 +192,9 @@ def run(arguments: Sequence[str]) -> int:
             f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, as_json
         )
     except SystemExit:
-        # click's own way to end when the reader of its help has gone. A verb does not end so: it prints with put().
-        return 0 if _HELP.intersection(arguments) else 3
+        # click's own way to end when the reader of its help has gone, or when it completed a line for a shell. A verb
+        # does not end so: it prints with put().
+        return 0 if _HELP.intersection(arguments) or _COMPLETE in os.environ else 3
     except (click.exceptions.Abort, KeyboardInterrupt):  # a verb that had begun to write raises Interrupted
         return _fail("interrupted: nothing was changed", INTERRUPTED, as_json)
     except click.ClickException as error:

@@ -10,6 +10,7 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.endings import FAILURES
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import visit
+from ckptfix.cli.verb import Verb
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.findings import Severity
 from ckptfix.operations.findings.saves import StagingFolder
@@ -21,23 +22,31 @@ _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
 )  # fmt: skip
 
 
-@click.command("check")
+@click.command(
+    "check",
+    cls=Verb,
+    quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
+    examples=[
+        ("ckptfix check CHECKPOINT", "Find what is wrong with one checkpoint."),
+        ("ckptfix check -r runs", "Check every checkpoint below runs; the last line counts them."),
+        ("ckptfix check -r -0 runs | xargs -r0 ckptfix repair", "Repair every checkpoint that is not clean."),
+    ],
+)
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--data", is_flag=True, help="Read every byte of look-alikes and check every checksum.")
 @click.option("--recursive", "-r", is_flag=True, help="Check every checkpoint folder below PATHS.")
 @click.option(
-    "--quiet", "-q", is_flag=True,
-    help="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
-)  # fmt: skip
-@click.option(
-    "--null", "-0", is_flag=True, help="The same, each path unquoted and with a NUL behind it: for xargs -0."
+    "--null",
+    "-0",
+    is_flag=True,
+    help="As --quiet, each path unquoted and with a NUL behind it: for xargs -0.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def check_command(
-    paths: tuple[str, ...], data: bool, recursive: bool, quiet: bool, null: bool, as_json: bool
-) -> int:
-    """Say what is wrong with checkpoints. Reads headers and small samples; changes nothing."""
-    report = Report(as_json=as_json)
+def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: bool, report: Report) -> int:
+    """Find what is wrong with checkpoints.
+
+    Reads headers and small samples of tensors; changes nothing.
+    """
+    report.quiet |= null
     targets: list[str] = []
     failures: dict[str, Exception] = {}
     for path in paths:
@@ -59,7 +68,7 @@ def check_command(
         return result
 
     def lines(result: CheckReport) -> Iterator[Line]:
-        if not (quiet or null):
+        if not report.quiet:
             yield from (
                 _in_one_line(result) if len(targets) > 1 and _word(result) == _CLEAN else result.lines()
             )
@@ -67,7 +76,7 @@ def check_command(
             report.path(result.path, null=null)
 
     batch = visit(report, targets, work, word=_word, lines=lines)
-    if len(targets) > 1 and not (quiet or null):
+    if len(targets) > 1:
         report.show(batch.lines(_ORDER))
     return report.finish({"checkpoints": batch.documents}, batch.status)
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ckptfix.cli.report import Report
+from ckptfix.cli.verb import Verb
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.doctor import diagnose_environment, gather, parse_bus, parse_torch
 from ckptfix.operations.doctor.facts.launch import script_of, variables_of
@@ -16,7 +17,17 @@ _BUDGET = 30.0
 _LONGEST = 86400.0
 
 
-@click.command("doctor")
+@click.command(
+    "doctor",
+    cls=Verb,
+    examples=[
+        ("ckptfix doctor", "Look at this environment."),
+        (
+            "ckptfix doctor --launch 'torchrun --nproc_per_node 2 train.py'",
+            "Look at a training script and the command that starts it, too.",
+        ),
+    ],
+)
 @click.argument("folder", metavar="[DIR]", required=False, type=click.Path())
 @click.option(
     "--script", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
@@ -45,7 +56,6 @@ _LONGEST = 86400.0
     "--in-process", is_flag=True,
     help="Ask torch in this process: a broken driver can then crash or hang the command.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(
     folder: str | None,
     script: str | None,
@@ -55,13 +65,14 @@ def doctor_command(
     budget: float | None,
     seed: int | None,
     in_process: bool,
-    as_json: bool,
+    report: Report,
 ) -> int:
-    """Find problems of this environment, and say why they matter and what to do. DIR: a checkpoint to look into, too.
+    """Find problems of this machine, its libraries and a training script.
+
+    Says why each matters and what to do. DIR: a checkpoint to look into, too.
 
     Nothing is changed, except that --peer-copies keeps its verdicts for dispatch_model(safe_transfers="auto").
     """
-    report = Report(as_json=as_json)
     if peer_copies:
         if folder or script or launch or device_map:
             raise UsageError(

@@ -5,12 +5,20 @@ import click
 from ckptfix.cli.endings import interruptible
 from ckptfix.cli.interrupts import state_after_writing
 from ckptfix.cli.report import Report
+from ckptfix.cli.verb import Verb
 from ckptfix.operations.migrate import migrate
 from ckptfix.operations.migrate.options import FLOATS, ORIGINAL, TARGETS
 from ckptfix.operations.policy import Keys
 
 
-@click.command("migrate")
+@click.command(
+    "migrate",
+    cls=Verb,
+    examples=[
+        ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
+        ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),
+    ],
+)
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @click.option(
@@ -30,7 +38,6 @@ from ckptfix.operations.policy import Keys
     "--overwrite", is_flag=True, help="Replace the checkpoint or file at DST once the new one is whole."
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def migrate_command(
     src: str,
     dst: str,
@@ -42,10 +49,12 @@ def migrate_command(
     no_verify: bool,
     overwrite: bool,
     dry_run: bool,
-    as_json: bool,
+    report: Report,
 ) -> int:
-    """Write the checkpoint SRC in another format to DST, which is there whole or not at all; SRC stays as it is."""
-    report = Report(as_json=as_json)
+    """Write a checkpoint in another format.
+
+    DST appears when it is complete, or not at all; SRC stays as it is.
+    """
     with interruptible(state_after_writing(src, dst)), report.progress(f"migrating {src}") as progress:
         receipt = migrate(
             src,

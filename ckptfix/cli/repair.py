@@ -8,6 +8,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.interrupts import state_after_repair, state_after_writing
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
+from ckptfix.cli.verb import Verb
 from ckptfix.errors import UsageError
 from ckptfix.operations.policy import KEEPABLE, Keys, Policy
 from ckptfix.operations.receipt import Receipt, plan_lines
@@ -24,7 +25,15 @@ _WORDS: dict[object, str] = {
 """(exit status, whether anything was done) -> what became of a checkpoint, for the summary of several."""
 
 
-@click.command("repair")
+@click.command(
+    "repair",
+    cls=Verb,
+    examples=[
+        ("ckptfix repair --dry-run CHECKPOINT", "Show the plan; change nothing."),
+        ("ckptfix repair CHECKPOINT", "Repair it in place; to undo: ckptfix undo CHECKPOINT."),
+        ("ckptfix repair CHECKPOINT --output COPY", "Write a repaired copy."),
+    ],
+)
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
@@ -41,7 +50,6 @@ _WORDS: dict[object, str] = {
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
 @click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def repair_command(
     paths: tuple[str, ...],
     dry_run: bool,
@@ -52,10 +60,12 @@ def repair_command(
     keys: str,
     only: tuple[str, ...],
     allow: tuple[str, ...],
-    as_json: bool,
+    report: Report,
 ) -> int:
-    """Repair each of PATHS in place, journaled: `ckptfix undo PATH` gives every byte back."""
-    report = Report(as_json=as_json)
+    """Repair checkpoints in place; every repair can be undone.
+
+    Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every byte.
+    """
     if output is not None and len(paths) > 1:
         raise UsageError(
             f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; give one PATH, "

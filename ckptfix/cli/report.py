@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,31 @@ _ESCAPED = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|u(?P<lone>d[89a-f]..)|.)")
 _BLOCK = 1 << 16  # characters of JSON that are printed at a time
 
 
-class Report:
-    """Where a verb's results go: lines for a person, or one JSON object at the end."""
+class Form(Enum):
+    """How a result is printed."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
+    TEXT = "text"
+    JSON = "json"
+
+
+class Report:
+    """Where a verb's results go: lines for a person, or one document at the end.
+
+    ``quiet``: print no lines and no progress; a document, a path that was asked for and a failure are printed still.
+    """
+
+    def __init__(self, form: Form = Form.TEXT, *, quiet: bool = False) -> None:
+        self.form = form
+        self.quiet = quiet
+
+    @property
+    def as_json(self) -> bool:
+        """Whether stdout gets one JSON object and nothing else."""
+        return self.form is Form.JSON
 
     def show(self, lines: Iterable[Line]) -> None:
-        """Print lines of the result; click drops their colours where stdout is no terminal."""
-        if self.as_json:
+        """Print lines of the result; click drops their colours where stdout is not a terminal."""
+        if self.quiet or self.form is not Form.TEXT:
             return
         for one in lines:
             styled = (
@@ -50,14 +67,16 @@ class Report:
 
     def path(self, path: Path, *, null: bool) -> None:
         """Print a path for xargs: quoted in a line, or, with ``null``, as it is and with a NUL behind it."""
-        if not self.as_json and null:
+        if self.form is not Form.TEXT:
+            return
+        if null:
             put(os.fsencode(f"./{path}" if str(path).startswith("-") else path) + b"\0", newline=False)
-        elif not self.as_json:
+        else:
             put(shell_path(path))
 
     def message(self, text: str) -> None:
         """Print a message that is no result, to stderr."""
-        if not self.as_json:
+        if self.form is Form.TEXT:
             put(escape(text), err=True)
 
     def finish(self, document: Mapping[str, Any], status: int) -> int:
@@ -78,7 +97,7 @@ class Report:
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:
         """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and only if used."""
-        if self.as_json or not can_redraw():
+        if self.quiet or self.form is not Form.TEXT or not can_redraw():
             yield lambda count: None
             return
         bar: Any = None

@@ -36,9 +36,9 @@ def run_command(
     script: str,
     arguments: tuple[str, ...],
 ) -> Callable[[], None]:
-    """Run a training script as `python SCRIPT` does, with every Accelerator in it guarded.
+    """Run a training script with every Accelerator in it guarded.
 
-    All that follows SCRIPT is the script's own. Under several processes:
+    Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several processes:
     torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m ckptfix run SCRIPT.
     """
     from ckptfix.runtime.running import run_script

@@ -5,9 +5,16 @@ import click
 from ckptfix.cli.endings import interruptible
 from ckptfix.cli.interrupts import state_after_writing
 from ckptfix.cli.report import Report
+from ckptfix.cli.verb import Verb
 
 
-@click.command("salvage")
+@click.command(
+    "salvage",
+    cls=Verb,
+    examples=[
+        ("ckptfix salvage SRC DST", "Copy the intact tensors of SRC into the new folder DST."),
+    ],
+)
 @click.argument("source", metavar="SRC", type=click.Path())
 @click.argument("output", metavar="DST", type=click.Path())
 @click.option(
@@ -15,15 +22,14 @@ from ckptfix.cli.report import Report
     is_flag=True,
     help="Keep what is all there but fails its checksum or its digest in the manifest, too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def salvage_command(source: str, output: str, keep_damaged: bool, as_json: bool) -> int:
-    """Write what is whole of a damaged checkpoint SRC, a file or a folder, into the new folder DST.
+def salvage_command(source: str, output: str, keep_damaged: bool, report: Report) -> int:
+    """Recover the intact tensors of a damaged checkpoint.
 
-    DST/salvage.json lists what is lost. Exit status: 0 nothing is, 1 something is, 3 nothing could be saved.
+    SRC: a file or a folder. DST: a new folder; salvage.json in it lists what is lost.
+    Exit status: 0 nothing is lost, 1 something is, 3 nothing could be saved.
     """
     from ckptfix.operations.salvage import salvage
 
-    report = Report(as_json=as_json)
     with (
         interruptible(state_after_writing(source, output)),
         report.progress(f"salvaging {source}") as progress,

@@ -5,20 +5,28 @@ import click
 from ckptfix.cli.interrupts import state_after_seal
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
+from ckptfix.cli.verb import Verb
 from ckptfix.operations.sealing.seal import SealReceipt, seal
 
 
-@click.command("seal")
+@click.command(
+    "seal",
+    cls=Verb,
+    examples=[
+        ("ckptfix seal CHECKPOINT", "Write the manifest; ckptfix verify CHECKPOINT compares with it later."),
+    ],
+)
 @click.argument("paths", nargs=-1, required=True, metavar="DIR...", type=click.Path())
 @click.option(
     "--force",
     is_flag=True,
     help="Seal a folder as it is, though it is damaged, or what its manifest lists is gone or changed.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def seal_command(paths: tuple[str, ...], force: bool, as_json: bool) -> int:
-    """Write the sha256 of every file and tensor of each DIR into its manifest, for ckptfix verify to compare with."""
-    report = Report(as_json=as_json)
+def seal_command(paths: tuple[str, ...], force: bool, report: Report) -> int:
+    """Write the checksums of checkpoints into their manifests.
+
+    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare with.
+    """
 
     def work(path: str) -> SealReceipt:
         with report.progress(f"reading {path}") as progress:

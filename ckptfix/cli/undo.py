@@ -5,20 +5,25 @@ import click
 from ckptfix.cli.interrupts import state_after_undo
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
+from ckptfix.cli.verb import Verb
 from ckptfix.operations.undo import UndoReceipt, undo
 
 
-@click.command("undo")
+@click.command(
+    "undo",
+    cls=Verb,
+    examples=[
+        ("ckptfix undo CHECKPOINT", "Undo the last repair of CHECKPOINT."),
+    ],
+)
 @click.argument("paths", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--force",
     is_flag=True,
     help="For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not their size or ends.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def undo_command(paths: tuple[str, ...], force: bool, as_json: bool) -> int:
-    """Undo the last repair of each of PATHS, byte for byte."""
-    report = Report(as_json=as_json)
+def undo_command(paths: tuple[str, ...], force: bool, report: Report) -> int:
+    """Undo the last repair of checkpoints, byte for byte."""
 
     def work(path: str) -> UndoReceipt:
         with report.progress(f"undoing {path}") as progress:

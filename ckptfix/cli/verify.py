@@ -7,6 +7,7 @@ import click
 from ckptfix.cli.reloading import reload
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
+from ckptfix.cli.verb import Verb
 from ckptfix.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,19 @@ _WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
 _NOTHING = "without a digest"
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    cls=Verb,
+    examples=[
+        ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),
+        ("ckptfix verify CHECKPOINT --data", "Look for NaN, Inf and lost pages in the values, too."),
+        ("ckptfix verify COPY --against CHECKPOINT", "Compare with another checkpoint instead."),
+        (
+            "ckptfix verify MODEL --device-map auto",
+            "Load the model onto the devices, and prove what arrives.",
+        ),
+    ],
+)
 @click.argument("paths", nargs=-1, metavar="[DIR]...", type=click.Path())
 @click.option("--data", is_flag=True, help="Look for NaN, Inf and zeros in the values of all weights.")
 @click.option(
@@ -43,18 +56,18 @@ _NOTHING = "without a digest"
 @click.option(
     "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write the report as one HTML page."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify_command(
     paths: tuple[str, ...], data: bool, against: str | None, device_map: str | None, max_memory: str | None,
-    model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, as_json: bool,
+    model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
 ) -> int:  # fmt: skip
-    """Check the checkpoint in each DIR (or here), and compare every file and tensor with the digests that seal wrote.
+    """Compare checkpoints with their manifests, or prove a reload.
+
+    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
     names, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs your own
     code; the folder's never.
     """
-    report = Report(as_json=as_json)
     paths = paths or (".",)
     given = (device_map, max_memory, model, repeats)
     if any(one is not None for one in given) or require_transfer_proof:

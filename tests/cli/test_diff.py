@@ -160,6 +160,6 @@ def test_json_is_printed_tensor_by_tensor(
 
 @pytest.mark.parametrize("many", [[], [1], [{"a": []}, {"a": ["x", {}]}]])
 def test_an_iterator_is_printed_as_a_list(many: "list[object]", capsys: pytest.CaptureFixture[str]) -> None:
-    report.Report(as_json=True).finish({"many": iter(many), "inside": {"b": iter(many), "c": 1}}, 0)
+    report.Report(report.Form.JSON).finish({"many": iter(many), "inside": {"b": iter(many), "c": 1}}, 0)
     expected = {"version": 1, "many": many, "inside": {"b": many, "c": 1}, "status": 0}
     assert capsys.readouterr().out == json.dumps(expected) + "\n"

@@ -79,7 +79,7 @@ def test_a_bar_is_drawn_only_where_it_can_be_drawn_again(
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", term)
-    with Report(as_json=False).progress("reading") as advance:
+    with Report().progress("reading") as advance:
         advance(1024)
     assert ("reading" in stderr.getvalue()) is drawn
 

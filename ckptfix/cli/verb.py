@@ -1,0 +1,85 @@
+"""The form of a verb: its own options, the options that every verb has, and examples at the end of its help."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import click
+
+from ckptfix.cli.report import Form, Report
+from ckptfix.cli.terminal import COLOUR
+
+Example = tuple[str, str]
+"""A command to paste, and what it does."""
+
+_QUIET = "Print nothing but failures; the exit status says the rest."
+
+
+class Verb(click.Command):
+    """Give a verb its ``report``, made of the options that say what is printed and how.
+
+    ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        examples: Sequence[Example] = (),
+        forms: Sequence[Form] = (Form.TEXT, Form.JSON),
+        quiet: str = _QUIET,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, **options)
+        self.examples = tuple(examples)
+        self.common: tuple[click.Parameter, ...] = (
+            click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
+            click.Option(
+                ["--format", "form"], type=click.Choice([form.value for form in forms]), default=Form.TEXT.value,
+                help="Print the result in this format.  [default: text]",
+            ),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object: --format json."),
+            COLOUR,
+        )  # fmt: skip
+        self.params += self.common
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb with its report in place of the options that it is made of."""
+        as_json, form, quiet = (ctx.params.pop(name) for name in ("as_json", "form", "quiet"))
+        if as_json and form not in (Form.TEXT.value, Form.JSON.value):
+            raise click.UsageError(f"--json and --format {form} contradict each other", ctx)
+        ctx.params["report"] = Report(Form.JSON if as_json else Form(form), quiet=quiet)
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of this verb, then those of every verb, so that the first can be found."""
+        own = [param for param in self.get_params(ctx) if param not in self.common]
+        for title, params in (("Options", own[:-1]), ("Options of every verb", [*self.common, *own[-1:]])):
+            records = [param.get_help_record(ctx) for param in params if isinstance(param, click.Option)]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl([record for record in records if record is not None])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        write_examples(formatter, self.examples)
+
+
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[Example]) -> None:
+    """Write each example on a line of its own, that can be pasted, and below it what it does."""
+    if not examples:
+        return
+    with formatter.section("Examples"):
+        for command, meaning in examples:
+            formatter.write(f"{'':>{formatter.current_indent}}{command}\n")
+            with formatter.indentation(), formatter.indentation():
+                formatter.write_text(meaning)
+
+
+def asked_form(arguments: Sequence[str]) -> Form:
+    """Return the format that a command line asks for, before it is parsed: it may be one that cannot be."""
+    if "--json" in arguments:
+        return Form.JSON
+    named = [value for option, value in pairwise(arguments) if option == "--format"]
+    named += [one.removeprefix("--format=") for one in arguments if one.startswith("--format=")]
+    return next((form for form in Form if form.value in named), Form.TEXT)
