@@ -63,6 +63,11 @@ class Evidence:
             return f"the manifest of the save lists {entry.path} with other keys or shapes"
         return ""
 
+    def is_registered(self, entry: Component) -> bool:
+        """Whether a guarded save recorded an entry with these keys: ``prepare`` twice registers no model there."""
+        recorded = self._recorded(entry)
+        return recorded is not None and bool(recorded.keys) and recorded.keys == _fingerprint(entry)
+
     def unlisted(self, path: PurePosixPath) -> str:
         """Return that the manifest of the save does not list a file, "" when it does, or there is none."""
         if self.manifest is None or str(path) in self.manifest.files:

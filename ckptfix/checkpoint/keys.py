@@ -157,6 +157,17 @@ def dotted(chain: tuple[str, ...]) -> str:
     return "".join(f"{segment}." for segment in chain)
 
 
+def fitting(chain: tuple[str, ...]) -> str:
+    """Return which model takes keys behind a chain of wrappers."""
+    if not chain:
+        return "the bare model"
+    return (
+        "a model in one DistributedDataParallel"
+        if chain == DDP_CHAIN
+        else f"a model behind '{dotted(chain)}'"
+    )
+
+
 def _common(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
     length = 0
     for one, other in zip(left, right, strict=False):

@@ -6,9 +6,10 @@ from itertools import groupby
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.keys import fitting
 from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, NestedPrefix, finding_lines, salvage_lines
-from ckptfix.operations.steps import DropEntry, Renumber, Safety, Step, Unplanned
+from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Safety, Step, Unplanned
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, Printable, count_of, few, line, unchecked_line
 
@@ -41,7 +42,7 @@ class Receipt(Printable):
     @property
     def advice(self) -> tuple[str, ...]:
         """What to do before the script resumes, in words; empty where no entry was dropped."""
-        return _before_resuming(self.steps)
+        return _before_resuming(self.steps, self.found)
 
     def lines(self) -> Iterator[Line]:
         """Yield the plan, what was done, what is left, and how to undo it."""
@@ -101,7 +102,7 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
     return type(step.action), step.fixes, step.safety
 
 
-def _before_resuming(steps: Sequence[Step]) -> tuple[str, ...]:
+def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
     """Return what becomes of the script that registered an object twice, and what to do first."""
     last: dict[Role, FileName | FolderName] = {}
     dropped: set[Role] = set()
@@ -119,14 +120,30 @@ def _before_resuming(steps: Sequence[Step]) -> tuple[str, ...]:
     if names:
         cause = "passed an object to prepare() twice"
         failure = f"looks for {names}, which a repaired folder does not hold, and load_state fails"
-    elif any(NestedPrefix.code in step.fixes for step in steps):
-        cause = "wrapped a model twice (prepare() twice, or DistributedDataParallel by hand and prepare())"
-        failure = "looks for the old keys, and loading fails"
     else:
-        return ()
+        return _before_loading(steps, found)
     return (
         f"the script {cause}: unchanged, it {failure}",
         "before you resume, prepare each object once, or start the script with: ckptfix run SCRIPT",
+    )
+
+
+def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
+    """Return which script reads the keys that a repair took nested wrappers from, and when that was wrong."""
+    targets = {
+        key_map.insert
+        for step in steps
+        if NestedPrefix.code in step.fixes and isinstance(step.action, RewriteNames)
+        for key_map in step.action.maps.values()
+    }
+    if not targets:
+        return ()
+    assumed = any(isinstance(one, NestedPrefix) and one.assumed for one in found)
+    wrong = "; if a module of the model is itself called 'module', undo this repair" if assumed else ""
+    return (
+        f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped the model twice: "
+        f"unchanged, it looks for the old keys, and loading fails{wrong}",
+        "before you resume, wrap the model only so, or start the script with: ckptfix run SCRIPT",
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix import Keys, Policy, check, repair
+from ckptfix import Keys, Policy, check, repair, undo
+from ckptfix.checkpoint.manifest import MANIFEST, Manifest, ManifestEntry, key_fingerprint
 from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
 
 NET = {"fc.weight": b"weights!" * 4, "fc.bias": b"bias"}
@@ -65,11 +66,35 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
         evidence = "2 processes" if processes else "nothing shows how many processes"
         assert evidence in str(report.findings[0])
         assert read_safetensors_bytes(path) == wrapped(NET, "module.")
+        assert "If a module of the model is itself called 'module'" in report.findings[0].advice
+        assert "the keys now fit a model in one DistributedDataParallel" in receipt.advice[0]
+        assert "if a module of the model is itself called 'module', undo this repair" in receipt.advice[0]
+        undo(folder)
+        assert read_safetensors_bytes(path) == wrapped(NET, "module.module.")
     else:
         assert "--keys bare" in report.findings[0].advice
         assert (receipt.status, snapshot(folder)) == (0, before)
         repair(folder, policy=Policy(keys=Keys.BARE))
         assert read_safetensors_bytes(path) == NET
+
+
+def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
+    """The guard registers no model twice: ``prepare(DDP(Holder(net)))`` wrote these keys, and reads them."""
+    folder = ranks(tmp_path, 2)
+    own = wrapped(NET, "module.module.")
+    path = write_safetensors(folder / "model.safetensors", own)
+    files = {one.name: one.stat().st_size for one in folder.iterdir()}
+    for keys, code in (
+        (key_fingerprint((name, "U8", (len(data),)) for name, data in own.items()), "wrapper-prefix"),
+        ("of other keys", "nested-prefix"),
+    ):
+        model = ManifestEntry(index=0, file="model.safetensors", type="Holder", keys=keys)
+        manifest = Manifest(versions={}, world_size=2, step=0, models=(model,), files=files)
+        (folder / ".ckptfix").mkdir(exist_ok=True)
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        assert codes(folder) == [code]
+    repair(folder)
+    assert read_safetensors_bytes(path) == wrapped(NET, "module.")
 
 
 @pytest.mark.parametrize(("chain", "target"), [("", ""), ("module.", "module.")])
@@ -80,8 +105,9 @@ def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str,
         {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()}, folder / "pytorch_model.bin"
     )
     assert "pytorch_model.bin has these names" in str(check(folder).findings[0])
-    repair(folder)
+    receipt = repair(folder)
     assert read_safetensors_bytes(path) == wrapped(NET, target)
+    assert "itself called 'module'" not in str(receipt)  # proven, not assumed
 
 
 @pytest.mark.parametrize("processes", [0, 2])

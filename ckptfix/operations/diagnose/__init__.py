@@ -153,7 +153,7 @@ def diagnose(
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
-    findings += diagnose_names(named, groups, doubled)
+    findings += diagnose_names(evidence, groups, doubled)
     findings += diagnose_sharded_names(sharded, folder.processes)
     findings += diagnose_shard_files(sharded)
     findings += (finding for state in deepspeed for finding in state.findings)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.entries import shapes_of
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
@@ -45,7 +46,7 @@ def nested_evidence(processes: int | None) -> str:
 
 
 def diagnose_names(
-    folder: CheckpointFolder, groups: Iterable[ModelFiles], doubled: frozenset[PurePosixPath]
+    evidence: Evidence, groups: Iterable[ModelFiles], doubled: frozenset[PurePosixPath]
 ) -> list[Finding]:
     """Find nested and single wrappers in every file that is neither a double nor left over.
 
@@ -60,7 +61,7 @@ def diagnose_names(
         and group.members[0].path not in doubled
         and group.members[0].role in NAMED_ROLES
     ]
-    verdicts = _Verdicts(folder, judged)
+    verdicts = _Verdicts(evidence, judged)
     findings: list[Finding] = []
     for group in judged:
         for component in group.members:
@@ -78,6 +79,7 @@ def diagnose_names(
                         target=verdict.target,
                         names=len(scope.names),
                         evidence=verdict.evidence,
+                        assumed=verdict.assumed,
                     )
                     findings.append(finding)
                 elif scope.kind == STATE_DICT and (chain or inner_wrappers(scope.names)):
@@ -94,13 +96,15 @@ class _Nested(NamedTuple):
 
     target: tuple[str, ...]
     evidence: str
+    assumed: bool
 
 
 class _Verdicts:
     """Judges nested wrappers by what else is in the folder: references, siblings, and the number of processes."""
 
-    def __init__(self, folder: CheckpointFolder, groups: Sequence[ModelFiles]) -> None:
-        self._folder = folder
+    def __init__(self, evidence: Evidence, groups: Sequence[ModelFiles]) -> None:
+        self._evidence = evidence
+        self._folder = evidence.folder
         self._places = [
             (group, scope)
             for group in groups
@@ -138,13 +142,17 @@ class _Verdicts:
             path, others = reference
             target = () if self._bare.get(_list_of(group), False) else collapse(chain)
             return _Nested(
-                target, f"{path} has these names " + (f"behind '{dotted(others)}'" if others else "bare")
+                target,
+                f"{path} has these names " + (f"behind '{dotted(others)}'" if others else "bare"),
+                assumed=False,
             )
+        if self._evidence.is_registered(group.members[0]):
+            return None
         return self._by_processes(chain)
 
     def _by_processes(self, chain: tuple[str, ...]) -> _Nested | None:
         evidence = nested_evidence(self._folder.processes)
-        return _Nested(collapse(chain), evidence) if evidence else None
+        return _Nested(collapse(chain), evidence, assumed=True) if evidence else None
 
     def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:
         """Whether a model with the same names and shapes is there in fewer wrappers: this one may be its average.

@@ -172,6 +172,7 @@ def _judge(
                 target=target if belongs and (is_follower or to_bare) else collapse(scope.chain),
                 names=len(scope.names),
                 evidence=NO_WRAPPER_HERE if to_bare else evident[judge],
+                assumed=not to_bare,
             )
         elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):
             yield WrapperPrefix(path=path, scope=str(scope), chain=scope.chain, names=len(scope.names))

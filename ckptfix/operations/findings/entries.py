@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.keys import dotted
+from ckptfix.checkpoint.keys import dotted, fitting
 from ckptfix.operations.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, human_size
 
@@ -107,6 +107,8 @@ class NestedPrefix(Finding):
     names: int
     evidence: str = ""
     """What the verdict rests on, besides the names."""
+    assumed: bool = False
+    """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same."""
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -120,10 +122,13 @@ class NestedPrefix(Finding):
     @property
     def advice(self) -> str:
         """The script comes first: unchanged, it looks for the nested names."""
+        once = "wrap the model once, or start the script with: ckptfix run SCRIPT"
+        if not self.assumed:
+            return f"the model was wrapped twice; after a repair the unchanged script misses these keys; first {once}"
         return (
-            "the model was wrapped twice (prepare() twice, or DistributedDataParallel by hand and prepare()); after a "
-            "repair the unchanged script misses these keys; first wrap the model once, or start the script with: "
-            "ckptfix run SCRIPT"
+            "assumed: the script wrapped the model in DistributedDataParallel twice. If a module of the model is "
+            "itself called 'module', these keys are right: do not repair them. A repaired checkpoint fits "
+            f"{fitting(self.target)}; first {once}; for a bare model: ckptfix repair DIR --keys bare"
         )
 
 
