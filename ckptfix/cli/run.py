@@ -43,13 +43,15 @@ def run_command(
     """
     from ckptfix.runtime.running import run_script
 
+    def guard() -> None:
+        from ckptfix.runtime.accelerator import patch_accelerate
+
+        patch_accelerate(
+            on_reprepare=on_reprepare,
+            check_backward=not no_check_backward,
+            save_together=save_together,
+            save_timeout=save_timeout,
+        )
+
     # Returned, not called: the script runs outside of this command line, which would catch what it raises.
-    return functools.partial(
-        run_script,
-        script,
-        arguments,
-        on_reprepare=on_reprepare,
-        check_backward=not no_check_backward,
-        save_together=save_together,
-        save_timeout=save_timeout,
-    )
+    return functools.partial(run_script, script, arguments, guard)

@@ -22,18 +22,13 @@ from typing import Any
 _replaced: list[ModuleType] = []  # the __main__ of before: its functions are still running
 
 
-def run_script(script: str, arguments: Sequence[str], **settings: Any) -> None:
-    """Run a script as ``__main__``, with ``settings`` for ``patch_accelerate``.
+def run_script(script: str, arguments: Sequence[str], guard: Callable[[], None]) -> None:
+    """Run a script as ``__main__``, and call ``guard`` as soon as the script has imported accelerate.
 
     What it raises, and the status it exits with, go through untouched; a traceback begins with the script's own frame.
     """
 
-    def patch() -> None:
-        from ckptfix.runtime.accelerator import patch_accelerate
-
-        patch_accelerate(**settings)
-
-    when_imported("accelerate", patch)
+    when_imported("accelerate", guard)
     sys.argv[:] = [script, *arguments]
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = str(Path(script).resolve().parent)

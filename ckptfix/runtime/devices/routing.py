@@ -136,3 +136,18 @@ def _is_capturing(index: int) -> bool:
         return False
     with module.device(where):
         return bool(query())
+
+
+ROUTER = Router()
+"""The one router of the process: staging is on or off for all of its threads."""
+
+
+@contextmanager
+def bypassed(*, counted: bool = True) -> Iterator[None]:
+    """Let copies that this thread makes go directly, for code that has to see what the direct way does.
+
+    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these copies are nobody's
+    but the caller's own, and no counter shows them.
+    """
+    with ROUTER.bypassed(counted=counted):
+        yield

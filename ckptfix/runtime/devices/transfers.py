@@ -25,7 +25,7 @@ from ckptfix.errors import UsageError
 from ckptfix.runtime.devices import fallback, overriding
 from ckptfix.runtime.devices.counting import Count
 from ckptfix.runtime.devices.pairs import Pair, device_count, device_type, ordered_pairs
-from ckptfix.runtime.devices.routing import Router, TransferError, Ways
+from ckptfix.runtime.devices.routing import ROUTER, TransferError, Ways, bypassed
 from ckptfix.runtime.devices.staging import release_slots
 from ckptfix.wording import count_of
 
@@ -97,7 +97,6 @@ _lock = threading.Lock()
 _references: list[Transfers] = []
 _given_back: deque[Transfers] = deque()
 _installed: _Installed | None = None
-_router = Router()
 _at_beginning: Mapping[Pair, Count] = {}
 _told: set[frozenset[Pair]] = set()
 _told_what_is_not_covered: set[bool] = set()
@@ -120,20 +119,9 @@ def safe_transfers(mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False)
         release(reference)
 
 
-@contextmanager
-def bypassed(*, counted: bool = True) -> Iterator[None]:
-    """Let copies that this thread makes go directly, for code that has to see what the direct way does.
-
-    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these copies are nobody's
-    but the caller's own, and no counter shows them.
-    """
-    with _router.bypassed(counted=counted):
-        yield
-
-
 def staged_pairs() -> frozenset[Pair]:
     """Return the ordered pairs whose copies are staged, or refused, now."""
-    return _router.ways.staged
+    return ROUTER.ways.staged
 
 
 def counters() -> Mapping[Pair, Count]:
@@ -142,7 +130,7 @@ def counters() -> Mapping[Pair, Count]:
 
 
 def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
-    now = _router.counts.all()
+    now = ROUTER.counts.all()
     pairs = sorted({*ordered_pairs(), *now})
     return {pair: now.get(pair, Count()) - before.get(pair, Count()) for pair in pairs}
 
@@ -154,14 +142,14 @@ def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Tr
     chosen = mode_meant(mode)
     if chosen is Mode.NEVER:
         _say_that_it_stays_on()
-        return Transfers(mode=chosen, holder=holder, _before=_router.counts.all())
+        return Transfers(mode=chosen, holder=holder, _before=ROUTER.counts.all())
     reference = Transfers(
         mode=chosen,
         raises=raise_instead,
         pairs=_wanted(chosen),
         holder=holder,
         not_covered=overriding.NOT_COVERED if overriding.can_override() else fallback.NOT_COVERED,
-        _before=_router.counts.all(),
+        _before=ROUTER.counts.all(),
     )
     if reference.pairs and not overriding.can_override():
         _say_what_is_not_covered(raise_instead)
@@ -201,14 +189,14 @@ def _settle() -> None:
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
     refused = frozenset[Pair]().union(*(reference.pairs for reference in _references if reference.raises))
     asked = any(reference.mode is Mode.ALWAYS and reference.pairs for reference in _references)
-    if staged and not _router.ways.staged:
-        _at_beginning = _router.counts.all()
-    _router.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
+    if staged and not ROUTER.ways.staged:
+        _at_beginning = ROUTER.counts.all()
+    ROUTER.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
     if staged and _installed is None:
         _installed = (
-            overriding.Override(_router.carry)
+            overriding.Override(ROUTER.carry)
             if overriding.can_override()
-            else fallback.HookPatch(_router.takes_host)
+            else fallback.HookPatch(ROUTER.takes_host)
         )
     elif not staged and _installed is not None:
         if _installed.remove():

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ckptfix.errors import CkptfixError
-from ckptfix.runtime.devices import transfers
 from ckptfix.runtime.devices.pairs import Pair, device
 from ckptfix.runtime.devices.probe import host_path, payload
 from ckptfix.runtime.devices.probe.cases import Case, Route, exact_size
@@ -25,6 +24,7 @@ from ckptfix.runtime.devices.probe.judging import REMEMBERED, Evidence, judge
 from ckptfix.runtime.devices.probe.memory import Memory, free_memory
 from ckptfix.runtime.devices.probe.payload import compared, same
 from ckptfix.runtime.devices.probe.task import Failure
+from ckptfix.runtime.devices.routing import bypassed
 from ckptfix.wording import human_size
 
 _WINDOWS = 1 << 14
@@ -179,7 +179,7 @@ def run_large(
 
     def copied(pair: Pair, seed: int) -> tuple[Queued, bool, Any]:
         try:
-            with transfers.bypassed(counted=False):
+            with bypassed(counted=False):
                 queued = queue_large(case, pair, row, seed, memory)
                 all_queued.wait(_PATIENCE)
                 return queued, *read_back(queued, memory)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.runtime.devices import transfers
 from ckptfix.runtime.devices.pairs import Pair, device, device_type
 from ckptfix.runtime.devices.probe import host_path, payload, together
 from ckptfix.runtime.devices.probe.batch import next_batch, run_batch
@@ -22,6 +21,7 @@ from ckptfix.runtime.devices.probe.memory import Memory
 from ckptfix.runtime.devices.probe.streams import side_streams_exist
 from ckptfix.runtime.devices.probe.task import Ending, Failure, Outcome, Task, Work
 from ckptfix.runtime.devices.probe.trial import PairTrials
+from ckptfix.runtime.devices.routing import bypassed
 
 ENOUGH = 6
 """Failures after which a pair needs no more copies."""
@@ -55,7 +55,7 @@ class Runner:
         self._stage = ""
         progress = _Progress()
         try:
-            with transfers.bypassed(counted=False):
+            with bypassed(counted=False):
                 ending = self._done(task, time.monotonic() + seconds, progress)
             return progress.outcome(ending)
         except NoRoom as error:

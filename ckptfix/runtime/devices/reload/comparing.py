@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from ckptfix.runtime.devices.transfers import bypassed
+from ckptfix.runtime.devices.routing import bypassed
 
 CHUNK = 64 << 20
 """Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller than that."""

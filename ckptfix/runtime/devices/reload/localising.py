@@ -17,7 +17,8 @@ from ckptfix.runtime.devices.reload.dispatching import Outputs
 from ckptfix.runtime.devices.reload.outputs import equal_bits
 from ckptfix.runtime.devices.reload.raising import ANYTHING
 from ckptfix.runtime.devices.reload.report import Divergence
-from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
+from ckptfix.runtime.devices.routing import bypassed
+from ckptfix.runtime.devices.transfers import safe_transfers
 
 
 class Moved(NamedTuple):

@@ -22,7 +22,8 @@ from ckptfix.runtime.devices.reload.outputs import Spread, equal_bits, spread
 from ckptfix.runtime.devices.reload.raising import ANYTHING, in_words
 from ckptfix.runtime.devices.reload.reaching import unreached_parts
 from ckptfix.runtime.devices.reload.report import Divergence, Outcome, Proof, Subject
-from ckptfix.runtime.devices.transfers import bypassed, safe_transfers
+from ckptfix.runtime.devices.routing import bypassed
+from ckptfix.runtime.devices.transfers import safe_transfers
 from ckptfix.wording import count_of
 
 _NOISE = 10.0
