@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ckptfix.cli.endings import FAILURES, INTERRUPTED, ending_of
-from ckptfix.cli.report import JSON_VERSION, Form, json_text, put
+from ckptfix.cli.report import Form, Report, put
 from ckptfix.cli.verb import asked_form, write_examples
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape
@@ -179,8 +179,8 @@ def _run_script(arguments: list[str]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit status; with ``--json`` stdout gets one object, whatever happens."""
-    as_json = asked_form(arguments) is Form.JSON
+    """Run the command line and return its exit status; stdout gets the document that was asked for in any case."""
+    form = asked_form(arguments)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
@@ -188,28 +188,27 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(args=list(arguments), prog_name="ckptfix", standalone_mode=False)
         if isinstance(result, int):
             return result
-        return _fail(
-            f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, as_json
-        )
+        return _fail(f"{' '.join(arguments[:1])} ended without a status; this is a fault of ckptfix", 3, form)
     except SystemExit:
         # click's own way to end when the reader of its help has gone, or when it completed a line for a shell. A verb
         # does not end so: it prints with put().
         return 0 if _HELP.intersection(arguments) or _COMPLETE in os.environ else 3
     except (click.exceptions.Abort, KeyboardInterrupt):  # a verb that had begun to write raises Interrupted
-        return _fail("interrupted: nothing was changed", INTERRUPTED, as_json)
+        return _fail("interrupted: nothing was changed", INTERRUPTED, form)
     except click.ClickException as error:
-        if not as_json:
+        if form is Form.TEXT:
             with suppress(BrokenPipeError):
                 error.show()
             return error.exit_code
-        return _fail(error.format_message(), error.exit_code, as_json)
+        return _fail(error.format_message(), error.exit_code, form)
     except FAILURES as error:
-        return _fail(*ending_of(error), as_json)
+        return _fail(*ending_of(error), form)
 
 
-def _fail(message: str, status: int, as_json: bool) -> int:
-    if as_json:
-        put(json_text({"version": JSON_VERSION, "error": message, "status": status}))
-    else:
+def _fail(message: str, status: int, form: Form) -> int:
+    if form is Form.TEXT:
         put(f"ckptfix: {escape(message)}", err=True)
-    return status
+        return status
+    report = Report(form)
+    report.message(message)
+    return report.finish({"error": message}, status)

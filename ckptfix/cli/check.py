@@ -7,14 +7,16 @@ from dataclasses import replace
 import click
 
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
+from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.endings import FAILURES
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Form, Report
 from ckptfix.cli.several import visit
 from ckptfix.cli.verb import Verb
 from ckptfix.operations.check import CheckReport, check
 from ckptfix.operations.findings import Severity
 from ckptfix.operations.findings.saves import StagingFolder
 from ckptfix.operations.target import find_checkpoints
+from ckptfix.storage.paths import command
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
 _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
@@ -25,6 +27,7 @@ _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
 @click.command(
     "check",
     cls=Verb,
+    forms=list(Form),
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[
         ("ckptfix check CHECKPOINT", "Find what is wrong with one checkpoint."),
@@ -75,10 +78,22 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: boo
         elif result.status:
             report.path(result.path, null=null)
 
-    batch = visit(report, targets, work, word=_word, lines=lines)
+    batch = visit(report, targets, work, word=_word, lines=lines, annotations=_annotations)
     if len(targets) > 1:
         report.show(batch.lines(_ORDER))
     return report.finish({"checkpoints": batch.documents}, batch.status)
+
+
+def _annotations(result: CheckReport) -> Iterator[Annotation]:
+    """Yield the findings of a checkpoint with what to do about each, and what may not be read."""
+    for finding in result.all_findings:
+        sentences = [str(finding), finding.advice_at(str(result.path))]
+        if finding.is_fixable:
+            sentences.append(f"next: {command('repair', result.path)}")
+        words = "; ".join(filter(None, sentences))
+        yield Annotation(finding.severity, words, result.folder.root / finding.path, finding.code)
+    for words in result.all_unfinished:
+        yield Annotation(Severity.ERROR, f"could not finish: {words}", result.path)
 
 
 def _word(result: CheckReport) -> str:

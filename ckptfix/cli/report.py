@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
+from ckptfix.cli.annotations import Annotation, github_line, sarif
 from ckptfix.cli.terminal import can_redraw
-from ckptfix.operations.findings import Finding, finding_lines
+from ckptfix.operations.findings import Finding, Severity, finding_lines
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import Line, escape, line
 
@@ -30,6 +31,8 @@ class Form(Enum):
 
     TEXT = "text"
     JSON = "json"
+    SARIF = "sarif"
+    GITHUB = "github"
 
 
 class Report:
@@ -41,15 +44,35 @@ class Report:
     def __init__(self, form: Form = Form.TEXT, *, quiet: bool = False) -> None:
         self.form = form
         self.quiet = quiet
+        self._annotations: list[Annotation] = []
 
     @property
     def as_json(self) -> bool:
         """Whether stdout gets one JSON object and nothing else."""
         return self.form is Form.JSON
 
+    @property
+    def is_annotated(self) -> bool:
+        """Whether findings are printed as annotations, each with its file."""
+        return self.form in (Form.SARIF, Form.GITHUB)
+
+    def annotate(self, annotations: Iterable[Annotation]) -> None:
+        """Print annotations, or keep them for the document; no other format has any."""
+        if self.form is Form.GITHUB:
+            for one in annotations:
+                put(github_line(one))
+        elif self.form is Form.SARIF:
+            self._annotations += annotations
+
     def show(self, lines: Iterable[Line]) -> None:
-        """Print lines of the result; click drops their colours where stdout is not a terminal."""
-        if self.quiet or self.form is not Form.TEXT:
+        """Print lines of the result; click drops their colours where stdout is not a terminal.
+
+        Where annotations are asked for, only what was not checked is taken from them.
+        """
+        if self.quiet or self.form is Form.JSON:
+            return
+        if self.is_annotated:
+            self.annotate(Annotation(Severity.NOTE, str(one)) for one in lines if one.unchecked)
             return
         for one in lines:
             styled = (
@@ -75,12 +98,13 @@ class Report:
             put(shell_path(path))
 
     def message(self, text: str) -> None:
-        """Print a message that is no result, to stderr."""
+        """Print a message that is not a result: to stderr, or as an annotation of the run."""
+        self.annotate([Annotation(Severity.ERROR, text.removeprefix("ckptfix: "))])
         if self.form is Form.TEXT:
             put(escape(text), err=True)
 
     def finish(self, document: Mapping[str, Any], status: int) -> int:
-        """Print the JSON object when JSON was asked for, and return the exit status.
+        """Print the document that was asked for, and return the exit status.
 
         An iterator in the document is printed as a list, of which one value at a time is in memory.
         """
@@ -92,6 +116,8 @@ class Report:
                     put(text, newline=False)
                     text = ""
             put(text)
+        elif self.form is Form.SARIF:
+            put(json_text(sarif(self._annotations, status)))
         return status
 
     @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.endings import FAILURES, Interrupted, ending_of, interruptible
 from ckptfix.cli.report import Report
 from ckptfix.storage.paths import shell_path
@@ -72,9 +73,10 @@ def visit(
     *,
     word: Callable[[R], str],
     lines: Callable[[R], Iterable[Line]] | None = None,
+    annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
 ) -> Batch:
-    """Do the work on each path, and print its lines. A failure is printed, too, and the next path follows.
+    """Do the work on each path, and print its lines or annotations. After a failure the next path follows.
 
     Of a lone path, a failure is raised. An interrupt ends the work on all of them.
     """
@@ -83,6 +85,8 @@ def visit(
         try:
             with interruptible(state_after(path)) if state_after is not None else nullcontext():
                 result = work(path)
+                if report.is_annotated:
+                    report.annotate(annotations(result))
                 for one in result.lines() if lines is None else lines(result):
                     if one.unchecked and len(paths) > 1:
                         batch.unchecked.setdefault(path, []).append(one.unchecked)
@@ -98,7 +102,7 @@ def visit(
                 batch.words[_NOT_REACHED] = len(paths) - number - 1
                 break
         else:
-            batch.add(result.as_json(), result.status, word(result))
+            batch.add(result.as_json() if report.as_json else {}, result.status, word(result))
     return batch
 
 
@@ -110,13 +114,16 @@ def run_each(
     word: Callable[[R], str],
     order: Sequence[str],
     lines: Callable[[R], Iterable[Line]] | None = None,
+    annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
 ) -> int:
     """Do the work on each path, print the summary of several, and return the worst exit status.
 
     The JSON object is that of the path; of several, its ``reports`` are those of all.
     """
-    batch = visit(report, paths, work, word=word, lines=lines, state_after=state_after)
+    batch = visit(
+        report, paths, work, word=word, lines=lines, annotations=annotations, state_after=state_after
+    )
     if len(paths) == 1:
         return report.finish(batch.documents[0], batch.status)
     report.show(batch.lines(order))

@@ -1,14 +1,17 @@
 """``ckptfix verify``: digests, or with ``--device-map`` the proof of a reload."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
+from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.reloading import reload
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Form, Report
 from ckptfix.cli.several import run_each
 from ckptfix.cli.verb import Verb
 from ckptfix.errors import UsageError
+from ckptfix.operations.findings import Severity
 
 if TYPE_CHECKING:
     from ckptfix.operations.sealing.report import VerifyReport
@@ -21,6 +24,7 @@ _NOTHING = "without a digest"
 @click.command(
     "verify",
     cls=Verb,
+    forms=list(Form),
     examples=[
         ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),
         ("ckptfix verify CHECKPOINT --data", "Look for NaN, Inf and lost pages in the values, too."),
@@ -79,6 +83,10 @@ def verify_command(
             raise UsageError(
                 f"--device-map proves one reload at a time: give one DIR instead of {len(paths)}"
             )
+        if report.is_annotated:
+            raise UsageError(
+                f"--format {report.form.value}: the proof of a reload is printed as text or json"
+            )
         return reload(
             report,
             paths[0],
@@ -100,4 +108,27 @@ def verify_command(
     def word(result: "VerifyReport") -> str:
         return _WORDS[result.status] if result.is_damaged or result.is_verified else _NOTHING
 
-    return run_each(report, paths, work, word=word, order=[*_WORDS.values(), _NOTHING])
+    order = [*_WORDS.values(), _NOTHING]
+    return run_each(report, paths, work, word=word, order=order, annotations=_annotations)
+
+
+def _annotations(result: "VerifyReport") -> Iterator[Annotation]:
+    """Yield the findings of the structure, what differs, what is wrong with values, and what was not verified."""
+    from ckptfix.operations.sealing.report import Kind
+
+    root = result.path.parent if result.path.is_file() else result.path
+    for finding in result.findings:
+        yield Annotation(finding.severity, str(finding), root / finding.path, finding.code)
+    for item in result.differences:
+        file = root / (item.name if item.kind is Kind.FILE else item.where)
+        change = "differs" if item.change is None else item.change.value
+        yield Annotation(Severity.ERROR, str(item), file, f"digest-{change}")
+    if result.crossed:
+        words = f"positions of models differ: {result.crossed}"
+        yield Annotation(Severity.ERROR, words, result.path, "digest-crossed")
+    for value in result.values:
+        yield Annotation(value.severity, str(value), result.path, value.code)
+    for words in result.unfinished:
+        yield Annotation(Severity.ERROR, f"could not be read: {words}", result.path)
+    if not result.is_verified:
+        yield Annotation(Severity.ERROR, f"nothing was verified: {result.no_digest}", result.path)

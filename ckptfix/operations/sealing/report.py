@@ -43,6 +43,14 @@ class Item:
     text: str = ""
     other: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.label}{':' if self.kind is Kind.FILE else ''} {self.text}"
+
+    @property
+    def label(self) -> str:
+        """The file, or the tensor and its file, in words."""
+        return self.name if self.kind is Kind.FILE else f"{self.where}: {self.name!r}"
+
     def as_json(self) -> dict[str, object]:
         """Return the item as JSON values."""
         return {
@@ -116,6 +124,11 @@ class VerifyReport(Printable):
         counter = Counter(item.outcome for item in self.items if item.kind is kind)
         return {outcome: counter[outcome] for outcome in Outcome}
 
+    @property
+    def differences(self) -> list[Item]:
+        """The items that differ; what two swapped files did to each other is one, and the tensors in them are none."""
+        return _together([item for item in self.items if item.outcome is Outcome.DIFFER])
+
     def lines(self) -> Iterator[Line]:
         """Yield what differs, each by name, then how many match, what was not checked, and how much is wrong."""
         against = f" against {self.against}" if self.against is not None else ""
@@ -123,7 +136,7 @@ class VerifyReport(Printable):
         yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
         serious = [one for one in self.findings if one.severity is not Severity.NOTE]
         yield from finding_lines(serious, str(self.path))
-        differing = _together([item for item in self.items if item.outcome is Outcome.DIFFER])
+        differing = self.differences
         unchecked = [item for item in self.items if item.outcome is Outcome.NOT_CHECKED]
         for kind in Kind:
             yield from differing_lines([item for item in differing if item.kind is kind])
@@ -241,7 +254,7 @@ def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
     ordered = sorted(_together(items), key=_kind_and_change)
     for _, group in groupby(ordered, key=_kind_and_change):
         same = list(group)
-        texts = [f" differ {_named(item)} {item.text}" for item in same]
+        texts = [f" differ {item}" for item in same]
         yield from few(texts, f"{same[0].kind.value}s", colour="red")
 
 
@@ -255,10 +268,6 @@ def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
     for item in items:
         reasons.setdefault(item.text, []).append(item)
     for reason, same in reasons.items():
-        what = _named(same[0]).rstrip(":") if len(same) == 1 else count_of(len(same), same[0].kind.value)
+        what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
         each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
         yield unchecked_line(f"{what}: {each}{reason}")
-
-
-def _named(item: Item) -> str:
-    return f"{item.name}:" if item.kind is Kind.FILE else f"{item.where}: {item.name!r}"

@@ -1,0 +1,107 @@
+"""Findings as other programs take them: SARIF 2.1.0, and the commands that a GitHub workflow shows at a change."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from ckptfix.operations.findings import CODES, Severity
+from ckptfix.wording import escape
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+_DATA = {"%": "%25"}
+"""What a command's message may not hold; ends of lines are escapes already."""
+
+_PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
+
+
+class Annotation(NamedTuple):
+    """One finding, with the file that it is about.
+
+    ``code``: "" for what is about the run and not about the checkpoint: a failure, or what was not checked.
+    """
+
+    severity: Severity
+    message: str
+    file: Path | None = None
+    code: str = ""
+
+
+def github_line(annotation: Annotation) -> str:
+    """Return the workflow command of an annotation; what was not checked is a plain line of the log."""
+    message = escape(annotation.message)
+    if not annotation.code and annotation.severity is Severity.NOTE:
+        return message
+    properties = {"title": f"ckptfix {annotation.code}".strip()}
+    if annotation.file is not None:
+        properties = {"file": escape(str(annotation.file)), **properties}
+    inside = ",".join(f"{name}={_replace(value, _PROPERTY)}" for name, value in properties.items())
+    return f"::{_COMMANDS[annotation.severity]} {inside}::{_replace(message, _DATA)}"
+
+
+def _replace(text: str, replaced: Mapping[str, str]) -> str:
+    return "".join(replaced.get(character, character) for character in text)
+
+
+def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
+    """Return the SARIF log of one run. ``status``: its exit status; from 2 on, the run did not finish.
+
+    What is about the run is a notification of the tool, so that a viewer counts findings alone.
+    """
+    every = list(annotations)
+    found = [one for one in every if one.code]
+    codes = sorted({one.code for one in found})
+    return {
+        "$schema": _SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "ckptfix",
+                        "version": version("ckptfix"),
+                        "rules": [_rule(code) for code in codes],
+                    }
+                },
+                "invocations": [
+                    {
+                        "executionSuccessful": status < 2,
+                        "exitCode": status,
+                        "toolExecutionNotifications": [_notification(one) for one in every if not one.code],
+                    }
+                ],
+                "columnKind": "unicodeCodePoints",
+                "results": [_result(one, codes) for one in found],
+            }
+        ],
+    }
+
+
+def _rule(code: str) -> dict[str, object]:
+    kind = CODES.get(code)
+    if kind is None:  # a difference from the manifest, or something about values
+        return {"id": code}
+    return {
+        "id": code,
+        "shortDescription": {"text": kind.meaning},
+        "defaultConfiguration": {"level": kind.severity.value},
+    }
+
+
+def _result(one: Annotation, codes: Sequence[str]) -> dict[str, object]:
+    return {"ruleId": one.code, "ruleIndex": codes.index(one.code), **_notification(one)}
+
+
+def _notification(one: Annotation) -> dict[str, object]:
+    words: dict[str, object] = {"level": one.severity.value, "message": {"text": escape(one.message)}}
+    if one.file is not None:
+        words["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": _uri(one.file)}}}]
+    return words
+
+
+def _uri(file: Path) -> str:
+    """Return a path as a URI, byte for byte; a relative one stays relative to where the command ran."""
+    return ("file://" if file.is_absolute() else "") + quote(os.fsencode(file))
