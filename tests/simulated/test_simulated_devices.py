@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.simulated import HOST, Simulator, simulate
-from tests.simulated.simulator import ROOT
 
 pytestmark = pytest.mark.simulated(3)
 
@@ -179,7 +178,7 @@ def test_host_copies_have_a_log_of_their_own(simulator: Simulator) -> None:
     assert [(each.bytes, each.non_blocking) for each in (*sent, *received)] == [(16, True), (16, False)]
 
 
-def test_children_simulate_the_same(simulator: Simulator) -> None:
+def test_children_simulate_the_same(simulator: Simulator, tmp_path: Path) -> None:
     simulator.fault(0, 2, "zeros")
     simulator.peer_access(1, 0, False)
     code = """if True:
@@ -188,6 +187,6 @@ def test_children_simulate_the_same(simulator: Simulator) -> None:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     printed = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=ROOT.parent
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
     )  # fmt: skip
     assert printed.stdout == "0.0 False\n"
