@@ -1,16 +1,26 @@
 """pytest looks for hooks and fixtures of all tests here; the simulated devices' are written beside the simulator."""
 
+import gc
+import os
+import shutil
 import signal
+from pathlib import Path
 
+import hypothesis
 import pytest
 
+from tests import sampling
 from tests.simulated import hooks
-from tests.simulated.hooks import each_accelerate, pytest_configure, pytest_runtest_protocol, simulator
+from tests.simulated.hooks import each_accelerate, pytest_runtest_protocol, simulator
 
 __all__ = [
     "each_accelerate",
+    "pytest_addoption",
+    "pytest_cmdline_main",
+    "pytest_collection_finish",
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "pytest_report_header",
     "pytest_runtest_protocol",
     "simulator",
 ]
@@ -19,8 +29,66 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background has them ignore interrupts, and all that they start, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+MEMORY_DISK = Path("/dev/shm")
+ROOM = 6 << 30
+"""Free bytes that the temporary folders of a whole run need at most."""
+
+LONGEST = ("tests/operations/test_kill.py",)
+"""Files that take a minute and more, the longest first: one that begins last keeps a single worker busy."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ckptfix")
+    group.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="strike every point of every kill sweep, and draw all examples",
+    )
+    group.addoption(
+        "--eighth",
+        type=int,
+        choices=range(sampling.PARTS),
+        help="the share of the kill sweeps (by default by chance)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Keep the tests of one file in one process: they share processes with devices, and runs of two ranks."""
+    if config.getoption("numprocesses", None) and config.getoption("dist") == "no":
+        config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hooks.pytest_configure(config)
+    sampling.choose_share(exhaustive=config.getoption("exhaustive"), eighth=config.getoption("eighth"))
+    if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM:
+        # Thousands of small folders with an fsync for each file: in memory, where an fsync costs nothing.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
+
+    hypothesis.settings.register_profile("ckptfix", max_examples=sampling.examples(100), deadline=None)
+    hypothesis.settings.load_profile("ckptfix")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking through torch and all tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_report_header() -> str:
+    share = os.environ[sampling.SHARE]
+    return f"kill sweeps: {'all points' if share == 'all' else f'share {share} of 8 (--eighth {share})'}"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the storage: its tests fork thousands of times, which is slow once torch has filled this process."""
     hooks.pytest_collection_modifyitems(items)
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/storage/"))
+    order = {name: place for place, name in enumerate(LONGEST)}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        file = item.nodeid.partition("::")[0]
+        return not file.startswith("tests/storage/"), order.get(file, len(order))
+
+    items.sort(key=place)

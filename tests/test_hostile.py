@@ -391,7 +391,9 @@ BOMBS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("container", ["zip", "plain"])
-@pytest.mark.parametrize("what", BOMBS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * what.startswith("100,000")) for what in BOMBS]
+)
 def test_pickle_bombs(folder: Path, capsys: pytest.CaptureFixture[str], what: str, container: str) -> None:
     """Each lies there twice, as two models and as two optimizers, so that they are compared as well."""
     for name in ("pytorch_model.bin", "pytorch_model_1.bin", "optimizer.bin", "optimizer_1.bin"):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from ckptfix import check, repair, undo
 from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
+from tests.sampling import examples
 
 Tensors = dict[str, bytes]
 Pick = Callable[[Sequence[Any]], Any]
@@ -206,7 +207,9 @@ def scratch() -> Iterator[Path]:
 
 
 @settings(
-    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    deadline=None,
+    max_examples=examples(120),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
 def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:

@@ -27,6 +27,7 @@ from ckptfix.formats.dcp_places import MATCHED, PACKED, Chunk
 from ckptfix.formats.dcp_rewrite import paths_of, rewrite_metadata
 from ckptfix.formats.dcp_stream import read_stream
 from ckptfix.formats.pickle_tree import Text, attribute, pairs
+from tests.sampling import examples
 
 FIXTURES = sorted(Path(__file__).parents[2].glob("fixtures/dcp-*/*/checkpoint/*/.metadata"))
 
@@ -93,7 +94,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SHAPES, st.integers(1, 4), st.booleans(), st.sampled_from([4, 5]))
 def test_whatever_is_saved(shapes: list[tuple[int, ...]], ranks: int, shared: bool, protocol: int) -> None:
     both(pickle.dumps(saved(shapes, ranks, shared=shared), protocol))

@@ -16,6 +16,7 @@ from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import pairs
 from tests.formats.test_pickle_stream import PROTOCOLS, VALUES
+from tests.sampling import examples
 
 NAMES = st.sampled_from(
     ["a", "b", "module.a", "module.module.b", "ü", "\n'\"\\", "x" * 300, "", "\ud800", "日本", "\0\r\x1a"]
@@ -35,7 +36,7 @@ def test_identity_is_byte_identical(value: Any, protocol: int) -> None:
     assert rewrite(tree, {text.site: text.value for text in tree.texts}) == data
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.dictionaries(NAMES, NAMES | st.integers() | st.lists(NAMES, max_size=3), min_size=1, max_size=6),
     PROTOCOLS,

@@ -21,6 +21,7 @@ from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_literals import MAX_TEXT
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, Text, attribute, child, is_dict_like, pairs
+from tests.sampling import examples
 
 CONSTANTS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=300) | st.binary(max_size=300)
@@ -91,7 +92,7 @@ def test_any_bytes_parse_or_raise_format_error(data: bytes) -> None:
         parse(data)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(VALUES, PROTOCOLS, st.data())
 def test_a_broken_pickle_parses_or_raises_format_error(
     value: Any, protocol: int, draw: st.DataObject

@@ -24,6 +24,7 @@ from ckptfix.formats.safetensors_file import (
 )
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import open_reader
+from tests.sampling import examples
 
 deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = _deserialize
 Read = Callable[[bytes], SafetensorsFile]
@@ -136,7 +137,7 @@ METADATA = (
 HEADERS = st.dictionaries(st.sampled_from(["a", "b", "module.c", "\ud800", "\x00"]), ENTRIES, max_size=3)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000), deadline=None)
 @given(
     header=HEADERS,
     metadata=st.none() | st.fixed_dictionaries({"__metadata__": METADATA}),
@@ -158,7 +159,7 @@ def test_what_the_reference_refuses_is_refused(
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(sizes=st.lists(st.integers(0, 4), max_size=4), order=st.randoms(), pad=st.integers(0, 9))
 def test_what_the_reference_accepts_is_accepted(read: Read, sizes: list[int], order: Any, pad: int) -> None:
     entries = []

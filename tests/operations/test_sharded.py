@@ -31,6 +31,7 @@ from tests.operations.sharded_folders import (
     prefixed,
     snapshot,
 )
+from tests.sampling import PARTS, sampled
 from tests.storage.crash import Fault, points, strike
 
 COPIES = Policy(allow=frozenset({"identical-models"}))
@@ -307,11 +308,10 @@ def test_killed_anywhere_it_is_old_or_new(tmp_path: Path, name: str, verb: str) 
     after = contents(folder) if verb == "undo" else new(fresh())
     assert total > 10
     assert after != before
-    for at in range(total):
+    for at in sampled(range(total)):
         folder = fresh()
-        fault = (Fault.KILL_BEFORE, Fault.TORN)[
-            at % 2
-        ]  # tests/operations/test_kill.py has every fault at each
+        # tests/operations/test_kill.py has every fault at each point
+        fault = (Fault.KILL_BEFORE, Fault.TORN)[at // PARTS % 2]
         strike(work(folder), at, fault)
         with folder_lock(folder):
             recover(folder)

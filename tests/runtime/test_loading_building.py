@@ -14,6 +14,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.runtime.loading.building import NotPlain, build
 from ckptfix.storage.reading import open_reader
+from tests.sampling import examples
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool,
@@ -56,7 +57,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(value=plain)
 def test_it_is_what_torch_loads(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     path = tmp_path_factory.mktemp("built") / "state.bin"

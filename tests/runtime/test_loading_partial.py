@@ -25,6 +25,7 @@ from ckptfix.runtime.loading import (
 from ckptfix.runtime.loading.report import Need
 from fixtures.models import Tied
 from tests.runtime.loading_runs import Run, make_run, reset, seeded
+from tests.sampling import examples
 
 PARTIAL = LoadPolicy(models=Need.PARTIAL)
 
@@ -100,7 +101,9 @@ prefixes = st.sampled_from(["", "module.", "_orig_mod."])
 kinds = st.sampled_from(["safetensors", "bin", "sharded"])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(file=tensors, model=tensors, prefix=prefixes, own=prefixes, kind=kinds)
 def test_what_is_loaded_is_exactly_the_intersection(
     tmp_path: Path, file: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]], prefix: str, own: str,
@@ -623,7 +626,9 @@ widths = {name: 2 + number % 2 for number, name in enumerate("abcdef")}
 layers = st.lists(st.sampled_from("abcdef"), unique=True, min_size=1).map(sorted)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     old=layers,
     new=layers,

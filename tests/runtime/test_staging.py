@@ -20,6 +20,7 @@ from ckptfix.cli import run
 from ckptfix.runtime.saving.rotation import rotate
 from ckptfix.runtime.saving.staging import How, Staging, begin, commit, plan_staging
 from tests.runtime.killing import Steps, in_child
+from tests.sampling import is_sampled
 
 OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
 NEW = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!", "random_states_1.pkl": b"new!"}
@@ -112,7 +113,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", How)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how: How) -> None:
-    for kill_at in range(1000):
+    for kill_at in filter(is_sampled, range(1000)):
         root = tmp_path / str(kill_at)
         target = prepare(root, how)
         before = contents(target) if target.exists() else None
@@ -163,7 +164,7 @@ def test_rotation_keeps_whole_ones_and_never_the_last_goes(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -> None:
-    for kill_at in range(1000):
+    for kill_at in filter(is_sampled, range(1000)):
         folder = tmp_path / str(kill_at) / "checkpoints"
         for number in range(3):
             save(folder / f"checkpoint_{number}", NEW)
@@ -283,7 +284,7 @@ def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
         monkeypatch.setattr("ckptfix.runtime.saving.staging.exchange", lambda one, other: False)
     strangers = {"notes.txt": b"mine"} if way == "strangers" else {}
     old = {name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")}
-    for kill_at in range(1000):
+    for kill_at in filter(is_sampled, range(1000)):
         target = tmp_path / str(kill_at) / "out"
         write(target, {**old, **strangers})
 

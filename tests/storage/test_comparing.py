@@ -25,6 +25,7 @@ from ckptfix.storage.comparing import (
     sample_runs,
 )
 from ckptfix.storage.copying import supports_reflink
+from tests.sampling import examples
 
 SIZE = (40 << 20) + 123
 
@@ -101,7 +102,7 @@ def test_an_exception_in_progress_stops_all_threads(pair: tuple[Path, Path]) -> 
         first_difference(a, b, [RUN], progress=progress)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 299), st.integers(0, 299), st.integers(0, 50)))
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import existing, shell_path
 from ckptfix.wording import escape
+from tests.sampling import examples
 
 BYTES = st.binary(min_size=1, max_size=12) | st.text(min_size=1, max_size=12).map(
     lambda text: text.encode("utf-8", "replace")
@@ -20,7 +21,7 @@ NAMES = st.lists(BYTES.map(lambda name: name.replace(b"\0", b"'")), min_size=30,
 
 
 @given(NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_bash_reads_back_every_name(names: list[bytes]) -> None:
     words = " ".join(shell_path(os.fsdecode(name)) for name in names)
     assert escape(words) == words

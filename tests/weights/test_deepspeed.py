@@ -24,6 +24,7 @@ from ckptfix.weights.opening import open_checkpoint, other_files
 from ckptfix.weights.stored import Format, StoredTensor, Weights
 from fixtures import digests as fixture_digests
 from fixtures.make_deepspeed import SCENARIOS
+from tests.sampling import examples
 from tests.weights.writing import digests, torch_digest
 from tests.weights.zero_making import make_zero
 
@@ -391,7 +392,7 @@ def test_an_older_deepspeed_that_says_less(tmp_path: Path) -> None:
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     groups=st.lists(st.lists(shapes, max_size=4), min_size=1, max_size=3),
     frozen=st.lists(shapes, max_size=2),

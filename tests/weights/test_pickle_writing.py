@@ -15,6 +15,7 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node
 from ckptfix.weights.files.pickle_writing import BUILD, Call, Global, Persistent, PickleWriter
+from tests.sampling import examples
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 
@@ -40,7 +41,7 @@ plain = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(value=plain)
 def test_plain_values_are_what_pickle_loads_again(value: Any) -> None:
     data = pickled(value)

@@ -19,6 +19,7 @@ from ckptfix.storage.pieces import OpenFiles
 from ckptfix.storage.reading import open_reader
 from ckptfix.weights.salvaging import SavedDict, salvage_safetensors, salvage_torch
 from ckptfix.weights.stored import StoredTensor
+from tests.sampling import examples
 
 ZIP, LEGACY, SAFETENSORS = "zip", "legacy", "safetensors"
 
@@ -156,7 +157,9 @@ def test_cut_at_every_class_of_byte(kind: str, files: Files, tmp_path: Path) -> 
                 assert check_cut(kind, data, cut, tmp_path, limits)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), kind=st.sampled_from([ZIP, LEGACY, SAFETENSORS]))
 def test_cut_anywhere(data: Any, kind: str, files: Files, tmp_path: Path) -> None:
     whole = tmp_path / ("whole.safetensors" if kind == SAFETENSORS else "whole.bin")
@@ -167,7 +170,9 @@ def test_cut_anywhere(data: Any, kind: str, files: Files, tmp_path: Path) -> Non
         assert cut < min(end for end in limits.values() if end)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), kind=st.sampled_from([ZIP, LEGACY, SAFETENSORS]), keep=st.booleans())
 def test_mutated_files_never_crash(data: Any, kind: str, keep: bool, files: Files, tmp_path: Path) -> None:
     content = bytearray(files[kind])

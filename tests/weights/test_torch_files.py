@@ -20,6 +20,7 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.weights.files.parts import NewTensor
 from ckptfix.weights.files.torch_files import DTYPE_NAMES, torch_files
 from ckptfix.weights.opening import open_checkpoint
+from tests.sampling import examples
 from tests.weights.writing import digests, new_tensors, raw, torch_digest, write_tensors
 
 TORCH = [getattr(torch, name) for name in TORCH_DTYPES]
@@ -194,7 +195,7 @@ names = st.text(st.characters(), max_size=20) | st.text("ab.\0\ud800", max_size=
 shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     kinds=st.dictionaries(names, st.tuples(st.sampled_from(TORCH), shapes, st.integers(0, 99)), max_size=12),
     tied=st.dictionaries(names, st.integers(0, 11), max_size=3),

@@ -198,7 +198,7 @@ def test_checkpoints_behind_a_link_are_staged_beside_what_is_linked(
     assert os.listdir(folder.parent) == [folder.name]
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no second disk")
+@pytest.mark.skipif(not os.access("/proc", os.R_OK), reason="no second file system")
 def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is_written(
     lone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is
     real = os.stat
 
     def stat(path: object, *args: object, **kwargs: object) -> os.stat_result:
-        return real("/dev/shm" if path == checkpoints else path, *args, **kwargs)  # type: ignore[arg-type]
+        return real("/proc" if path == checkpoints else path, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr("ckptfix.operations.migrate.staging.os.stat", stat)
     with pytest.raises(

@@ -23,12 +23,15 @@ from tests.operations.migrate.making import (
     ties_at,
     write_safetensors,
 )
+from tests.sampling import examples
 
 PAIRS = list(itertools.product(FORMATS, FORMATS))
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(state=state_dicts())
 def test_there_and_back_is_identity(first: str, second: str, state: StateDict) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -13,6 +13,7 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.pieces import Piece
 from ckptfix.weights.elements.pages import MOST_RUNS, PAGE, PageSearch
 from ckptfix.weights.elements.scanning import FLOATS, Scan, Scanner
+from tests.sampling import examples
 
 SMALL = [
     torch.bfloat16,
@@ -106,7 +107,7 @@ def test_integers_are_zero_or_not_and_never_wrong(dtype: str) -> None:
     assert scan(dtype, bytes(63) + b"\xff", 16) == Scan(is_zero=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12 * PAGE), min_size=1, max_size=3),
     starts=st.lists(st.integers(0, PAGE), min_size=3, max_size=3),
