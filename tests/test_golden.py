@@ -1,5 +1,6 @@
 """Every golden folder, and every real one: check, repair, check again, repair again, undo."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -154,3 +155,16 @@ def test_a_third_prepare_is_a_third_entry_in_1_12_only() -> None:
         for kind in ("bin", "safetensors"):
             findings = check(FIXTURES / f"accelerate-{version}" / f"triple-{kind}" / "checkpoint").findings
             assert [finding.code for finding in findings] == ["doubled-model"] * doubles
+
+
+@pytest.mark.slow
+def test_a_golden_folder_is_what_salvage_writes_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds words of ckptfix, which change: ``python -m fixtures.golden`` makes it anew."""
+    golden: Any = importlib.import_module("fixtures.golden")
+
+    (tmp_path / "accelerate-1.15.0").symlink_to(FIXTURES / "accelerate-1.15.0")
+    monkeypatch.setattr(golden, "FIXTURES", tmp_path)
+    golden.make(next(case for case in golden.CASES if case.code == "salvaged"))
+    assert snapshot(tmp_path / "golden" / "salvaged") == snapshot(FIXTURES / "golden" / "salvaged")

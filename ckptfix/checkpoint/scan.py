@@ -89,9 +89,9 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
         if is_link and (isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP):
             to = os.readlink(full)  # as in the cache of the hub
-            message = (
-                f"a broken link: {to} {'leads to itself' if error.errno == errno.ELOOP else 'is not there'}"
-            )
+            message = f"a broken link: {to} is not there"
+            if error.errno == errno.ELOOP:
+                message = "a symbolic link that leads to itself"
             problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
     tensors, scopes = _names(content)
     return Component(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.permission import cause
 
 _BEGINS = b"<!DOCTYPE html>\n"
 _TITLE = b"<title>ckptfix "
@@ -17,9 +18,9 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
 
     ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be written.
     """
-    page = Path(html).resolve()
+    page = Path(os.path.realpath(html))
     for given in inputs:
-        if page.is_relative_to(Path(given).resolve()):
+        if page.is_relative_to(os.path.realpath(given)):
             raise UsageError(f"--html {html} would change {given}; name a file outside of it")
     try:
         if os.path.lexists(page) and not _is_ours(page):
@@ -27,12 +28,12 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
         create_file(_beside(page), b"")
         os.unlink(_beside(page))
     except OSError as error:
-        raise UsageError(f"--html {html} cannot be written: {error.strerror}") from error
+        raise UsageError(f"--html {html} cannot be written: {cause(Path(html), error)}") from error
 
 
 def write_page(html: str, text: str) -> None:
     """Write a page under another name, and put it in its place when it is whole. Raises OSError."""
-    page = Path(html).resolve()
+    page = Path(os.path.realpath(html))
     new = _beside(page)
     try:
         create_file(new, text.encode("utf-8"))

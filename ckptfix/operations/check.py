@@ -197,14 +197,14 @@ def check(
     if target.only is None and not any(isinstance(one, MissingModel) for one in diagnosis.findings):
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, [Path(one) for one in siblings], told))
-    below = tuple(_below(diagnosis, data=data, progress=progress))
+    below = tuple(models_below(diagnosis, data=data, progress=progress))
     return CheckReport(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
         findings=pending + lacking + diagnosis.findings + _staging_inside(target),
-        not_checked=tuple(_not_checked(diagnosis.not_checked, target.path, below)),
+        not_checked=tuple(with_below(diagnosis.not_checked, target.path, below)),
         unfinished=diagnosis.unfinished,
         below=below,
     )
@@ -216,7 +216,9 @@ def _told_of(finding: Finding) -> tuple[str, ...]:
     return (str(finding.path), *missing)
 
 
-def _below(diagnosis: Diagnosis, *, data: bool, progress: Progress | None) -> Iterator[CheckReport]:
+def models_below(
+    diagnosis: Diagnosis, *, data: bool = False, progress: Progress | None = None
+) -> Iterator[CheckReport]:
     """Yield what is wrong with the models in sub-folders. Raises OSError."""
     folder = diagnosis.folder
     if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
@@ -230,7 +232,7 @@ def _below(diagnosis: Diagnosis, *, data: bool, progress: Progress | None) -> It
             yield check(folder.root / where, data=data, progress=progress)
 
 
-def _not_checked(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
+def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
     """Yield in words what was not looked at, each once; what is about a file below with its folder."""
     inside = {report.path.relative_to(path): report.not_checked for report in below}
     looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.keys import fitting
-from ckptfix.operations.check import status_of
+from ckptfix.operations.check import CheckReport, status_of, with_below
 from ckptfix.operations.findings import Finding, NestedPrefix, finding_lines, salvage_lines
 from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Safety, Step, Unplanned
 from ckptfix.storage.paths import command
@@ -20,7 +20,8 @@ class Receipt(Printable):
 
     ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
     told apart, so all). ``transaction`` is the number that ``undo`` takes back, None when nothing was changed.
-    ``recovered``: an interrupted earlier run was rolled back first.
+    ``recovered``: an interrupted earlier run was rolled back first. ``below``: what ``check`` finds in the sub-folders
+    that hold models of the checkpoint, such as ``unet``; each has a repair of its own.
     """
 
     path: Path
@@ -33,11 +34,18 @@ class Receipt(Printable):
     recovered: bool = False
     dry_run: bool = False
     output: Path | None = None
+    below: tuple[CheckReport, ...] = ()
 
     @property
     def status(self) -> int:
         """Exit status: 0 when no error or warning is left and all that was asked for was done, else 1."""
-        return int(status_of(self.left) or bool(self.unplanned))
+        is_below = any(status_of(report.all_findings) for report in self.below)
+        return int(status_of(self.left) or bool(self.unplanned) or is_below)
+
+    @property
+    def where(self) -> Path:
+        """The checkpoint that was looked at last: the copy, once it is written."""
+        return self.path if self.dry_run else self.output or self.path
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -60,13 +68,15 @@ class Receipt(Printable):
             yield line(f"done and verified: {count_of(len(self.steps), 'step')} in {where}", colour="green")
         elif self.output is not None:
             yield line(f"an unchanged copy is in {self.output}")
-        at = str(self.path if self.dry_run else self.output or self.path)
-        yield from finding_lines(self.left, at)
+        yield from finding_lines(self.left, str(self.where))
         yield from salvage_lines(self.left, str(self.path))
+        for report in self.below:
+            if report.status:
+                yield from report.verdict_lines(is_below=True)
         if self.transaction is not None:
             yield line(f"to undo: {command('undo', self.path)}")
         yield from (line(words, colour="yellow") for words in self.advice)
-        yield from map(unchecked_line, self.not_checked)
+        yield from map(unchecked_line, with_below(self.not_checked, self.where, self.below))
 
     def as_json(self) -> dict[str, object]:
         """Return the receipt as JSON values."""
@@ -83,7 +93,8 @@ class Receipt(Printable):
                 {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
             ],
             "left": [finding.as_json(str(self.output or self.path)) for finding in self.left],
-            "not_checked": list(self.not_checked),
+            "not_checked": list(with_below(self.not_checked, self.where, self.below)),
+            **({"below": [report.as_json() for report in self.below]} if self.below else {}),
             "advice": list(self.advice),
         }
 

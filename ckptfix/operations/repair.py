@@ -9,7 +9,7 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.operations.check import interrupted, interrupted_inside
+from ckptfix.operations.check import CheckReport, interrupted, interrupted_inside, models_below
 from ckptfix.operations.diagnose import Diagnosis, diagnose
 from ckptfix.operations.editing import Compiled, compile_plan, free_space, space_needed
 from ckptfix.operations.findings import Finding, IdenticalModels, IdenticalStates
@@ -112,6 +112,7 @@ def _dry_run(
         left=pending + diagnosis.findings,
         not_checked=diagnosis.not_checked,
         dry_run=True,
+        below=tuple(models_below(diagnosis)),
     )
 
 
@@ -127,6 +128,7 @@ def _nothing_done(
         unplanned=plan.unplanned,
         left=_unanswered(diagnosis, policy),
         not_checked=diagnosis.not_checked,
+        below=tuple(models_below(diagnosis)),
     )
 
 
@@ -174,6 +176,7 @@ def _apply(
         left=_unanswered(after, policy),
         not_checked=after.not_checked,
         transaction=number,
+        below=tuple(models_below(after)),
     )
 
 
@@ -236,7 +239,16 @@ def _repair_copy(
         on_plan(tuple(compiled.steps), (*plan.unplanned, *compiled.refused))
     with copy_checkpoint(target, output, progress) as copy:
         receipt = repair(copy.path, policy=policy)
-    return _replace(receipt, path=target.path, found=diagnosis.findings, transaction=None, output=output)
+    below = tuple(_moved(report, copy.path, output) for report in receipt.below)
+    return _replace(
+        receipt, path=target.path, found=diagnosis.findings, transaction=None, output=output, below=below
+    )
+
+
+def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
+    """Return the report of a model below with the name that its folder has in the copy."""
+    below = tuple(_moved(one, source, output) for one in report.below)
+    return replace(report, path=output / report.path.relative_to(source), below=below)
 
 
 def _replace(receipt: Receipt, **changes: object) -> Receipt:

@@ -13,10 +13,10 @@ from ckptfix.storage.paths import shell_path
 def unreadable(path: Path, error: OSError) -> str:
     """Return in words why ``path`` cannot be read; of a refusal the owner, the mode and the command that ends it."""
     if not isinstance(error, PermissionError):
-        return f"cannot be read: {error.strerror or error}"
+        return f"cannot be read: {cause(path, error)}"
     blocked, status = _blocked(path)
     if status is None:
-        return f"cannot be read: {error.strerror or error}"
+        return f"cannot be read: {cause(path, error)}"
     mode = stat.S_IMODE(status.st_mode)
     is_folder = stat.S_ISDIR(status.st_mode)
     where = "" if blocked == path else f" by the folder {blocked}"
@@ -37,11 +37,29 @@ def described(error: Exception) -> str:
     """Return what an error says, and where a file or folder may not be read, what ends that."""
     if isinstance(error, PermissionError) and error.filename is not None:
         path = Path(os.fsdecode(error.filename))
-        if _is_absent(path):  # a file that could not be made
-            return str(error)
-        if not os.access(path, os.R_OK, effective_ids=True):
+        if not _is_absent(path) and not os.access(path, os.R_OK, effective_ids=True):
             return f"{path}: {unreadable(path, error)}"
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
+        path = Path(os.fsdecode(error.filename))
+        to = f" -> {os.fsdecode(error.filename2)}" if isinstance(error.filename2, str | bytes) else ""
+        return f"{path}{to}: {cause(path, error)}"
     return str(error)
+
+
+def cause(path: Path, error: OSError) -> str:
+    """Return in words why an operation on ``path`` failed: without a number, and with the link that leads to itself."""
+    if error.errno != errno.ELOOP:
+        return error.strerror or str(error)
+    link = next((one for one in (*reversed(path.parents), path) if _loops(one)), path)
+    return f"{link} is a symbolic link that leads to itself; next: ls -l {shell_path(link)}"
+
+
+def _loops(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _is_absent(path: Path) -> bool:

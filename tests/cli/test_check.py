@@ -192,3 +192,49 @@ def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_t
     heavy = {"concurrent.futures", "logging", "random", "secrets", "shutil", "socket", "subprocess", "torch"}
     assert not imported & heavy
     assert "ckptfix.storage.journal" not in imported, "what writes a repair"
+
+
+@pytest.mark.parametrize(
+    ("names", "cut", "helps"), [("unet.", 5, "salvage"), ("module.module.", 0, "repair")]
+)
+@pytest.mark.parametrize("options", [(), ("--dry-run",), ("--output", "COPY")])
+def test_a_repair_names_the_command_for_a_model_below(
+    folder: Path, said: Said, names: str, cut: int, helps: str, options: tuple[str, ...]
+) -> None:
+    (folder / "unet").mkdir()
+    weights = write_safetensors(folder / "unet" / "model.safetensors", {f"{names}a": b"12345678"})
+    (folder / "unet" / "config.json").write_text("{}")
+    if cut:
+        shorten(weights, cut)
+    copy = folder.parent / "copy"
+    given = [str(copy) if option == "COPY" else option for option in options]
+    status, out = said("repair", folder, *given)
+    assert status == 1
+    where = copy if copy.exists() else folder
+    assert f"ckptfix {helps} {where / 'unet'}" in out
+    assert "unet/ (a folder): not looked into" not in out
+    assert f"ckptfix {helps} {where / 'unet'}" in said("check", where)[1]
+
+
+@pytest.mark.parametrize("verb", ["check", "verify", "seal", "undo", "diff"])
+def test_a_link_that_leads_to_itself_is_called_one(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    arguments = [str(loop / "c"), str(CLEAN)] if verb == "diff" else [str(loop / "c")]
+    assert run([verb, *arguments]) == 3
+    words = capsys.readouterr().err
+    assert f"{loop} is a symbolic link that leads to itself" in words
+    assert "Errno" not in words
+
+
+def test_a_file_that_is_a_link_to_itself(
+    folder: Path, said: Said, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "optimizer.bin").unlink()
+    (folder / "optimizer.bin").symlink_to("optimizer.bin")
+    assert "optimizer.bin is a symbolic link that leads to itself" in said("check", folder)[1]
+    page = folder / "optimizer.bin" / "page.html"
+    assert run(["diff", str(CLEAN), str(CLEAN), "--html", str(page)]) == 2
+    assert f"{folder / 'optimizer.bin'} is a symbolic link that leads to itself" in capsys.readouterr().err

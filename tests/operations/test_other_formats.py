@@ -237,3 +237,18 @@ def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
     ]
     seal(folder)
     assert verify(folder, data=True).status == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "reader"),
+    [(gguf, ".gguf", "llama.cpp"), (onnx, ".onnx", "onnxruntime"), (npy, ".npy", "numpy.load")],
+)
+def test_under_a_loaders_name_the_advice_names_what_reads_it(
+    tmp_path: Path, make: Callable[[Path], None], suffix: str, reader: str
+) -> None:
+    make(tmp_path / "pytorch_model.bin")
+    report = check(tmp_path)
+    (finding,) = [one for one in report.findings if one.code == "not-a-tensor-file"]
+    assert f"rename it to pytorch_model{suffix}" in finding.advice
+    assert reader in finding.advice
+    assert "salvage" not in str(report)

@@ -6,6 +6,14 @@ from pathlib import PurePosixPath
 from ckptfix.operations.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 
+_READERS = {
+    "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
+    "an ONNX model": (".onnx", "onnxruntime"),
+    "an HDF5 file": (".h5", "h5py or Keras"),
+    "a numpy array": (".npy", "numpy.load"),
+}
+"""What a file of another program is -> its suffix, and what reads it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedFile(Finding):
@@ -80,6 +88,10 @@ class NotATensorFile(Finding):
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
             return "give the file the suffix of what it is"
+        if self.content in _READERS:
+            suffix, reader = _READERS[self.content]
+            name = self.path.with_suffix(suffix)
+            return f"no checkpoint loader reads it: rename it to {name}, and read it with {reader}"
         return "copy the file again from where it came"
 
 

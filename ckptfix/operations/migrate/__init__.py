@@ -79,7 +79,7 @@ def migrate(
             raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
         ensure_finished(source)
         plan = make_plan(source, path, output, options)
-        warnings = (*passed_on(path, (one.home for one in source.weights)), *unfit_optimizers(plan))
+        warnings = (*passed_on(path, source.weights, options.keys), *unfit_optimizers(plan))
     ensure_apart(plan)
     plan = replace(plan, removed=removed_at(plan))
     beside = source_manifest(plan)

@@ -1,10 +1,13 @@
 """What ``check`` says of a source: damage is refused, as a new checkpoint would look whole; the rest is passed on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.folder import NameScope
+from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.operations.check import check
+from ckptfix.operations.diagnose.names import STATE_DICT
 from ckptfix.operations.findings import (
     CrcMismatch,
     Finding,
@@ -15,11 +18,14 @@ from ckptfix.operations.findings import (
     MalformedFile,
     MissingRank,
     MissingShard,
+    NestedPrefix,
     NotATensorFile,
     Severity,
     TruncatedFile,
 )
+from ckptfix.operations.policy import Keys
 from ckptfix.storage.paths import command
+from ckptfix.weights.stored import Format, Weights
 from ckptfix.wording import count_of
 
 _DAMAGE = (
@@ -36,21 +42,52 @@ _DAMAGE = (
 )
 
 
-def passed_on(path: Path, homes: Iterable[PurePosixPath]) -> tuple[str, ...]:
+def passed_on(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
     """Return in words what is wrong with a source and will be with its copy: doubled models, nested names.
 
-    ``homes``: the sub-folders in which models lie; ``check`` does not look into them from above.
-    Raises OperationError for damage. Checksums of records are compared while they are read, not here.
+    Models lie in sub-folders, too, into which ``check`` does not look from above.
+    Raises OperationError for damage, UsageError where ``keys`` asks for a decision that nothing in the source decides.
+    Checksums of records are compared while they are read, not here.
     """
-    places = [path, *(path / home for home in sorted(set(homes)) if home.parts)]
-    return tuple(words for place in places for words in _passed_on(place))
+    homes = sorted({PurePosixPath(), *(one.home for one in weights)})
+    findings = {home: _findings(path / home) for home in homes}
+    words = tuple(words for home in homes for words in _passed_on(path / home, findings[home]))
+    if keys is Keys.AUTO:
+        for one in weights:
+            _ensure_decided(path, one, findings[one.home])
+    return words
 
 
-def _passed_on(path: Path) -> tuple[str, ...]:
+def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -> None:
+    """Raise UsageError where every key has nested wrappers, and a repair of the source would not collapse them."""
+    chain = common_wrappers([tensor.fqn for tensor in weights.tensors] + list(weights.ties))
+    if not is_nested(chain):
+        return
+    scope = str(NameScope(weights.path, STATE_DICT, (), ()))
+    for finding in findings:
+        if (
+            isinstance(finding, NestedPrefix)
+            and finding.is_fixable
+            and weights.home / finding.path in weights.files
+            and (finding.scope == scope or weights.format is Format.DCP)
+            and finding.target == collapse(chain)
+        ):
+            return
+    raise UsageError(
+        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} decides which wrappers the "
+        f"script itself adds; nothing was written; next: give --keys bare for a model that is not wrapped, --keys ddp "
+        f"for one in DistributedDataParallel, or leave --keys out"
+    )
+
+
+def _findings(path: Path) -> tuple[Finding, ...]:
     try:
-        findings = check(path).findings
+        return check(path).findings
     except UsageError:
         return ()  # what ``check`` does not look into was read to find the tensors
+
+
+def _passed_on(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
     damage = [finding for finding in findings if isinstance(finding, _DAMAGE)]
     if damage:
         more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, Severity, finding_lines, labelled
 from ckptfix.operations.sealing.judging import Change, Outcome
-from ckptfix.operations.sealing.values import ValueFinding
+from ckptfix.operations.sealing.values import ADVICE, ValueFinding
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
@@ -165,7 +165,14 @@ class VerifyReport(Printable):
             yield line(f"nothing was verified: {self.no_digest}", colour="red")
 
     def _advice(self) -> Iterator[Line]:
-        """Yield what a difference means, and what to do about it."""
+        """Yield what a difference means, and what to do about it: of what no repair mends, too."""
+        if self.unfinished:
+            yield line(
+                "next: make what could not be read readable, or copy it again from where it came; then: "
+                f"{command('verify', self.path)}"
+            )
+        for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
+            yield line(f"next, as no repair mends values ({code}): {ADVICE[code]}")
         changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
         if not changed or self.against is not None:
             return

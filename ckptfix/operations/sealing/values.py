@@ -49,6 +49,18 @@ _LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECA
 """The matrix of the two that begins with zeros: of an embedding it is A, as PEFT has it (``reset_lora_parameters``)."""
 
 
+_COPY = "copy the file again from where it came, or resume from an older checkpoint"
+ADVICE = {
+    "nonfinite": "resume from a checkpoint of before the values were lost; where the source of a copy has no NaN or "
+    "Inf, copy the file again",
+    "zero-pages": _COPY,
+    "all-zero": f"{_COPY}; where the script builds these weights as zeros, all is well",
+    "empty-tensor": "save again with accelerator.save_state, which gathers the values of all ranks",
+    "untrained-lora": "check that the optimizer gets the parameters of the LoRA, then train and save again",
+}
+"""The code of a finding about values -> what to do: no repair mends values."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueFinding:
     """Something about the values of a model. ``fqn``: the tensor, "" when it is about several."""

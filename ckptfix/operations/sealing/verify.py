@@ -86,7 +86,7 @@ def verify(
     if report.is_compared or against is not None:
         return report
     why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
-    return replace(report, no_digest=f"{why}{_to_seal(target, findings)}")
+    return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
 
 
 def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
@@ -96,11 +96,18 @@ def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) 
             yield f"{key}: {one.problem}"
 
 
-def _to_seal(target: Target, findings: tuple[Finding, ...]) -> str:
+def _to_seal(target: Target, report: VerifyReport) -> str:
     """Say what to type next where there is no manifest: a seal, or first what mends the damage that it refuses."""
-    serious = [one for one in findings if one.severity is not Severity.NOTE]
-    if any(one.is_fixable for one in serious):
-        return f"; next: {command('repair', target.root, target.only or '')}"
+    if report.unfinished:
+        return ", and a folder that cannot be read completely is not sealed"  # a repair refuses it, too
+    serious = [one for one in report.findings if one.severity is not Severity.NOTE]
+    is_fixable = any(one.is_fixable for one in serious)
+    repair = command("repair", target.root, target.only or "")
+    if any(one.severity is not Severity.NOTE for one in report.values):
+        mends = f"; next, for the structure alone: {repair}" if is_fixable else ""
+        return f", and a seal would record the damaged values as the original{mends}"
+    if is_fixable:
+        return f"; next: {repair}"
     if any(one.is_salvageable for one in serious):
         return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
     if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():

@@ -206,3 +206,18 @@ def test_objects_beside_the_tensors_are_refused_or_left_out(tmp_path: Path, to: 
     receipt = migrate(tmp_path / "a.bin", target, to=to, drop_opaque=True)
     assert [one.what for one in receipt.left_out] == ["a.bin: 'x._extra_state'"]
     assert digests_at(target).keys() == {"w", "b"}
+
+
+def test_nested_names_are_not_collapsed_where_nothing_decides_it(tmp_path: Path) -> None:
+    """One process wraps nothing: both ``module`` are the script's own."""
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    write_safetensors(
+        source / "model.safetensors", {"module.module.a": torch.ones(1), "module.module.b": torch.ones(2)}
+    )
+    torch.save({"step": 1}, source / "random_states_0.pkl")
+    with pytest.raises(UsageError, match="--keys bare"):
+        migrate(source, tmp_path / "new", to="bin", keys="auto")
+    assert not (tmp_path / "new").exists()
+    migrate(source, tmp_path / "new", to="bin", keys="ddp")
+    assert sorted(digests_at(tmp_path / "new")) == ["module.a", "module.b"]

@@ -13,6 +13,7 @@ from ckptfix.storage.pieces import Piece
 from ckptfix.weights.layouts import Contiguous, Strided, Tile, Tiled
 from ckptfix.weights.opening import open_checkpoint
 from ckptfix.weights.stored import StoredTensor
+from tests.operations.refused import nobody_may_read
 from tests.operations.sealing.sealed import place
 
 
@@ -273,3 +274,15 @@ def test_honest_patterns_of_zeros(tmp_path: Path) -> None:
         "pruned.weight": torch.randn(64, 4096) * (torch.arange(4096) % 512 < 3),
     }
     assert values(tmp_path / "c", state) == {}
+
+
+def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> None:
+    state = {"module.module.a": torch.full((8, 8), float("nan")), "module.module.b": torch.ones(4)}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    said = str(verify(tmp_path, data=True))
+    assert "as no repair mends values (nonfinite): resume from a checkpoint" in said
+    assert f"for the structure alone: ckptfix repair {tmp_path}" in said
+    with nobody_may_read(tmp_path / "model.safetensors"):
+        said = str(verify(tmp_path, data=True))
+    assert "ckptfix repair" not in said
+    assert "next: make what could not be read readable" in said
