@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import accelerate
 import torch
 
+import ckptfix
+
 _NOT_THE_USER = (
     *(
         os.path.dirname(os.path.abspath(path)) + os.sep
-        for path in (__file__, accelerate.__file__, torch.__file__)
+        for path in (str(ckptfix.__file__), accelerate.__file__, torch.__file__)
     ),
     contextlib.__file__,
 )
