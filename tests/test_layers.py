@@ -20,7 +20,8 @@ BELOW = {
     "weights": {"weights", "checkpoint", "formats", "storage"},
     "operations": {"operations", "weights", "checkpoint", "formats", "storage"},
     "runtime": {"runtime", "weights", "checkpoint", "formats", "storage"},
-    "cli": {"cli", "operations", "runtime", "weights", "checkpoint", "formats", "storage"},
+    "manual": {"manual"},
+    "cli": {"cli", "manual", "operations", "runtime", "weights", "checkpoint", "formats", "storage"},
 }
 HEAVY = {"torch", "accelerate", "numpy", "transformers"}
 NUMBERS = PACKAGE / "weights" / "elements"

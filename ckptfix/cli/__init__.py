@@ -45,6 +45,10 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "Convert": {"migrate": "Write a checkpoint in another format."},
     "Train": {"run": "Run a training script with every Accelerator in it guarded."},
     "Environment": {"doctor": "Find problems of this machine, its libraries and a training script."},
+    "Manual": {
+        "help": "Print a page of the manual, or the list of pages.",
+        "explain": "Explain a finding: cause, cost, an example, and what to do.",
+    },
 }
 """Group -> verb -> its summary, which is the first line of the verb's own help, too.
 
@@ -97,7 +101,9 @@ class _Verbs(click.Group):
         """Write the examples, and where there is more."""
         write_examples(formatter, _EXAMPLES)
         formatter.write_paragraph()
-        formatter.write_text("The options and examples of a verb: ckptfix VERB --help")
+        formatter.write_text(
+            "The options and examples of a verb: ckptfix VERB --help; the manual: ckptfix help"
+        )
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete the name of a verb, or an option of the group."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ import click
 
 from ckptfix.cli.annotations import Annotation, github_line, sarif
 from ckptfix.cli.terminal import can_redraw
+from ckptfix.manual import wrap
 from ckptfix.operations.findings import Finding, Severity, finding_lines
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import Line, escape, line
@@ -155,6 +157,19 @@ def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
         _silence(err=err)
         if error.errno != errno.EPIPE and not err:
             put(f"ckptfix: stdout: {error.strerror}; the work goes on, its result is not printed", err=True)
+
+
+def put_page(text: str) -> None:
+    """Print a page of the manual: wrapped on a terminal, through the pager if it is longer than the terminal."""
+    if not sys.stdout.isatty():
+        put(text, newline=False)
+        return
+    size = shutil.get_terminal_size()
+    text = wrap(text, min(size.columns, 100))
+    if sys.stdin.isatty() and text.count("\n") >= size.lines:
+        click.echo_via_pager(text)
+    else:
+        put(text, newline=False)
 
 
 def _silence(*, err: bool) -> None:

@@ -1,0 +1,25 @@
+"""``ckptfix explain``."""
+
+import click
+
+from ckptfix.cli.report import put_page
+from ckptfix.errors import UsageError
+from ckptfix.manual import TOPICS, closest, codes, explanation
+
+
+@click.command("explain")
+@click.argument("code")
+def explain_command(code: str) -> int:
+    """Explain a finding: cause, cost, an example, and what to do.
+
+    CODE: the word after the severity in the output of check, such as doubled-model, or of doctor.
+    """
+    text = explanation(code)
+    if text is None:
+        if code in TOPICS:
+            raise UsageError(f"{code} is a topic, not a code; next: ckptfix help {code}")
+        raise UsageError(
+            f"no finding has the code {code!r}{closest(code, codes())}; all codes: ckptfix help findings"
+        )
+    put_page(text)
+    return 0

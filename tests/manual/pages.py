@@ -1,0 +1,247 @@
+"""The generated parts of the manual and the README: ``python -m tests.manual.pages`` writes them again.
+
+Two kinds of parts are compared with what ckptfix says today. ``<!-- generated: WHAT -->`` begins a text that comes from
+a catalogue, a command or a golden folder; ``<!-- end -->`` ends it. ``<!-- run: FIXTURE -->`` stands before a console
+block: its commands run in a folder with a copy ``checkpoint`` of that golden folder. Output that is written with
+``...`` matches any text there, and is never written again.
+"""
+
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path, PurePosixPath
+
+import click
+
+from ckptfix import check
+from ckptfix.cli import cli, run
+from ckptfix.cli.verb import Verb
+from ckptfix.operations.doctor import diagnose_environment
+from ckptfix.operations.doctor.catalogue import CODES as TOPICS
+from ckptfix.operations.findings import (
+    CODES,
+    Action,
+    Finding,
+    InterruptedRepair,
+    StagingFolder,
+    finding_lines,
+)
+from tests.operations.doctor.cases import CASES
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "fixtures" / "golden"
+PAGES = sorted((ROOT / "ckptfix" / "manual").glob("*.md"))
+DOCUMENTS = [*PAGES, ROOT / "README.md"]
+
+_GENERATED = re.compile(r"(<!-- generated: (\S+) ?(\S*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_RUN = re.compile(r"(<!-- run: (\S+) -->\n```console\n)(.*?)(```\n)", re.DOTALL)
+_HOW = {Action.FIX: "repaired by default", Action.TELL: "never repaired"}
+
+
+UNFILED: dict[str, Finding] = {
+    "interrupted-repair": InterruptedRepair(path=PurePosixPath(".ckptfix"), transaction=1),
+    "staging-folder": StagingFolder(
+        path=PurePosixPath(".ckptfix/.ckptfix-saving+node7+4711+0123456789abcdef+checkpoint"),
+        is_running=False,
+        pid=4711,
+        host="node7",
+        same_machine=True,
+    ),
+}
+"""Examples that no golden folder gives: a killed repair has none, and the age of a staging folder changes."""
+
+
+def generated(text: str) -> str:
+    """Return a page with all that is generated in it as it is today."""
+    text = _GENERATED.sub(lambda part: part[1] + WRITERS[part[2]](part[3]) + part[5], text)
+    return _RUN.sub(lambda part: part[1] + _played(part[2], part[3]) + part[4], text)
+
+
+def _table_of_findings(_: str) -> str:
+    rows = (
+        f"| `{kind.code}` | {kind.severity.value} | {_action(kind)} | {kind.meaning} |"
+        for kind in CODES.values()
+    )
+    return "\n".join(["| code | severity | action | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _action(kind: type[Finding]) -> str:
+    return f"ask: `{kind.option}`" if kind.action is Action.ASK else kind.action.value
+
+
+def _what(code: str) -> str:
+    kind = CODES[code]
+    how = f"repaired with `{kind.option}`" if kind.action is Action.ASK else _HOW[kind.action]
+    return f"{_sentence(kind.meaning)}\n({kind.severity.value}; {how})\n"
+
+
+def _example(code: str) -> str:
+    findings: list[Finding]
+    if code in UNFILED:
+        findings = [UNFILED[code]]
+    else:
+        folder = GOLDEN / code
+        case = folder if folder.is_dir() else min(GOLDEN.glob(f"{code}-*"))
+        report = check(case / "checkpoint", data=True)
+        findings = [finding for finding in report.findings if finding.code == code]
+    return _block("text", "\n".join(str(line) for line in finding_lines(findings[:1], "checkpoint")))
+
+
+def _table_of_topics(_: str) -> str:
+    rows = (topic.row for topic in TOPICS.values())
+    return "\n".join(["| topic | severity | meaning |", "|---|---|---|", *rows]) + "\n"
+
+
+def _topic(code: str) -> str:
+    topic = TOPICS[code]
+    return f"{_sentence(topic.meaning)}\n({' or '.join(level.value for level in topic.severities)})\n"
+
+
+def _advice(code: str) -> str:
+    severity = TOPICS[code].severities[0]
+    facts = next(case.facts for case in CASES if case.code == code and case.severity is severity)
+    advice = next(one for one in diagnose_environment(facts).advice if one.code == code)
+    return _block("text", "\n".join(str(line) for line in advice.lines()))
+
+
+def _options(verb: str) -> str:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    context = click.Context(command, info_name=f"ckptfix {verb}")
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    examples = command.examples if isinstance(command, Verb) else ()
+    commands = [f"{example}  # {meaning}" for example, meaning in examples]
+    rows = _rows(command.params, context)
+    table = [row for row in rows if row not in _common(context)]
+    lines = [*inspect.cleandoc(command.help or "").replace("\b\n", "").splitlines(), ""]
+    lines += ["```text", usage, *commands, "```"]
+    if table:
+        lines += ["", "| option | meaning |", "|---|---|", *table]
+    return "\n".join(lines) + "\n"
+
+
+def _common_options(_: str) -> str:
+    rows = _common(click.Context(cli))
+    return "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
+
+
+def _common(context: click.Context) -> list[str]:
+    return _rows(Verb("any").common, context)
+
+
+def _rows(options: Iterable[click.Parameter], context: click.Context) -> list[str]:
+    rows = []
+    for option in options:
+        if isinstance(option, click.Option):
+            takes = "" if option.is_flag else f" {option.make_metavar(context)}"
+            texts = (f"`{', '.join(option.opts)}{takes}`", option.help or "")
+            rows.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")
+    return rows
+
+
+def _verbs(_: str) -> str:
+    rows = [f"| `ckptfix {verb}` | {_short(verb)} |" for verb in cli.list_commands(click.Context(cli))]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows]) + "\n"
+
+
+def _short(verb: str) -> str:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    return command.get_short_help_str(200)
+
+
+WRITERS: dict[str, Callable[[str], str]] = {
+    "findings": _table_of_findings,
+    "finding": _what,
+    "example": _example,
+    "topics": _table_of_topics,
+    "topic": _topic,
+    "advice": _advice,
+    "options": _options,
+    "common": _common_options,
+    "verbs": _verbs,
+}
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    begun = text if text.startswith("`") else text[:1].upper() + text[1:]
+    return begun if begun.endswith(".") else begun + "."
+
+
+def _block(language: str, text: str) -> str:
+    return f"```{language}\n{text}\n```\n"
+
+
+def _played(fixture: str, script: str) -> str:
+    """Run the commands of a console block and return the block as it is today."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(GOLDEN / fixture / "checkpoint", Path(folder) / "checkpoint", symlinks=True)
+        parts = []
+        for command, written in split_commands(script):
+            said = _said(command, Path(folder))
+            parts.append(f"$ {command}\n{written if matches(written, said) else said}")
+        return "".join(parts)
+
+
+def split_commands(script: str) -> Iterator[tuple[str, str]]:
+    """Yield each command of a console block, and the output that is written below it."""
+    for part in re.split(r"^\$ ", script, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command, output
+
+
+def matches(written: str, said: str) -> bool:
+    """Return whether a command printed what is written, where ``...`` stands for any text."""
+    if "..." not in written:
+        return written == said
+    pattern = re.escape(written).replace(r"\.\.\.", ".*")
+    return re.fullmatch(pattern, said, re.DOTALL) is not None
+
+
+def _said(command: str, folder: Path) -> str:
+    words = shlex.split(command, comments=True)
+    if words[0] != "ckptfix":
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+    output = StringIO()
+    with _inside(folder), redirect_stdout(output), redirect_stderr(output):
+        run(words[1:])
+    return output.getvalue()
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def main() -> None:
+    """Write every generated part of the manual and the README again."""
+    for document in DOCUMENTS:
+        text = document.read_text()
+        new = generated(text)
+        if new != text:
+            document.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The manual agrees with the catalogues, the command line and the terminal."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from ckptfix.cli import cli, run
+from ckptfix.manual import TOPICS, codes, explanation, page, section, summary, titles, wrap
+from ckptfix.operations.doctor.catalogue import CODES as DOCTOR
+from ckptfix.operations.findings import CODES
+from tests.manual.pages import DOCUMENTS, PAGES, ROOT, generated, matches
+
+HEADINGS = [
+    "What it is",
+    "Why it happens",
+    "What it costs you",
+    "An example",
+    "What ckptfix does",
+    "What you do",
+]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_generated_parts_and_transcripts_are_of_today(path: Path) -> None:
+    text = path.read_text()
+    assert generated(text) == text, "to write them again: .venv/bin/python -m tests.manual.pages"
+
+
+def test_every_page_is_a_topic_with_a_summary() -> None:
+    assert {path.stem for path in PAGES} == set(TOPICS)
+    for topic in TOPICS:
+        assert page(topic).startswith(f"# {topic}: ")
+        assert 20 < len(summary(topic)) < 90
+
+
+def test_every_code_of_the_catalogues_has_a_section_and_none_is_extra() -> None:
+    assert titles("findings") == list(CODES)
+    assert titles("doctor") == list(DOCTOR)
+    assert set(codes()) == {*CODES, *DOCTOR}
+
+
+@pytest.mark.parametrize(
+    ("topic", "code"), [*(("findings", code) for code in CODES), *(("doctor", code) for code in DOCTOR)]
+)
+def test_a_section_answers_every_question(topic: str, code: str) -> None:
+    text = section(topic, code)
+    assert text is not None
+    parts = re.split(r"^### (.+)\n", text, flags=re.MULTILINE)
+    assert parts[1::2] == HEADINGS
+    assert all(len(part.strip()) > 5 for part in parts[2::2])
+    assert code in parts[8], "the example is a message of this code"
+
+
+def test_the_pages_and_the_readme_mention_no_unknown_topic_or_code() -> None:
+    verbs = cli.list_commands(click.Context(cli))
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for topic in re.findall(r"ckptfix help ([a-z-]+)", text):
+            assert topic in (*TOPICS, *verbs), f"{path.name}: {topic}"
+        for code in re.findall(r"ckptfix explain ([a-z-]+)", text):
+            assert explanation(code) is not None, f"{path.name}: {code}"
+        for target in re.findall(r"\]\((ckptfix/manual/[^)#]+)", text):
+            assert (ROOT / target).is_file(), f"{path.name}: {target}"
+
+
+def test_the_command_reference_has_every_command() -> None:
+    verbs = cli.list_commands(click.Context(cli))
+    assert {f"ckptfix {verb}" for verb in verbs} <= set(titles("commands"))
+
+
+def test_every_option_in_a_command_of_the_manual_exists() -> None:
+    context = click.Context(cli)
+    for path in DOCUMENTS:
+        for verb, rest in re.findall(r"\bckptfix ([a-z]+)((?: [^`\n|]*)?)", path.read_text()):
+            command = cli.get_command(context, verb)
+            if command is None or verb == "run":
+                continue
+            known = {name for option in command.params for name in option.opts} | {"--help"}
+            before_comment = re.split(r"[#;,('\"]", rest)[0]  # neither a comment nor a quoted command
+            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", before_comment):
+                assert option in known, f"{path.name}: ckptfix {verb}{rest}"
+
+
+def test_help_lists_the_topics(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help"]) == 0
+    said = capsys.readouterr().out
+    for topic in TOPICS:
+        assert re.search(rf"^  {topic} +{re.escape(summary(topic))}$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_help_prints_a_page_as_it_is(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", topic]) == 0
+    said = capsys.readouterr().out
+    assert said == page(topic)
+    assert "<!--" not in said
+
+
+def test_help_prints_the_options_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", "repair"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("## ckptfix repair\n")
+    assert "--dry-run" in said
+    assert "## ckptfix undo" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["help", "tutorail"], "did you mean tutorial?"),
+        (["help", "repiar"], "did you mean repair?"),
+        (["help", "xyzzy"], "all topics: ckptfix help"),
+        (["help", "doubled-model"], "ckptfix explain doubled-model"),
+        (["explain", "double-model"], "did you mean doubled-model?"),
+        (["explain", "pair-not-health"], "did you mean pair-not-healthy?"),
+        (["explain", "xyzzy"], "all codes: ckptfix help findings"),
+        (["explain", "tutorial"], "ckptfix help tutorial"),
+    ],
+)
+def test_what_is_unknown_leads_on(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_explain_prints_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "doubled-model"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("## doubled-model\n")
+    assert said.count("\n## ") == 0
+    assert "<!--" not in said
+
+
+def test_a_code_of_check_and_doctor_prints_both_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "unsafe-pickle"]) == 0
+    assert capsys.readouterr().out.count("## unsafe-pickle\n") == 2
+
+
+def test_wrapping_leaves_code_and_tables() -> None:
+    text = (
+        "# A title that is long\n\none two three\nfour five\n- six seven eight\n  nine\n\n"
+        "```text\na b c d e f g\n```\n| a | b c d e f |\n"
+    )
+    assert wrap(text, 12) == (
+        "# A title that is long\n\none two\nthree four\nfive\n- six seven\n  eight nine\n\n"
+        "```text\na b c d e f g\n```\n| a | b c d e f |\n\n"
+    )
+
+
+def test_ellipses_match_any_text() -> None:
+    assert matches("a\n...\nd\n", "a\nb\nc\nd\n")
+    assert matches("took ... s\n", "took 12 s\n")
+    assert not matches("a ...\n", "b c\n")
+
+
+def test_the_wheel_has_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools", reason="newer Pythons install no setuptools into an environment")
+    from setuptools import Distribution
+    from setuptools.command.build_py import build_py
+    from setuptools.config.pyprojecttoml import apply_configuration
+
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution()
+    apply_configuration(distribution, "pyproject.toml")
+    distribution.include_package_data = False  # otherwise it writes a folder of metadata into the tree
+    command = build_py(distribution)
+    command.finalize_options()
+    packaged = {f"{package}/{name}" for package, *_, names in command.data_files for name in names}
+    assert packaged == {"ckptfix/py.typed", *(f"ckptfix/manual/{path.name}" for path in PAGES)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["help"], ["explain", "doubled-model"]])
+def test_the_manual_imports_no_torch(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "ckptfix", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ckptfix.manual" in loaded
+    assert not loaded & {"torch", "accelerate", "numpy"}
