@@ -194,7 +194,9 @@ def check(
             ensure_checkpoint(folder)
         diagnosis = diagnose(folder, data=data, progress=progress)
     lacking: tuple[Finding, ...] = ()
-    if target.only is None and not any(isinstance(one, MissingModel) for one in diagnosis.findings):
+    if target.only is None and not any(
+        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
+    ):
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, [Path(one) for one in siblings], told))
     below = tuple(models_below(diagnosis, data=data, progress=progress))

@@ -80,6 +80,9 @@ def test_what_nothing_tells_is_said(tmp_path: Path) -> None:
         for words in no_optimizer.not_checked
     )
     others = ["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    no_states = check(make(tmp_path / "c", without=others[1:]))
+    assert no_states.status == 0
+    assert any("neither the random generators nor the step" in words for words in no_states.not_checked)
     weights = make(tmp_path / "b", without=others)
     report = check(weights)
     assert report.status == 0

@@ -262,6 +262,62 @@ def test_weights_that_a_hook_of_the_script_saved_are_a_model(folder: Path, name:
     assert "missing-model" not in found(folder)
 
 
+CONFIGS = {
+    "diffusers": ("config.json", {"_class_name": "UNet2DModel"}, "UNet2DModel"),
+    "peft": ("adapter_config.json", {"peft_type": "LORA"}, "a PEFT adapter (LORA)"),
+    "transformers": ("config.json", {"architectures": ["BertModel"], "model_type": "bert"}, "BertModel"),
+}
+
+
+@pytest.mark.parametrize("library", CONFIGS)
+def test_a_config_below_without_its_weights(folder: Path, library: str) -> None:
+    """``unet/`` of a hook lost its weights, and ``unet_ema/`` is intact."""
+    name, config, model = CONFIGS[library]
+    (folder / "model.safetensors").unlink()
+    for below in ("unet", "unet_ema"):
+        (folder / below).mkdir()
+        (folder / below / name).write_text(json.dumps(config))
+        shutil.copyfile(CLEAN / "model.safetensors", folder / below / "diffusion_pytorch_model.safetensors")
+    assert check(folder).findings == ()
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    report = check(folder)
+    (finding,) = report.findings
+    assert isinstance(finding, MissingModel)
+    assert (str(finding.path), finding.model, report.status) == (f"unet/{name}", model, 1)
+    assert str(finding) == f"unet/ has no weights: {name} is of {model}, which cannot be loaded"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "others"),
+    [
+        ("scheduler_config.json", {"_class_name": "DDPMScheduler"}, ()),
+        ("preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"}, ()),
+        ("config.json", {"_class_name": "VaeImageProcessor"}, ()),
+        ("config.json", {"architectures": ["BertModel"]}, ("tokenizer_config.json", "vocab.txt")),
+        ("config.json", {"model_type": "bert"}, ()),
+        ("config.json", ["_class_name"], ()),
+        ("adapter_config.json", {"r": 4}, ()),
+    ],
+)
+def test_a_config_that_needs_no_weights(
+    folder: Path, name: str, config: object, others: tuple[str, ...]
+) -> None:
+    (folder / "unet").mkdir()
+    (folder / "model.safetensors").rename(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    (folder / "other").mkdir()
+    for one in (name, *others):
+        (folder / "other" / one).write_text(json.dumps(config))
+    assert check(folder).findings == ()
+    (folder / "other" / "config.json").write_bytes(b"\x00" * 9)
+    assert check(folder).findings == ()
+
+
+def test_a_config_below_may_describe_the_weights_of_the_checkpoint(folder: Path) -> None:
+    (folder / "config").mkdir()
+    (folder / "config" / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    assert check(folder).findings == ()
+
+
 def test_states_of_the_trainer_are_no_model(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     for name in ("rng_state.pth", "rng_state_3.pth", "training_args.bin", "scheduler.pt"):

@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; samplers and dataloaders may rightly be left out of one."""
 
-_FOREIGN = ("config.json", "adapter_config.json", "model_index.json")
+_FOREIGN = ("config.json", "adapter_config.json", "model_index.json", "trainer_state.json")
 """What lies next to weights that a library exported on purpose, and that nobody takes for a ``save_state``."""
 
 Part = tuple[Role, int]
@@ -53,14 +53,23 @@ def incomplete(
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
     """Yield in words what a folder without an error still lacks to resume a run, where nothing tells if it should."""
     roles = {role for role, _ in _parts(_paths(folder))}
+    if {Role.MODEL, Role.OPTIMIZER} <= roles and Role.RNG_STATE not in roles and not _is_foreign(folder):
+        yield (
+            "random states: none is saved here, though save_state always writes them; load_state loads the rest, but "
+            "restores neither the random generators nor the step"
+        )
     if has_deepspeed or Role.OPTIMIZER in roles:
         return
     if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
         yield "optimizers: none is saved here; load_state fails for a script that prepares one"
-    elif Role.MODEL in roles and not any(path.name in _FOREIGN for path in folder.strays):
+    elif Role.MODEL in roles and not _is_foreign(folder):
         yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
     elif Role.RNG_STATE in roles:
         yield "weights: only states of ranks are here, as on a node whose disk is its own"
+
+
+def _is_foreign(folder: CheckpointFolder) -> bool:
+    return any(path.name in _FOREIGN for path in folder.strays)
 
 
 def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Finding]:

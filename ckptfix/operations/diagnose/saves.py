@@ -17,6 +17,7 @@ from ckptfix.operations.diagnose.completeness import incomplete, listed, unresum
 from ckptfix.operations.findings import Finding, InterruptedSave, MissingFile, MissingModel, Salvaged
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.permission import unreadable
+from ckptfix.weights.below import configured_models
 
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
 
@@ -58,6 +59,8 @@ def diagnose_save(
         findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
         if mixed(folder.root):
             findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
+        if not is_saved:  # else the manifest lists what the sub-folders held
+            findings += _without_weights(folder)
         findings += _modelless(folder)
         gone = list(listed(folder, manifest))
         findings += gone
@@ -105,6 +108,13 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
     below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
     if not any(map(_holds_weights, below)):
         yield MissingModel(path=optimizer)
+
+
+def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
+    """Yield a finding for each sub-folder with the config of a model, and nothing that may be its weights."""
+    for config, model in configured_models(folder):
+        if not _holds_weights(folder.root / config.parent):
+            yield MissingModel(path=config, model=model)
 
 
 def _holds_weights(below: Path) -> bool:

@@ -73,14 +73,21 @@ class IncompleteCheckpoint(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingModel(Finding):
-    """States of an optimizer without weights of any model."""
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its weights."""
 
     code = "missing-model"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "states of an optimizer, and no weights of any model, in the folder or below it: the copy or save was cut"
+    meaning = (
+        "an optimizer without weights of any model, in the folder or below it, or a model's config in a sub-folder "
+        "without its weights: the copy or save was cut"
+    )
+
+    model: str = ""
 
     def __str__(self) -> str:
+        if self.model:
+            return f"{self.path.parent}/ has no weights: {self.path.name} is of {self.model}, which cannot be loaded"
         return f"{self.path} is there, and no weights of a model, in this folder or below it"
 
     @property
