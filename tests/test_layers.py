@@ -51,7 +51,7 @@ def test_imports_point_down() -> None:
 def check_imports(path: Path) -> None:
     layer = path.relative_to(PACKAGE).parts[0]
     for name in imports(path):
-        parts = name.split(".")
+        parts = name.split(".") if "." in name else [name, "__init__"]
         if parts[0] == "ckptfix" and layer in BELOW and parts[1] not in ("errors", "wording", "__init__"):
             assert parts[1] in BELOW[layer], (
                 f"{path}: {layer} may not import {name}: it would know what is above it"

@@ -17,7 +17,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.weights_index import WeightsIndex
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.permission import described
 
 ACCELERATE = "checkpoint_{}"
@@ -97,7 +97,44 @@ def mixed(checkpoint: Path) -> str | None:
     """Return in words that a folder holds files of two saves, None when it does not."""
     if not (checkpoint / JOURNAL / UNFINISHED).exists():
         return None
-    return f"{checkpoint} holds files of two saves: the last one was interrupted; load another checkpoint"
+    return (
+        f"{checkpoint} holds files of two saves: the last one was interrupted; next: {instead_of(checkpoint)}"
+    )
+
+
+def instead_of(checkpoint: Path) -> str:
+    """Return in words what to load instead of a mix of two saves: the new save, the nearest complete one, or none."""
+    with suppress(OSError, ValueError):
+        if (staged := _intact_staging(checkpoint)) is not None:
+            return f"load the interrupted save, which is intact in {shell_path(staged)}"
+    for pattern in FAMILIES:
+        if checkpoint_number(checkpoint.name, pattern) is not None:
+            with suppress(OSError):
+                others = (
+                    one for one in candidates(checkpoint.parent, pattern) if one.path.name != checkpoint.name
+                )
+                if (other := newest_whole(others)) is not None:
+                    return f"load {shell_path(other.path)}, which is complete, or save again"
+    return "save again; no complete checkpoint lies next to it"
+
+
+def _intact_staging(checkpoint: Path) -> Path | None:
+    """Return the staging folder of the interrupted save while none of its files has been moved. Raises OSError."""
+    journal = checkpoint / JOURNAL
+    recorded = set(json.loads((journal / UNFINISHED).read_bytes()))
+    parent = outside_checkpoints(checkpoint)
+    near = (
+        one
+        for one in parent.iterdir()
+        if one.name.startswith(STAGING) and one.name.endswith(f"+{checkpoint.name}")
+    )
+    for folder in (*journal.glob(f"{STAGING}*"), *near):
+        # A recorded file of the checkpoint that is not in the staging folder was moved, or is of the older save.
+        if incomplete(folder) is None and not any(
+            os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name) for name in recorded
+        ):
+            return folder
+    return None
 
 
 def incomplete(checkpoint: Path) -> str | None:
@@ -203,6 +240,9 @@ def _is_model(checkpoint: Path, name: str) -> bool:
         return _holds_weights(parsed)
     return (checkpoint / name).is_dir() and name != JOURNAL
 
+
+STAGING = ".ckptfix-saving+"
+"""The names of the staging folders of guarded saves begin so."""
 
 UNFINISHED = "unfinished"
 """In ``.ckptfix`` of a folder while the files of a new save take the place of old ones one by one."""

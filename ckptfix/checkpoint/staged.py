@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint.latest import outside_checkpoints
+from ckptfix.checkpoint.latest import STAGING, outside_checkpoints
 
-_PREFIX = ".ckptfix-saving"
-_NAME = re.compile(rf"{re.escape(_PREFIX)}\+(.*)\+([0-9]+)\+[0-9a-f]{{16}}\+.*", re.DOTALL)
+_NAME = re.compile(rf"{re.escape(STAGING)}(.*)\+([0-9]+)\+[0-9a-f]{{16}}\+.*", re.DOTALL)
 _DEAD_AFTER = 86400.0
 """Seconds without any change after which a save of another machine is taken for dead: it would write all the time."""
 
@@ -37,7 +36,7 @@ _in_use: set[str] = set()
 
 def own_name(target: Path) -> Path:
     """Return a name for a folder on its way to or from ``target`` that tells whose it is when it is left over."""
-    name = f"{_PREFIX}+{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{_short(target.name)}"
+    name = f"{STAGING}{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{_short(target.name)}"
     _in_use.add(name)
     return outside_checkpoints(target) / name
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ import pytest
 
 from ckptfix import check
 from ckptfix.checkpoint import staged
-from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_whole
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.staged import sweep
+from ckptfix.checkpoint.staged import own_name, sweep
 from ckptfix.cli import run
 from ckptfix.runtime.saving.rotation import rotate
 from ckptfix.runtime.saving.staging import How, Staging, begin, commit, plan_staging
+from ckptfix.storage.paths import JOURNAL
 from tests.runtime.killing import Steps, in_child
 from tests.sampling import is_sampled
 
@@ -489,6 +491,27 @@ def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: py
     report = check(target)
     assert "interrupted-save" in [finding.code for finding in report.findings]
     assert report.status == 1
+
+
+def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
+    """ "Load another checkpoint" was a dead end."""
+    clean = (
+        Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+    )
+    target = shutil.copytree(clean, tmp_path / "checkpoints" / "checkpoint_7")
+    journal = target / JOURNAL
+    journal.mkdir()
+    (journal / UNFINISHED).write_text(json.dumps([one.name for one in clean.iterdir()]))
+    assert "save again; no complete checkpoint" in str(mixed(target))
+    empty = target.with_name("checkpoint_6")
+    empty.mkdir()
+    older = shutil.copytree(clean, target.with_name("checkpoint_5"))
+    assert str(mixed(target)).endswith(f"next: load {older}, which is complete, or save again")
+    for place in (journal / own_name(target).name, own_name(target)):
+        shutil.copytree(clean, place)
+        assert str(mixed(target)).endswith(f"next: load the interrupted save, which is intact in {place}")
+        (place / "optimizer.bin").unlink()  # moved: in no folder is all of it
+        assert f"load {older}" in str(mixed(target))
 
 
 def in_child_pid() -> int:

@@ -163,7 +163,7 @@ class StagingFolder(Finding):
         if self.is_running:
             return "check the checkpoint when the save has ended"
         if self.is_rest:
-            return "save again, or load another checkpoint"
+            return "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         return "the next save deletes it, or you do"
 
     def advice_at(self, path: str) -> str:

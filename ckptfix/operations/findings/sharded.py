@@ -70,7 +70,7 @@ class InterruptedSave(Finding):
     def advice(self) -> str:
         """Which chunk is where stands in the metadata alone."""
         if self.mixed:
-            return "load another checkpoint, or save here again"
+            return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         if self.leftover:
             return "copy the whole checkpoint again, or use an older one; delete the file when all is there"
         if self.over_another:

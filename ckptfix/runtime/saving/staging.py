@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.latest import UNFINISHED, instead_of
 from ckptfix.checkpoint.manifest import MANIFEST
 from ckptfix.checkpoint.staged import is_own_name, own_name, release, sweep
 from ckptfix.runtime.saving.replacing import files_in, rank_of_states, replaced_files
@@ -217,7 +217,7 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
         raise OSError(
             error.errno,
             f"{target} holds files of two saves now: {error}; those that are not yet in place are in {folder}; next: "
-            f"save again, or load another checkpoint",
+            f"save again; to resume meanwhile: {instead_of(target)}",
         ) from error
     (journal / UNFINISHED).unlink()
 
