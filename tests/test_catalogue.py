@@ -1,4 +1,4 @@
-"""One catalogue: each code has a class, a golden folder, and a line in the README that says the same."""
+"""One catalogue: each code has a class, a golden folder, and a row of the manual that says the same."""
 
 import json
 import re
@@ -22,14 +22,14 @@ def test_codes_are_unique_kebab_case() -> None:
 
 
 @pytest.mark.parametrize("kind", CATALOGUE, ids=lambda kind: kind.code)
-def test_the_readme_says_the_same(kind: type[Finding]) -> None:
+def test_the_manual_says_the_same(kind: type[Finding]) -> None:
     action = f"ask: `{kind.option}`" if kind.action is Action.ASK else kind.action.value
     row = f"| `{kind.code}` | {kind.severity.value} | {action} | {kind.meaning} |"
-    assert row in (ROOT / "README.md").read_text()
+    assert row in (ROOT / "ckptfix/manual/findings.md").read_text()
 
 
-def test_the_readme_has_no_other_codes() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_manual_has_no_other_codes() -> None:
+    text = (ROOT / "ckptfix/manual/findings.md").read_text()
     table = text.split("| code | severity |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(CODES)
 

@@ -41,7 +41,7 @@ class Script:
     again: dict[str, list[int]] = field(default_factory=dict)
     """Role -> the position that each entry of the folder has in the script, where some are saved twice."""
     is_exempt: bool = False
-    """It has an average that the README names: nothing tells it from a second prepare()."""
+    """It has an average that the manual names: nothing tells it from a second prepare()."""
 
 
 def values(pick: Pick, architecture: dict[str, int]) -> Tensors:

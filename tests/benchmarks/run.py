@@ -1,4 +1,4 @@
-"""Print every ratio that the README promises, from one run: ``python -m tests.benchmarks.run [--quick]``."""
+"""Print every ratio that the manual promises, from one run: ``python -m tests.benchmarks.run [--quick]``."""
 
 import argparse
 import shutil

@@ -85,6 +85,10 @@ def test_every_option_in_a_command_of_the_manual_exists() -> None:
                 assert option in known, f"{path.name}: ckptfix {verb}{rest}"
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_help_lists_the_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help"]) == 0
     said = capsys.readouterr().out

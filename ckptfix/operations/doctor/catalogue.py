@@ -1,4 +1,4 @@
-"""Every check, and every topic that they speak of, in the order of the README's table. A test compares the two."""
+"""Every check, and every topic that they report, in the order of the manual's table. A test compares the two."""
 
 from collections.abc import Callable, Iterable, Mapping
 

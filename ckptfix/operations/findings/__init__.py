@@ -96,7 +96,7 @@ CATALOGUE: tuple[type[Finding], ...] = (
     InterruptedRepair,
     StagingFolder,
 )
-"""Every kind of damage, in the order of the README's table. A test compares the two and the golden folders."""
+"""Every kind of damage, in the order of the manual's table. A test compares the two and the golden folders."""
 
 CODES: Mapping[str, type[Finding]] = {kind.code: kind for kind in CATALOGUE}
 

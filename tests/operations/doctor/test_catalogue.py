@@ -1,4 +1,4 @@
-"""One catalogue: each code has tests that trigger it and tests that do not, and a row in the README."""
+"""One catalogue: each code has tests that trigger it and tests that do not, and a row in the manual."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from ckptfix.operations.findings import CODES as FINDINGS
 from ckptfix.operations.findings.base import Severity
 from tests.operations.doctor.cases import CASES
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "ckptfix/manual/doctor.md"
 
 
 def test_codes_are_unique_kebab_case() -> None:
@@ -31,8 +31,8 @@ def test_no_case_is_of_an_unknown_code() -> None:
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.code)
-def test_the_readme_says_the_same(topic: Topic) -> None:
-    assert topic.row in README.read_text()
+def test_the_manual_says_the_same(topic: Topic) -> None:
+    assert topic.row in PAGE.read_text()
 
 
 def test_a_code_that_check_has_too_means_the_same() -> None:

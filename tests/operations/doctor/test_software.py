@@ -79,7 +79,7 @@ def test_the_installed_accelerate_by_its_source() -> None:
     assert not source.options["multi_gpu"]
     assert not source.options["m"]
     assert {"distributed_type", "num_processes", "gpu_ids", "compute_environment"} <= source.config_fields
-    assert not source.reads_variable, "accelerate began to read ACCELERATE_CONFIG_FILE: say so in the README"
+    assert not source.reads_variable, "accelerate began to read ACCELERATE_CONFIG_FILE: say so in the manual"
 
 
 def test_modules_of_the_installed_accelerate_by_their_source() -> None:

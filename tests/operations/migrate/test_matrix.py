@@ -1,4 +1,4 @@
-"""Every cell of the README's table of conversions: the same bytes by digest, and read back by the stock loaders."""
+"""Every cell of the manual's table of conversions: the same bytes by digest, and read back by the stock loaders."""
 
 import json
 import os
