@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
@@ -30,6 +31,7 @@ from ckptfix.operations.findings import (
     salvage_lines,
 )
 from ckptfix.operations.target import Target, ensure_checkpoint, find_target
+from ckptfix.reports import Serialized
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.transaction import State, transactions
 from ckptfix.weights.below import model_folders
@@ -43,13 +45,18 @@ _OF_FOLDER = ("other files beside it", "digests in ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CheckReport(Printable):
+class CheckReport(Printable, Serialized):
     """Report of ``check``.
 
     ``not_checked``: in words, what was not looked at. ``unfinished``: what may not be read, with the command that ends
     that: it may be healthy or damaged. ``below``: the same of the sub-folders that hold models of the checkpoint, such
     as ``unet``.
     """
+
+    json_keys: ClassVar = (
+        "path status components=_components sharded=_sharded deepspeed=_deepspeed "
+        "findings not_checked below? unfinished"
+    )
 
     path: Path
     folder: CheckpointFolder
@@ -120,45 +127,35 @@ class CheckReport(Printable):
         yield from unfinished_lines(self.unfinished)
         yield from salvage_lines(self.findings, str(self.path))
 
-    def as_json(self) -> dict[str, object]:
-        """Return the report as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "components": [
-                {
-                    "path": str(component.path),
-                    "role": component.role.value,
-                    "index": component.name.index,
-                    "rank": component.name.rank,
-                    "bytes": component.size,
-                    "tensors": len(component.tensors),
-                }
-                for component in self.folder.components
-            ],
-            "sharded": [
-                {
-                    "path": str(state.path),
-                    "bytes": state.size,
-                    "files": len(state.files),
-                    "tensors": len(state.metadata.tensors) if state.metadata is not None else 0,
-                }
-                for state in self.sharded
-            ],
-            "deepspeed": [
-                {
-                    "path": str(state.path),
-                    "bytes": state.size,
-                    "files": state.files,
-                    "tensors": state.tensors,
-                }
-                for state in self.deepspeed
-            ],
-            "findings": [finding.as_json(str(self.path)) for finding in self.findings],
-            "not_checked": list(self.not_checked),
-            **({"below": [report.as_json() for report in self.below]} if self.below else {}),
-            "unfinished": list(self.unfinished),
-        }
+    def _components(self) -> list[dict[str, object]]:
+        return [
+            {
+                "path": str(component.path),
+                "role": component.role.value,
+                "index": component.name.index,
+                "rank": component.name.rank,
+                "bytes": component.size,
+                "tensors": len(component.tensors),
+            }
+            for component in self.folder.components
+        ]
+
+    def _sharded(self) -> list[dict[str, object]]:
+        return [
+            {
+                "path": str(state.path),
+                "bytes": state.size,
+                "files": len(state.files),
+                "tensors": len(state.metadata.tensors) if state.metadata is not None else 0,
+            }
+            for state in self.sharded
+        ]
+
+    def _deepspeed(self) -> list[dict[str, object]]:
+        return [
+            {"path": str(state.path), "bytes": state.size, "files": state.files, "tensors": state.tensors}
+            for state in self.deepspeed
+        ]
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:

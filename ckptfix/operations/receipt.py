@@ -4,18 +4,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.operations.check import CheckReport, status_of, with_below
 from ckptfix.operations.findings import Finding, NestedPrefix, finding_lines, salvage_lines
 from ckptfix.operations.steps import DropEntry, Renumber, RewriteNames, Safety, Step, Unplanned
+from ckptfix.reports import Serialized
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, Printable, count_of, few, line, unchecked_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Receipt(Printable):
+class Receipt(Printable, Serialized):
     """What a repair did.
 
     ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
@@ -23,6 +25,11 @@ class Receipt(Printable):
     ``recovered``: an interrupted earlier run was rolled back first. ``below``: what ``check`` finds in the sub-folders
     that hold models of the checkpoint, such as ``unet``; each has a repair of its own.
     """
+
+    json_keys: ClassVar = (
+        "path status dry_run output recovered transaction found steps unplanned left=_left_now "
+        "not_checked=_unchecked below? advice"
+    )
 
     path: Path
     found: tuple[Finding, ...]
@@ -76,27 +83,14 @@ class Receipt(Printable):
         if self.transaction is not None:
             yield line(f"to undo: {command('undo', self.path)}")
         yield from (line(words, colour="yellow") for words in self.advice)
-        yield from map(unchecked_line, with_below(self.not_checked, self.where, self.below))
+        yield from map(unchecked_line, self._unchecked())
 
-    def as_json(self) -> dict[str, object]:
-        """Return the receipt as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "dry_run": self.dry_run,
-            "output": None if self.output is None else str(self.output),
-            "recovered": self.recovered,
-            "transaction": self.transaction,
-            "found": [finding.as_json(str(self.path)) for finding in self.found],
-            "steps": [step.as_json() for step in self.steps],
-            "unplanned": [
-                {"code": item.code, "path": str(item.path), "reason": item.reason} for item in self.unplanned
-            ],
-            "left": [finding.as_json(str(self.output or self.path)) for finding in self.left],
-            "not_checked": list(with_below(self.not_checked, self.where, self.below)),
-            **({"below": [report.as_json() for report in self.below]} if self.below else {}),
-            "advice": list(self.advice),
-        }
+    def _left_now(self) -> list[dict[str, object]]:
+        """Return what is left, with commands for the folder in which it is."""
+        return [finding.as_json(str(self.output or self.path)) for finding in self.left]
+
+    def _unchecked(self) -> tuple[str, ...]:
+        return tuple(with_below(self.not_checked, self.where, self.below))
 
 
 def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:

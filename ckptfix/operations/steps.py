@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePosixPath
+from typing import ClassVar
 
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.reports import Serialized
 from ckptfix.wording import count_of, human_size
 
 
@@ -97,11 +99,13 @@ StepAction = DropEntry | Trim | RewriteNames | WriteIndex | Renumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Serialized):
     """One action, the codes it fixes, and the files it relies on as they were when it was planned.
 
     Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a model; None: alone.
     """
+
+    json_keys: ClassVar = "action=kind message=__str__ fixes safety files"
 
     action: StepAction
     fixes: tuple[str, ...]
@@ -112,20 +116,22 @@ class Step:
     def __str__(self) -> str:
         return str(self.action)
 
-    def as_json(self) -> dict[str, object]:
-        """Return the step as JSON values."""
-        return {
-            "action": type(self.action).__name__,
-            "message": str(self),
-            "fixes": list(self.fixes),
-            "safety": self.safety.value,
-            "files": [str(path) for path in self.before],
-        }
+    @property
+    def kind(self) -> str:
+        """The name of the action, as JSON has it."""
+        return type(self.action).__name__
+
+    @property
+    def files(self) -> tuple[PurePosixPath, ...]:
+        """The files that the action relies on."""
+        return tuple(self.before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unplanned:
+class Unplanned(Serialized):
     """A finding that was to be fixed and is not, with the reason. ``others``: further files that stay for it."""
+
+    json_keys: ClassVar = "code path reason"
 
     code: str
     path: PurePosixPath

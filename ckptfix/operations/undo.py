@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import UsageError
 from ckptfix.operations.target import find_target
+from ckptfix.reports import Serialized
 from ckptfix.storage.journal import State, TransactionInfo, recover, transactions
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
@@ -16,12 +18,14 @@ from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class UndoReceipt(Printable):
+class UndoReceipt(Printable, Serialized):
     """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be undone next.
 
     ``recovered``: an interrupted run was rolled back, and that was all there was to do. ``unproven``: the files that
     ``force`` accepted without a proof that their content is what the repair left.
     """
+
+    json_keys: ClassVar = "path status transaction steps remaining recovered unproven"
 
     path: Path
     transaction: int
@@ -48,18 +52,6 @@ class UndoReceipt(Printable):
         if self.remaining:
             earlier = count_of(self.remaining, "earlier repair")
             yield line(f"{earlier} can be undone: {command('undo', self.path)}")
-
-    def as_json(self) -> dict[str, object]:
-        """Return the receipt as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "transaction": self.transaction,
-            "steps": list(self.steps),
-            "remaining": self.remaining,
-            "recovered": self.recovered,
-            "unproven": [str(path) for path in self.unproven],
-        }
 
 
 def undo(

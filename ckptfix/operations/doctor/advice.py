@@ -6,8 +6,10 @@ knowing and changes no exit status.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ckptfix.operations.findings.base import Severity, labelled
+from ckptfix.reports import Serialized
 from ckptfix.wording import Line, line
 
 MAX_EVIDENCE = 8
@@ -15,8 +17,10 @@ MAX_EVIDENCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(Serialized):
     """One problem, or something worth knowing. ``evidence``: what was read, and where. ``fix``: what to do."""
+
+    json_keys: ClassVar = "code severity message=sentence evidence fix"
 
     code: str
     severity: Severity
@@ -32,16 +36,6 @@ class Advice:
         yield labelled(self.severity, self.code, self.sentence)
         yield from (line(f"        {words}") for words in self.evidence)
         yield line(f"        to do: {self.fix}")
-
-    def as_json(self) -> dict[str, object]:
-        """Return the advice as JSON values."""
-        return {
-            "code": self.code,
-            "severity": self.severity.value,
-            "message": self.sentence,
-            "evidence": list(self.evidence),
-            "fix": self.fix,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ckptfix.operations.doctor.advice import Advice
 from ckptfix.operations.doctor.catalogue import CHECKS
 from ckptfix.operations.doctor.facts import Facts
 from ckptfix.operations.doctor.unchecked import unchecked
 from ckptfix.operations.findings.base import Severity
+from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, line, unchecked_line
 
 _GRAVEST_FIRST = tuple(Severity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Diagnosis(Printable):
+class Diagnosis(Printable, Serialized):
     """What the doctor says, the gravest first. ``not_checked``: in words, what was not looked at."""
+
+    json_keys: ClassVar = "advice not_checked environment"
 
     facts: Facts
     advice: tuple[Advice, ...]
@@ -53,26 +57,22 @@ class Diagnosis(Printable):
             yield line("no problems found in what was checked", colour="green")
         yield from map(unchecked_line, self.not_checked)
 
-    def as_json(self) -> dict[str, object]:
-        """Return the diagnosis as JSON values."""
+    def environment(self) -> dict[str, object]:
+        """Return the facts that say which environment this is, for JSON."""
         facts = self.facts
         return {
-            "advice": [advice.as_json() for advice in self.advice],
-            "not_checked": list(self.not_checked),
-            "environment": {
-                "python": ".".join(str(part) for part in facts.software.python),
-                "executable": facts.software.executable,
-                "packages": {name: package.version for name, package in facts.software.packages.items()},
-                "accelerate_config": facts.config.path if facts.config.exists else None,
-                "variables": dict(facts.variables),
-                "builds": list(facts.torch.builds),
-                "accelerator": facts.torch.kind or None,
-                "devices": [
-                    {"index": device.index, "name": device.name, "pci": device.pci, "bytes": device.memory}
-                    for device in facts.torch.devices
-                ],
-                "driver": facts.machine.driver or None,
-            },
+            "python": ".".join(str(part) for part in facts.software.python),
+            "executable": facts.software.executable,
+            "packages": {name: package.version for name, package in facts.software.packages.items()},
+            "accelerate_config": facts.config.path if facts.config.exists else None,
+            "variables": dict(facts.variables),
+            "builds": list(facts.torch.builds),
+            "accelerator": facts.torch.kind or None,
+            "devices": [
+                {"index": device.index, "name": device.name, "pci": device.pci, "bytes": device.memory}
+                for device in facts.torch.devices
+            ],
+            "driver": facts.machine.driver or None,
         }
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ckptfix.reports import Serialized, plain
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.wording import Line, Span, line
 
@@ -34,8 +35,10 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Serialized):
     """Base of every kind of damage. ``path`` is the file it is about, relative to the folder."""
+
+    json_keys: ClassVar = "code severity action message=__str__ advice"
 
     code: ClassVar[str]
     severity: ClassVar[Severity]
@@ -68,17 +71,13 @@ class Finding:
 
         return _COMMAND.sub(placed, self.advice)
 
-    def as_json(self, path: str) -> dict[str, object]:
-        """Return the finding as JSON values: code, severity, action, message, advice and its own fields."""
-        own = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-        return {
-            "code": self.code,
-            "severity": self.severity.value,
-            "action": self.action.value,
-            "message": str(self),
-            "advice": self.advice_at(path),
-            **own,
-        }
+    def as_json(self, at: str = "") -> dict[str, Any]:
+        """Return the finding as JSON values: what every finding has, and its own fields.
+
+        ``at``: the checkpoint for the commands of its advice.
+        """
+        own = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {**Serialized.as_json(self), "advice": self.advice_at(at), **own}
 
 
 def labelled(severity: Severity, code: str, message: str) -> Line:
@@ -105,13 +104,3 @@ def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
     """Yield how to recover from ``at`` what is intact, when no repair helps and that is more than nothing."""
     if any(finding.is_salvageable for finding in findings):
         yield line(f"next, to recover what is intact: {command('salvage', Path(at))} NEW_FOLDER")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, PurePosixPath):
-        return str(value)
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ckptfix.operations.migrate.beside import LeftOut
 from ckptfix.operations.migrate.planning import MigrationPlan
+from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
 
 
@@ -21,7 +22,7 @@ class MigratedModel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MigrateReceipt(Printable):
+class MigrateReceipt(Printable, Serialized):
     """What a migration did, or, of a dry run, would do.
 
     ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
@@ -30,6 +31,11 @@ class MigrateReceipt(Printable):
     output and are not any more, relative to it, "." for the output itself. ``bytes_to_write``: the size of all of it.
     ``verified``: every tensor was read back and its digest compared.
     """
+
+    json_keys: ClassVar = (
+        "path status output to dry_run verified bytes=bytes_to_write models carried left_out rewritten "
+        "warnings removed not_checked"
+    )
 
     path: Path
     output: Path
@@ -82,25 +88,6 @@ class MigrateReceipt(Printable):
             yield line(f"{done}: {what}", colour="green")
         yield from (line(f"warning: {words}", colour="yellow") for words in self.warnings)
         yield from map(unchecked_line, self.not_checked)
-
-    def as_json(self) -> dict[str, object]:
-        """Return the receipt as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "output": str(self.output),
-            "to": self.to,
-            "dry_run": self.dry_run,
-            "verified": self.verified,
-            "bytes": self.bytes_to_write,
-            "models": [{**model._asdict(), "files": list(model.files)} for model in self.models],
-            "carried": list(self.carried),
-            "left_out": [{"what": one.what, "reason": one.reason} for one in self.left_out],
-            "rewritten": list(self.rewritten),
-            "warnings": list(self.warnings),
-            "removed": list(self.removed),
-            "not_checked": list(self.not_checked),
-        }
 
 
 def receipt_of(

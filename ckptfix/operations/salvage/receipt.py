@@ -1,11 +1,11 @@
 """What a salvage did: what is saved, what is lost, and why."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+from ckptfix.reports import Serialized
 from ckptfix.storage.paths import command
 from ckptfix.weights.salvaging import Lost
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line, unchecked_line
@@ -14,21 +14,19 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile:
+class SavedFile(Serialized):
     """A new file. ``source``: where its tensors come from. ``names``: of them, ties too; ``nbytes``: each once."""
+
+    json_keys: ClassVar = "path source bytes=nbytes tensors=names"
 
     path: str
     source: str
     names: tuple[str, ...]
     nbytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {"path": self.path, "source": self.source, "bytes": self.nbytes, "tensors": list(self.names)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SalvageReceipt(Printable):
+class SalvageReceipt(Printable, Serialized):
     """``saved``: new files. ``copied``: files that were whole, untouched. ``damaged``: kept all the same, as asked for.
 
     ``doubtful``: what was kept, has no checksum and ends in zeros, as the end of a file does that was not written
@@ -36,6 +34,10 @@ class SalvageReceipt(Printable):
     ``left_out``: what of the source is not meant for a new folder, in words. ``not_checked``: in words. ``notes``: how
     what was saved is called. ``unindexed``: folders in the new one with shards that no loader finds without an index.
     """
+
+    json_keys: ClassVar = (
+        "source output saved copied lost doubtful damaged left_out notes next=next_steps not_checked"
+    )
 
     source: str
     output: str
@@ -90,22 +92,6 @@ class SalvageReceipt(Printable):
             yield line(self.verdict, colour="green")
         yield from map(unchecked_line, self.not_checked)
         yield from (line(f"next: {step}") for step in self.next_steps)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints, and what ``salvage.json`` holds."""
-        return {
-            "source": os.fspath(self.source),
-            "output": os.fspath(self.output),
-            "saved": [file.as_json() for file in self.saved],
-            "copied": list(self.copied),
-            "lost": [one._asdict() for one in self.lost],
-            "doubtful": [one._asdict() for one in self.doubtful],
-            "damaged": [one._asdict() for one in self.damaged],
-            "left_out": list(self.left_out),
-            "notes": list(self.notes),
-            "next": list(self.next_steps),
-            "not_checked": list(self.not_checked),
-        }
 
 
 def _lost_lines(what: str, every: tuple[Lost, ...], colour: str) -> Iterator[Line]:

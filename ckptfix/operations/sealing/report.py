@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
+from typing import ClassVar
 
 from ckptfix.operations.check import status_of
 from ckptfix.operations.findings import Finding, Severity, finding_lines, labelled
 from ckptfix.operations.sealing.judging import Change, Outcome
 from ckptfix.operations.sealing.values import ADVICE, ValueFinding
+from ckptfix.reports import Serialized
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
@@ -26,7 +28,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class Item(Serialized):
     """The verdict on one file or tensor.
 
     ``name``: the relative path, or the tensor's name. ``where``: of a tensor, the file that holds it, or held it.
@@ -34,6 +36,8 @@ class Item:
     a match. ``other``: the file that it was swapped with, or is now; of a tensor, the file that holds what it was
     swapped with, or holds it now; "" when there is none.
     """
+
+    json_keys: ClassVar = "kind name file=where outcome change message=text other"
 
     kind: Kind
     name: str
@@ -51,21 +55,9 @@ class Item:
         """The file, or the tensor and its file, in words."""
         return self.name if self.kind is Kind.FILE else f"{self.where}: {self.name!r}"
 
-    def as_json(self) -> dict[str, object]:
-        """Return the item as JSON values."""
-        return {
-            "kind": self.kind.value,
-            "name": self.name,
-            "file": self.where,
-            "outcome": self.outcome.value,
-            "change": None if self.change is None else self.change.value,
-            "message": self.text,
-            "other": self.other,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class VerifyReport(Printable):
+class VerifyReport(Printable, Serialized):
     """What ``verify`` found.
 
     ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
@@ -74,6 +66,11 @@ class VerifyReport(Printable):
     ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
     ``no_digest``: why no digest was compared, and what to type, "" when one was.
     """
+
+    json_keys: ClassVar = (
+        "path status sealed verified=is_verified no_digest against findings items crossed values "
+        "not_checked unfinished"
+    )
 
     path: Path
     nbytes: int
@@ -188,23 +185,6 @@ class VerifyReport(Printable):
             f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the change is intended: "
             f"{command('seal', self.path, '', '--force')}"
         )
-
-    def as_json(self) -> dict[str, object]:
-        """Return the report as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "sealed": self.sealed,
-            "verified": self.is_verified,
-            "no_digest": self.no_digest,
-            "against": None if self.against is None else str(self.against),
-            "findings": [finding.as_json(str(self.path)) for finding in self.findings],
-            "items": [item.as_json() for item in self.items],
-            "crossed": self.crossed,
-            "values": [value.as_json() for value in self.values],
-            "not_checked": list(self.not_checked),
-            "unfinished": list(self.unfinished),
-        }
 
 
 def _wrong(result: VerifyReport) -> Iterator[str]:

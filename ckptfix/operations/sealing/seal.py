@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
 
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import (
@@ -27,6 +28,7 @@ from ckptfix.operations.sealing.recorded import Recorded, readable_manifest
 from ckptfix.operations.sealing.report import Item, differing_lines
 from ckptfix.operations.sealing.verify import forbids_seal, hash_recorded, structure
 from ckptfix.operations.target import find_target
+from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_folder
 from ckptfix.storage.edits import Replace
 from ckptfix.storage.journal import State, commit, recover, transactions
@@ -38,13 +40,18 @@ from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SealReceipt(Printable):
+class SealReceipt(Printable, Serialized):
     """What ``seal`` did. ``findings`` and ``differing`` say why nothing was written, where ``written`` is off.
 
     ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
     tensors got none, ``special``: what is no file and got none, with the reason.
     ``transaction``: the number that ``undo`` takes back, of a folder with repairs that can be undone.
     """
+
+    json_keys: ClassVar = (
+        "path status written manifest files tensors bytes=nbytes findings differing unreadable special "
+        "transaction"
+    )
 
     path: Path
     written: bool
@@ -93,22 +100,10 @@ class SealReceipt(Printable):
             return f"{command('salvage', self.path)} NEW_FOLDER, to recover what is intact"
         return command("check", self.path)
 
-    def as_json(self) -> dict[str, object]:
-        """Return the receipt as JSON values."""
-        return {
-            "path": str(self.path),
-            "status": self.status,
-            "written": self.written,
-            "manifest": str(self.path / MANIFEST) if self.written else None,
-            "files": self.files,
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "findings": [finding.as_json(str(self.path)) for finding in self.findings],
-            "differing": [item.as_json() for item in self.differing],
-            "unreadable": list(self.unreadable),
-            "special": list(self.special),
-            "transaction": self.transaction,
-        }
+    @property
+    def manifest(self) -> Path | None:
+        """The manifest that was written, None when nothing was."""
+        return self.path / MANIFEST if self.written else None
 
 
 def seal(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component
@@ -17,6 +17,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.operations.findings import Severity
 from ckptfix.operations.sealing.hashing import Hashed
 from ckptfix.operations.sealing.lost import Lost, lost
+from ckptfix.reports import Serialized
 from ckptfix.storage.pieces import OpenFiles
 from ckptfix.weights.layouts import Contiguous
 from ckptfix.weights.stored import StoredTensor
@@ -62,8 +63,10 @@ ADVICE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueFinding:
+class ValueFinding(Serialized):
     """Something about the values of a model. ``fqn``: the tensor, "" when it is about several."""
+
+    json_keys: ClassVar = "code severity model=label tensor=fqn message=__str__"
 
     code: str
     severity: Severity
@@ -73,16 +76,6 @@ class ValueFinding:
 
     def __str__(self) -> str:
         return f"{self.label}: {self.text}"
-
-    def as_json(self) -> dict[str, object]:
-        """Return the finding as JSON values."""
-        return {
-            "code": self.code,
-            "severity": self.severity.value,
-            "model": self.label,
-            "tensor": self.fqn,
-            "message": str(self),
-        }
 
 
 def has_stepped(root: Path) -> bool:

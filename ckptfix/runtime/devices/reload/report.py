@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+from ckptfix.reports import Serialized
 from ckptfix.runtime.devices.pairs import Pair
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
 
@@ -50,8 +51,10 @@ class Subject(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class Proof(Serialized):
     """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators."""
+
+    json_keys: ClassVar = "subject outcome is_transfer message=text"
 
     subject: Subject
     outcome: Outcome
@@ -63,7 +66,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFacts:
+class PairFacts(Serialized):
     """What is known of the copies from one accelerator to another.
 
     ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"), None when it did not
@@ -72,6 +75,11 @@ class PairFacts:
     the split model. ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many gave
     another output.
     """
+
+    json_keys: ClassVar = (
+        "source destination outcome probe probe_kind probe_detail hops hops_wrong moves alone_runs "
+        "alone_wrong"
+    )
 
     pair: Pair
     probe: str | None = None
@@ -100,31 +108,30 @@ class PairFacts:
         stopped = self.probe if self.probe in ("hang", "unusable") else ""
         return self.probe_kind or stopped or "wrong"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the facts as JSON values."""
-        return {
-            "source": self.pair[0],
-            "destination": self.pair[1],
-            "outcome": self.outcome.value,
-            "probe": self.probe,
-            "probe_kind": self.probe_kind,
-            "probe_detail": self.probe_detail,
-            "hops": self.hops,
-            "hops_wrong": self.hops_wrong,
-            "moves": self.moves,
-            "alone_runs": self.alone_runs,
-            "alone_wrong": self.alone_wrong,
-        }
+    @property
+    def source(self) -> int:
+        """The accelerator from which was copied."""
+        return self.pair[0]
+
+    @property
+    def destination(self) -> int:
+        """The accelerator to which was copied."""
+        return self.pair[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Divergence(Serialized):
     """Where a split model first computed with other bytes than were sent.
 
     ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``, ``block`` and the rest
     are those of the first wrong copy that tracing saw. ``vanishes_when_traced``: it saw none, so a race is likely;
     then ``pair`` is the only suspect, or None. ``first_offset`` counts bytes from the begin of the tensor.
     """
+
+    json_keys: ClassVar = (
+        "message=__str__ runs wrong_runs suspects vanishes_when_traced pair block operation dtype shape "
+        "first_offset"
+    )
 
     runs: int
     wrong_runs: int
@@ -152,26 +159,12 @@ class Divergence:
             f"{list(self.shape)} arrived with other bytes, the first at offset {self.first_offset}{alone}"
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the divergence as JSON values."""
-        return {
-            "message": str(self),
-            "runs": self.runs,
-            "wrong_runs": self.wrong_runs,
-            "suspects": [list(pair) for pair in self.suspects],
-            "vanishes_when_traced": self.vanishes_when_traced,
-            "pair": None if self.pair is None else list(self.pair),
-            "block": self.block,
-            "operation": self.operation,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "first_offset": self.first_offset,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Serialized):
     """The accelerators here: their type ("cuda"), and the name that each reports."""
+
+    json_keys: ClassVar = "accelerator devices=names"
 
     accelerator: str | None
     names: tuple[str, ...] = ()
@@ -190,12 +183,17 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ReloadReport(Printable):
+class ReloadReport(Printable, Serialized):
     """What ``verify_reload`` proved, what failed, and what it did not exercise.
 
     ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
     ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
     """
+
+    json_keys: ClassVar = (
+        "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs pairs "
+        "divergence require_transfer_proof"
+    )
 
     path: Path
     machine: Machine
@@ -229,32 +227,6 @@ class ReloadReport(Printable):
         if any(proof.outcome is Outcome.FAILED for proof in self.proofs):
             return 1
         return int(self.require_transfer_proof and bool(self.unproven_transfers))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {
-            "path": str(self.path),
-            "machine": {"accelerator": self.machine.accelerator, "devices": list(self.machine.names)},
-            "model": self.model,
-            "map_source": self.map_source,
-            "device_map": dict(self.device_map),
-            "device_bytes": dict(self.device_bytes),
-            "tensors": self.tensors,
-            "bytes": self.nbytes,
-            "repeats": self.repeats,
-            "proofs": [
-                {
-                    "subject": proof.subject.value,
-                    "outcome": proof.outcome.value,
-                    "is_transfer": proof.is_transfer,
-                    "message": proof.text,
-                }
-                for proof in self.proofs
-            ],
-            "pairs": [pair.as_json() for pair in self.pairs],
-            "divergence": None if self.divergence is None else self.divergence.as_json(),
-            "require_transfer_proof": self.require_transfer_proof,
-        }
 
     def lines(self) -> Iterator[Line]:
         """Yield the map, the table of proofs, the matrix of pairs, and the verdict."""

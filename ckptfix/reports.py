@@ -1,0 +1,55 @@
+"""The one serializer of reports: the values of a verb as ``--json`` prints them, declared as a list of keys."""
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cache
+from operator import attrgetter
+from pathlib import PurePath
+from typing import Any, ClassVar
+
+
+class Serialized:
+    """Base of every value that ``--json`` prints.
+
+    ``json_keys``: the keys in their order, separated by spaces. A key is the name of an attribute, or it is
+    ``key=attribute``. A method is called. A key that ends in ``?`` is left out where its value is empty.
+    """
+
+    __slots__ = ()
+    json_keys: ClassVar[str]
+
+    def as_json(self, at: str = "") -> dict[str, Any]:
+        """Return the value as JSON values. ``at``: the checkpoint for the commands in it; a report names its own."""
+        at = str(getattr(self, "path", at))
+        values = ((key, attribute(self)) for key, attribute in _attributes(self.json_keys))
+        return {key.removesuffix("?"): plain(one, at) for key, one in values if one or not key.endswith("?")}
+
+
+def plain(value: object, at: str = "") -> Any:
+    """Return a value as JSON values: a path as its text, an enum as its value, whatever is listed as a list.
+
+    ``at``: the checkpoint for the commands in it.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Serialized):
+        return value.as_json(at)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(one, at) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        if hasattr(value, "_asdict"):
+            return plain(value._asdict(), at)
+        return [plain(one, at) for one in value]
+    if callable(value):
+        return plain(value(), at)
+    raise TypeError(f"{type(value).__name__} is not a value of JSON")
+
+
+@cache
+def _attributes(keys: str) -> tuple[tuple[str, Callable[[Any], object]], ...]:
+    pairs = (one.partition("=") for one in keys.split())
+    return tuple((key, attrgetter(attribute or key.removesuffix("?"))) for key, _, attribute in pairs)
