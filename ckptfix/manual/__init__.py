@@ -25,6 +25,7 @@ TOPICS = (
     "limits",
     "json",
     "python",
+    "continuous-integration",
     "performance",
     "architecture",
     "contributing",
