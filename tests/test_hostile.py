@@ -104,6 +104,7 @@ def cli(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, A
     return document
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_truncation_at_every_length(in_memory: Path, seed: str) -> None:
     data = SEEDS[seed].read_bytes()

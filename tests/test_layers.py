@@ -84,6 +84,7 @@ def test_only_report_prints() -> None:
         assert not prints, f"{path.name} prints"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["-c", "import ckptfix; ckptfix.check"], ["-m", "ckptfix", "check", "fixtures"]]
 )

@@ -335,6 +335,7 @@ def test_undo_refuses_a_file_that_changed(folder: Path, capsys: pytest.CaptureFi
         assert files(folder) == before
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
     """``ckptfix check | head -0``: whoever reads has gone, and that is all that happened."""
     for option in ([], ["--json"]):

@@ -241,6 +241,7 @@ def test_a_file_that_is_cut_is_told_anywhere() -> None:
         parse_dcp_metadata(data[:-1])
 
 
+@pytest.mark.slow
 def test_changed_bytes_are_refused_or_read() -> None:
     data = pickle.dumps(made((4, 3), [((0, 0), (4, 1)), ((0, 1), (4, 2))]), 4)
     for position, value in product(range(len(data)), (0, 0x28, 0x2E, 0x52, 0xFF)):

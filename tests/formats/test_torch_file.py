@@ -86,6 +86,7 @@ def test_tensors_of_a_storage(tmp_path: Path) -> None:
     assert file.tensors_of("99") == ()
 
 
+@pytest.mark.slow
 def test_time_of_many_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     count = 20_000
     value = OrderedDict(

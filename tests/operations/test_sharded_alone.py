@@ -38,6 +38,7 @@ def alone(folder: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_repair_of_one_folder_that_was_killed_is_told_above(tmp_path: Path) -> None:
     folder = copy(tmp_path, "fsdp2-nested")
     own = alone(folder, MODEL)

@@ -349,6 +349,7 @@ def test_lies_in_the_metadata(tmp_path: Path, edit: Callable[[Metadata], None], 
         assert len(check(folder).findings) <= len(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [MODEL, OPTIMIZER])
 def test_mutated_metadata_never_stops_a_check(tmp_path: Path, folder: str) -> None:
     root = copy(tmp_path, "fsdp2-nested")

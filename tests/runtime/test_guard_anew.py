@@ -112,6 +112,7 @@ def test_evaluation_first_and_training_later() -> None:
     assert counts(made) == (2, 0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_run_again_with_a_smaller_batch() -> None:
     made = accelerator()
     raw = model()

@@ -240,6 +240,7 @@ def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
     assert (tmp_path / "1" / "pytorch_model.bin.index.json").exists()
 
 
+@pytest.mark.slow
 @FORKS
 def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptfix.runtime.saving.meeting.PATIENCE", 0.2)
@@ -262,6 +263,7 @@ def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pyte
     assert said.read_text().count("waited") == 1
 
 
+@pytest.mark.slow
 @FORKS
 @pytest.mark.parametrize("given", ["argument", "environment"])
 def test_a_save_of_the_main_process_alone_ends_with_an_error(
@@ -289,6 +291,7 @@ def test_a_save_of_the_main_process_alone_ends_with_an_error(
     assert incomplete(tmp_path / "all") is None
 
 
+@pytest.mark.slow
 @FORKS
 def test_a_process_that_comes_after_another_gave_up_waits_for_the_next_meeting(tmp_path: Path) -> None:
     def work(rank: int) -> None:

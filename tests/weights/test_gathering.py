@@ -110,6 +110,7 @@ def test_a_storage_that_became_shorter_is_an_error(tmp_path: Path) -> None:
             list(gathered(layout, files, memoryview(bytearray(1 << 16))))
 
 
+@pytest.mark.slow
 def test_a_column_of_a_large_storage_takes_little_memory(tmp_path: Path) -> None:
     """In a process of its own, as the peak of this one is past. The storage is a hole: no disk is used."""
     rows, row = 1 << 17, 4096

@@ -159,6 +159,7 @@ def test_torch_reads_a_file_beyond_4_gib(tmp_path: Path) -> None:
     assert loaded["a"].tolist() == [0] * 10
 
 
+@pytest.mark.slow
 def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
     parts = tuple(zip_parts(NewRecord(f"m/{number}", Literal(b"")) for number in range(66_000)))
     path = tmp_path / "many.zip"

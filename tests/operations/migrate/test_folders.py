@@ -148,6 +148,7 @@ def test_a_linked_checkpoint_is_read_through_its_links(tmp_path: Path) -> None:
     assert digests_at(tmp_path / "b") == digests_at(snapshot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["safetensors", "bin"])
 @pytest.mark.parametrize("most", ["30KB", "5GB"])
 def test_transformers_loads_a_migrated_folder(tmp_path: Path, to: str, most: str) -> None:

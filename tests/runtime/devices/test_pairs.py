@@ -88,6 +88,7 @@ def test_numbers_that_torch_hands_to_the_override(monkeypatch: pytest.MonkeyPatc
     assert not asked
 
 
+@pytest.mark.slow
 def test_importing_is_light() -> None:
     """Neither accelerate nor the probe is imported for safe transfers alone."""
     code = (

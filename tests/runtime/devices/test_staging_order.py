@@ -326,6 +326,7 @@ HARMLESS = {"0 * number for number % len(slots)"}
 """One slot alone is slow, and right."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "mutant"), [pytest.param(*one, id=one[0]) for one in mutants()])
 def test_every_mutant_fails(what: str, mutant: Pump) -> None:
     worst = max(broken(waiting, mutant) for waiting in Waiting)
