@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -51,6 +50,8 @@ def sarif(annotations: Iterable[Annotation], status: int) -> dict[str, object]:
 
     What is about the run is a notification of the tool, so that a viewer counts findings alone.
     """
+    from importlib.metadata import version  # drags in csv, email, sockets and shutil
+
     every = list(annotations)
     found = [one for one in every if one.code]
     codes = sorted({one.code for one in found})

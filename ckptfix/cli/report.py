@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -164,6 +163,8 @@ def put_page(text: str) -> None:
     if not sys.stdout.isatty():
         put(text, newline=False)
         return
+    import shutil  # drags in bz2 and lzma, which a check does without
+
     size = shutil.get_terminal_size()
     text = wrap(text, min(size.columns, 100))
     if sys.stdin.isatty() and text.count("\n") >= size.lines:

@@ -4,7 +4,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from difflib import get_close_matches
-from importlib.resources import files
 
 TOPICS = (
     "tutorial",
@@ -42,6 +41,8 @@ _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
 
 def page(topic: str) -> str:
     """Return the text of a page, without the markers of its generated blocks."""
+    from importlib.resources import files  # drags in tempfile, random and shutil
+
     text = (files(__name__) / f"{topic}.md").read_text(encoding="utf-8")
     return _COMMENT.sub("", text)
 
