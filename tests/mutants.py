@@ -53,12 +53,6 @@ MUTANTS = (
         ("test_applying.py::test_a_save_between_looking_and_writing_is_kept",),
     ),
     Mutant(
-        "journal: what an undo built again is not compared with what was there",
-        "        if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):\n",
-        "        if False:\n",
-        ("test_rollback.py", "test_undoable.py", "test_journal.py"),
-    ),
-    Mutant(
         "pairing: models of equal names are duplicates, whatever their bytes",
         "        difference = first_difference(one.fd, two.fd, sample_runs(pairing.runs))",
         "        difference = None",
