@@ -1,3 +1,8 @@
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 from ckptfix.wording import collapse_layers, human_size, list_names
 
 
@@ -19,3 +24,63 @@ def test_list_names_collapses_before_it_counts() -> None:
     names = [f"layers.{i}.{part}" for part in ("a", "b", "c", "d") for i in range(9)]
     assert list_names(names) == "'layers.{0...8}.a', 'layers.{0...8}.b', 'layers.{0...8}.c' and 1 more"
     assert list_names(["head"]) == "'head'"
+
+
+_RETIRED = {
+    r"the same bytes stay": "delete X (size; duplicate of Y)",
+    r"\b(nothing found that will bite)\b": "no problems found",
+    r"\b(took|taken|takes?) (\w+ )?back\b": "undo",
+    r"(?<!there )\bis no (?!longer\b)[a-z]": "is not a",
+    r"(?<!there )\bare no (?!longer\b)[a-z]": "are not",
+    r"\bbeside\b": "next to",
+    r"\b(stands?|stood)\b": "is, exists",
+    r"\bhonest\b": "intentional",
+    r"\b(speaks?|tells?) of\b": "lists, refers to",
+    r"\bof a rank of its own\b": "per-rank",
+    r"\bdoubles (?!from\b)": "duplicate",
+    r"\bcarried over\b": "copied unchanged",
+    r"\bpeer copies\b": "P2P copies",
+    r"\b(is|are|was|were) whole\b": "complete, intact",
+}
+"""What no message and no help says any more -> what to write instead."""
+
+_ALLOWED: set[str] = set()
+"""Literals that hold such words and are no sentence for people."""
+
+
+def _said(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every text of a module but its docstrings, an f-string as one text with {} for its values."""
+    tree = ast.parse(path.read_text())
+    silent: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr):  # a docstring, of an attribute too
+                silent.add(id(statement.value))
+        if isinstance(node, ast.JoinedStr):
+            silent.update(map(id, node.values))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            yield node.lineno, node.value
+
+
+def _docstring_of_command(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings that click prints as help."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_command"):
+            yield node.lineno, ast.get_docstring(node) or ""
+
+
+def test_no_message_says_a_retired_word() -> None:
+    found = [
+        f"{path}:{line}: {text!r}: write {better!r}"
+        for path in sorted(Path("ckptfix").rglob("*.py"))
+        for line, text in (*_said(path), *_docstring_of_command(path))
+        if " " in text and text not in _ALLOWED
+        for retired, better in _RETIRED.items()
+        if re.search(retired, text)
+    ]
+    assert found == []

@@ -230,7 +230,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
     for member in group.members:
         whole = member.whole
         if whole is None and member.problem is None:
-            problems.append(f"{member.path} is no state dict")
+            problems.append(f"{member.path} is not a state dict")
         shapes.update(shapes_of(member, ()))
     absent = [name for name in group.listed if name not in shapes]
     if absent and not problems:

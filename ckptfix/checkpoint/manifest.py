@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         with open(folder / MANIFEST, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FormatError(f"{folder / MANIFEST} is no regular file")
+                raise FormatError(f"{folder / MANIFEST} is not a regular file")
             data = file.read(MAX_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None

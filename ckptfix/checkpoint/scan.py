@@ -109,7 +109,7 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
 
 def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content | None, Problem | None]:
     if not stat.S_ISREG(status.st_mode):
-        return None, Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="no regular file")
+        return None, Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
     with open_reader(full) as reader:
         try:
             return _parser(reader, name)(reader), None
@@ -157,9 +157,9 @@ def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
     elif looks_like_safetensors(head):
         words = None if wants_safetensors else "a safetensors file"
     elif words is None and wants_safetensors:
-        words = f"no safetensors file: {problem.message}"
+        words = f"not a safetensors file: {problem.message}"
     elif words is None and name.role is not Role.WEIGHTS_INDEX and head[:1] != b"\x80":
-        words = "no torch file: it is neither a zip archive nor a pickle"
+        words = "not a torch file: it is neither a zip archive nor a pickle"
     return problem if words is None else replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=words)
 
 

@@ -56,7 +56,7 @@ def _scan(root: Path, path: PurePosixPath) -> ShardedState:
         if found:
             unsafe[where] = found
     elif os.path.lexists(root / where):
-        problem = Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="no regular file")
+        problem = Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
     if metadata is None:
         return ShardedState(
             path=path, name=name, is_linked=is_linked, files=files, problem=problem, unsafe=unsafe

@@ -119,7 +119,7 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     """Measure, print the matrix, and keep the verdicts."""
     torch = parse_torch(_look({}, in_process=in_process))
     if torch.problem:
-        raise OperationError(f"peer copies were not measured: {torch.problem}; for more: ckptfix doctor")
+        raise OperationError(f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor")
     from ckptfix.runtime.devices.probe import Verdict, probe_peer_copies, remember
 
     found = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)

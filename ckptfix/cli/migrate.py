@@ -31,11 +31,11 @@ from ckptfix.operations.policy import Keys
 @click.option("--dtype", type=click.Choice([*FLOATS, ORIGINAL]),
               help="Convert floating point tensors; original: DeepSpeed's as in training, not in fp32.")  # fmt: skip
 @click.option(
-    "--drop-opaque", is_flag=True, help="Leave out values that are no tensors, such as extra states."
+    "--drop-opaque", is_flag=True, help="Leave out values that are not tensors, such as extra states."
 )
 @click.option("--no-verify", is_flag=True, help="Do not read everything back.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace the checkpoint or file at DST once the new one is whole."
+    "--overwrite", is_flag=True, help="Replace the checkpoint or file at DST once the new one is complete."
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 def migrate_command(

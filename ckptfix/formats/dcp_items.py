@@ -119,7 +119,7 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
     tensor = read_tensor(Text("", 0, 0), tree.root, known) if type(tree.root) is Node else None
     if tensor is None:
         raise UnsupportedFormat(
-            "it is no plain tensor, of a dtype that is known and neither conjugated nor negated"
+            "it is not a plain tensor, of a dtype that is known and neither conjugated nor negated"
         )
     nbytes = known[tensor.storage_key].nbytes
     record = storage_records(archive).get(tensor.storage_key)

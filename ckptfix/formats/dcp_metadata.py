@@ -197,7 +197,7 @@ class _Reading:
         shape = size_of(values.get("size"), name.value)
         listed = values.get("chunks")
         if type(listed) is not Node or listed.kind is not Kind.LIST:
-            raise FormatError(f"the chunks of {name.value!r:.200} are no list, but {words_for(listed)}")
+            raise FormatError(f"the chunks of {name.value!r:.200} are not a list, but {words_for(listed)}")
         found = listed.items or []
         self._spend(len(found))
         chunks = tuple([_chunk(chunk, name.value, shape) for chunk in found])
@@ -249,7 +249,7 @@ class _Reading:
             return ()
         found = value.items or () if type(value) is Node and value.kind is Kind.LIST else value
         if not isinstance(found, list | tuple) or len(found) > _MAX_DESCRIPTORS:
-            raise FormatError("the transform_descriptors of an item are no short list")
+            raise FormatError("the transform_descriptors of an item are not a short list")
         return tuple(one.value if type(one) is Text else words_for(one) for one in found)
 
     def _planned(self, root: Mapping[str, Any]) -> tuple[PlannedPath, ...]:

@@ -137,11 +137,11 @@ def literal(data: bytes, position: int) -> tuple[str, int, bool]:
     begin = position + 1 + width
     end = begin + int.from_bytes(data[position + 1 : begin], "little")
     if end > len(data) or end - begin > MAX_TEXT:
-        raise Unknown("a string that is no name")
+        raise Unknown("a string that is not a name")
     try:
         value = str(data[begin:end], "utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise Unknown("a string that is no UTF-8") from None
+        raise Unknown("a string that is not UTF-8") from None
     is_memoized = data[end : end + 1] == b"\x94"
     return value, end + is_memoized, is_memoized
 

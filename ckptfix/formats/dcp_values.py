@@ -29,7 +29,7 @@ def fields_of(node: Node) -> dict[str, Any]:
         return {}
     state = states[0]
     if len(states) > 1 or type(state) is not Node or state.kind is not Kind.DICT:
-        raise FormatError(f"the state of {words_for(node)} is no dict")
+        raise FormatError(f"the state of {words_for(node)} is not a dict")
     entries = state.entries or []
     if len(entries) > 2 * _MAX_FIELDS:
         raise FormatError(f"{words_for(node)} has {len(entries) // 2} attributes")
@@ -75,7 +75,7 @@ def path_inside(text: str) -> PurePosixPath:
     except UnicodeEncodeError:
         sound = False
     if not sound or not path.parts or path.is_absolute() or ".." in path.parts:
-        raise FormatError(f"an item is said to be in {text!r:.200}, which is no file of the folder")
+        raise FormatError(f"an item is said to be in {text!r:.200}, which is not a file of the folder")
     return path
 
 

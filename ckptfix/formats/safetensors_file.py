@@ -213,7 +213,7 @@ def _tensors(header: Mapping[str, Any], start: int) -> tuple[tuple[TensorInfo, .
         except (TypeError, KeyError, ValueError):
             raise FormatError(f"the entry of {fqn!r} lacks dtype, shape or two data_offsets") from None
         if type(sizes) is not list:
-            raise FormatError(f"the shape of {fqn!r} is no list")
+            raise FormatError(f"the shape of {fqn!r} is not a list")
         shape = tuple(sizes)
         _check_entry(fqn, dtype, shape, begin, end)
         found.append(TensorInfo(fqn, dtype, shape, (start + begin, start + end)))

@@ -136,7 +136,7 @@ def same_storages(
 def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
-        raise UnsupportedFormat("a TorchScript archive: it holds code beside its state")
+        raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
     tree = parse(torch_zip.read_record(reader, archive.pickle))
     known = storages(tree)
     if known and archive.big_endian:

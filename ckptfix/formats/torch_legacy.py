@@ -183,7 +183,7 @@ def _keys(tree: PickleTree) -> tuple[str, ...]:
     items = (root.items or []) if type(root) is Node and root.kind is Kind.LIST else [None]
     keys = tuple([item.value for item in items if type(item) is Text])
     if len(keys) != len(items) or len(set(keys)) != len(keys):
-        raise FormatError("the storage keys of the legacy torch file are no list of distinct strings")
+        raise FormatError("the storage keys of the legacy torch file are not a list of distinct strings")
     return keys
 
 

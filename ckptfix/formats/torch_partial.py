@@ -70,7 +70,7 @@ def _zip(reader: FileReader) -> PartialTorchFile:
         pickles.find(records)
     if pickles.tree is None or pickles.record is None:
         raise FormatError(
-            f"its first record is no data.pkl, which holds the names ({reason or 'by its directory'})"
+            f"its first record is not data.pkl, which holds the names ({reason or 'by its directory'})"
         )
     root = pickles.root
     by_name: dict[str, FoundRecord] = {}
@@ -140,7 +140,7 @@ class _Pickles:
 def _check_kind(reader: FileReader, root: str, records: Mapping[str, FoundRecord]) -> None:
     """Raise UnsupportedFormat for archives that are never read."""
     if f"{root}/constants.pkl" in records:
-        raise UnsupportedFormat("a TorchScript archive: it holds code beside its state")
+        raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
     order = records.get(f"{root}/byteorder")
     is_there = order is not None and order.begin and order.begin + 3 <= reader.size
     if order is not None and is_there and order.length == 3 and reader.read(order.begin, 3) == b"big":

@@ -103,7 +103,7 @@ def read_storage(node: Node) -> tuple[str, PickledStorage]:
                 values = (name, location[0], numel, numel * size)
                 storage: PickledStorage = tuple.__new__(PickledStorage, values)  # as in read_tensor
                 return key[0], storage
-    raise FormatError("the pickle holds a persistent id that is no storage of torch's")
+    raise FormatError("the pickle holds a persistent id that is not a storage of torch's")
 
 
 def is_tensor(value: object) -> bool:

@@ -82,7 +82,7 @@ def read_zip(reader: FileReader) -> TorchZip:
     root, slash, _ = records[0].name.partition("/")
     pickle = _record(by_name, f"{root}/data.pkl")
     if not slash or pickle is None:
-        raise FormatError(f"a zip archive, but none of torch.save: no data.pkl beside {records[0].name!r}")
+        raise FormatError(f"a zip archive, but none of torch.save: no data.pkl next to {records[0].name!r}")
     byteorder = _record(by_name, f"{root}/byteorder")
     is_big = byteorder is not None and read_record(reader, byteorder) == b"big"
     return TorchZip(

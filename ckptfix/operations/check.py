@@ -40,7 +40,7 @@ from ckptfix.wording import Line, Printable, count_of, few, human_size, line, un
 _GENERIC = ("values of tensors", "checksums of ")
 """How what is not checked of any folder begins; said once."""
 
-_OF_FOLDER = ("other files beside it", "digests in ")
+_OF_FOLDER = ("other files next to it", "digests in ")
 """How what is about the rest of a folder begins, which is beside the point for a model below."""
 
 

@@ -51,7 +51,7 @@ def check_output(target: Target, output: Path) -> None:
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; name a folder that does not")
     if not output.absolute().parent.is_dir():
-        raise UsageError(f"{output.absolute().parent} is no folder")
+        raise UsageError(f"{output.absolute().parent} is not a folder")
     if output.resolve().is_relative_to(target.root.resolve()) and target.only is None:
         raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 

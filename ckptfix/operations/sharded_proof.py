@@ -98,7 +98,7 @@ def _prove_items(old: ShardedState, was: DcpMetadata, now: DcpMetadata, maps: Pl
     fqns = {path: fqn for fqn, path in paths_of(now).items()}
     names = {fqn: fqns.get(changed.get(fqn, path)) for fqn, path in paths_of(was).items()}
     if len(was.stored) != len(now.stored) or len(names) != len(fqns) or None in names.values():
-        raise OperationError(f"{old.metadata_path}: after the repair it speaks of other items")
+        raise OperationError(f"{old.metadata_path}: after the repair it lists other items")
     tensors = {one.fqn: one for one in now.tensors}
     for one in was.tensors:
         twin = tensors.get(names[one.fqn] or "")

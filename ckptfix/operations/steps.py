@@ -34,7 +34,7 @@ class DropEntry:
     def __str__(self) -> str:
         what = f"all files of {self.path}/" if self.is_folder else str(self.path)
         empty = "; the empty folder stays" if self.is_folder else ""
-        return f"drop {what} ({human_size(self.size)}), the same bytes stay in {self.kept}{empty}"
+        return f"delete {what} ({human_size(self.size)}; duplicate of {self.kept}){empty}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

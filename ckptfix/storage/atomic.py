@@ -101,7 +101,7 @@ def read_file(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO would give nothing, or never end
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         parts = []
         while part := os.read(fd, 1 << 24):
             parts.append(part)

@@ -52,14 +52,14 @@ def _advice(file: Path) -> str:
 def whole(value: object, most: int = LARGEST, least: int = 0) -> int:
     """Return a whole number within bounds. Raises ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{value!r:.40} is no whole number from {least} to {most}")
+        raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
     return value
 
 
 def text(value: object) -> str:
     """Return a string. Raises ValueError."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no string")
+        raise ValueError(f"{value!r:.40} is not a string")
     return value
 
 
@@ -104,5 +104,5 @@ def owner_of(value: object) -> int:
 def sha256_of(value: object) -> str:
     """Return a sha256 in hexadecimal. Raises ValueError."""
     if not _SHA256.fullmatch(text(value)):
-        raise ValueError(f"{value!r:.40} is no sha256")
+        raise ValueError(f"{value!r:.40} is not a sha256")
     return text(value)

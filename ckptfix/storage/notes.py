@@ -134,7 +134,7 @@ def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePos
             path_of(path): fingerprint_of(value, "file", "link", "folder") for path, value in body.items()
         }
         if set(after) != set(watched):
-            raise damaged(folder / _AFTER, "the plan: it tells of other files")
+            raise damaged(folder / _AFTER, "the plan: it lists other files")
         return after
 
 

@@ -24,8 +24,8 @@ from ckptfix.weights.stored import StoredTensor
 from ckptfix.weights.tie_records import LISTED
 
 _BLOCK = 1 << 20
-_BESIDE = "it is beside the state dicts of modules, which alone are saved"
-BEHIND = "bytes are left out: they stand behind the last tensor, which no reader of safetensors accepts"
+_BESIDE = "it is next to the state dicts of modules, which alone are saved"
+BEHIND = "bytes are left out: they follow the last tensor, which no reader of safetensors accepts"
 """What is said, after their number, of bytes at the end of a safetensors file."""
 
 
@@ -196,7 +196,7 @@ class _TorchSalvage:
                 tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, layout))
         for name in state_dict.opaque_keys:
             if not leads_to((*state_dict.path, name), saved):
-                reason = self._broken.get((state_dict.path, name), "it is no tensor of a state dict")
+                reason = self._broken.get((state_dict.path, name), "it is not a tensor of a state dict")
                 lost.append(Lost(self._path.name, name, reason))
         return SavedDict(
             path=state_dict.path,

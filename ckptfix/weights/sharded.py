@@ -147,7 +147,7 @@ def _unfinished(names: tuple[str, ...]) -> str:
         )
     state = "unfinished" if UNFINISHED in names else "missing"
     return (
-        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, beside {data} "
+        f"the save was interrupted: {METADATA_NAME}, which is written last, is {state}, next to {data} "
         f"{DATA_SUFFIX} files"
     )
 
@@ -312,7 +312,7 @@ def whole_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str
         raise OperationError(f"{folder}: a DCP checkpoint that holds no weights of a model")
     reasons = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
     found: list[StoredTensor] = []
-    lost = dict.fromkeys(model.names.values(), "it is no tensor")
+    lost = dict.fromkeys(model.names.values(), "it is not a tensor")
     for tensor in metadata.tensors:
         name = model.names.get(tensor.fqn)
         if name is None:

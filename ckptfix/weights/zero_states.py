@@ -179,7 +179,7 @@ def _optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
         name = f"fp32 partition {number}"
         tensor = read_tensor(Text(name, 0, 0), node, known) if type(node) is Node else None
         if tensor is None:
-            raise FormatError(f"{name} is no plain tensor")
+            raise FormatError(f"{name} is not a plain tensor")
         flats.append(_flat(path, file, tensor.storage_key, tensor.dtype, tensor.begin, tensor.end))
     counts = child(states, "partition_count")
     every = [_count(one) for one in _items(counts)] if type(counts) is Node else [_count(counts)]
@@ -222,7 +222,7 @@ def _groups(node: object) -> Iterator[Shapes]:
     visits = Visits()
     for group in _items(node):
         if not visits.first(group):  # a million references to one dict of a million names would never end
-            raise FormatError("param_shapes is no list of dicts, or two of its groups are one dict")
+            raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
         yield _shapes(group)
 
 
@@ -241,7 +241,7 @@ def _shape(name: str, value: Any) -> tuple[int, ...]:
         or not all(type(size) is int and 0 <= size <= _MANY for size in sizes)
         or prod(sizes) > _MANY
     ):
-        raise FormatError(f"the shape of {name!r:.200} is no shape")
+        raise FormatError(f"the shape of {name!r:.200} is not a shape")
     return sizes
 
 

@@ -143,9 +143,9 @@ def test_a_name_of_odd_bytes_is_a_name(tmp_path: Path) -> None:
 def test_a_manifest_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).parent.mkdir(parents=True)
     os.mkfifo(tmp_path / MANIFEST)
-    with pytest.raises(FormatError, match="no regular file"):
+    with pytest.raises(FormatError, match="not a regular file"):
         read_manifest(tmp_path)
-    assert "no regular file" in str(incomplete(tmp_path))
+    assert "not a regular file" in str(incomplete(tmp_path))
 
 
 def test_missing_files_are_named_with_both_sizes(tmp_path: Path) -> None:

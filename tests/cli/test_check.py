@@ -133,7 +133,7 @@ def test_checksums_are_left_unchecked_only_where_there_are_any(tmp_path: Path, s
 def test_other_files_are_named(folder: Path, said: Said) -> None:
     for name in ("config.json", "README.md"):
         (folder / name).write_text("{}")
-    assert "not checked: other files beside it: 'README.md', 'config.json'\n" in said("check", folder)[1]
+    assert "not checked: other files next to it: 'README.md', 'config.json'\n" in said("check", folder)[1]
     assert "other files" not in said("verify", folder)[1]
 
 

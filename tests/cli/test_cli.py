@@ -235,7 +235,7 @@ def test_a_dry_run_changes_nothing_and_shows_the_plan(
 ) -> None:
     names = sorted(path.name for path in folder.iterdir())
     assert run(["repair", str(folder), "--dry-run"]) == 1
-    assert "drop model_1.safetensors" in capsys.readouterr().out
+    assert "delete model_1.safetensors" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
@@ -313,7 +313,7 @@ def test_the_plan_says_what_to_type_to_take_it_back(folder: Path, capsys: pytest
     out = capsys.readouterr().out
     assert f"ckptfix undo {folder}" in out
     run(["undo", str(folder)])
-    assert "undone: drop model_1.safetensors" in capsys.readouterr().out
+    assert "undone: delete model_1.safetensors" in capsys.readouterr().out
 
 
 def test_undo_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

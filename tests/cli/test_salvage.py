@@ -65,4 +65,4 @@ def test_what_may_never_have_been_written_is_printed(
     assert "nothing missing was found" in out
     torch.save({"w": torch.zeros(5000)}, tmp_path / "m.bin")
     assert run(["salvage", str(tmp_path / "m.bin"), str(tmp_path / "other")]) == 0
-    assert "everything was whole" in capsys.readouterr().out
+    assert "everything was intact" in capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_a_value_that_is_no_plain_tensor_is_called_so(tmp_path: Path, capsys: Ca
         packed = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
         torch.save({"w": torch.ones(2), "q": packed}, path)
     assert run(["verify", str(path)]) in (0, 1)
-    assert "not checked: what is no plain tensor in q.pt: 'q'\n" in out(capsys)
+    assert "not checked: what is not a plain tensor in q.pt: 'q'\n" in out(capsys)
 
 
 def test_equal_sizes_are_no_reason_of_an_undo_that_is_refused(tmp_path: Path) -> None:

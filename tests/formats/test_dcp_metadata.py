@@ -179,7 +179,7 @@ def test_a_planner_without_paths() -> None:
 
 @pytest.mark.parametrize("path", ["../x.distcp", "/x.distcp", "a/../../x", "", ".", "a\0b", "\ud800"])
 def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
-    with pytest.raises(FormatError, match="which is no file of the folder"):
+    with pytest.raises(FormatError, match="which is not a file of the folder"):
         parsed(made(path=path))
 
 

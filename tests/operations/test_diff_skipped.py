@@ -50,7 +50,7 @@ def test_what_lies_beside_is_said(tmp_path: Path, of: Any, left: str) -> None:
     torch.save(of(torch.zeros(3)), tmp_path / "a.pt")
     torch.save(of(torch.ones(3)), tmp_path / "b.pt")
     report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    said = [f"what {side.lower()}.pt in {side} holds beside what was compared: '{left}'" for side in "AB"]
+    said = [f"what {side.lower()}.pt in {side} holds next to what was compared: '{left}'" for side in "AB"]
     assert list(report.not_compared) == said
 
 

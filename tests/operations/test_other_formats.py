@@ -188,7 +188,7 @@ class TestTorchScript:
     def test_sealed_it_matches(self, tmp_path: Path) -> None:
         torchscript(tmp_path / "model.pt")
         receipt = seal(tmp_path)
-        assert receipt.unreadable == ("model.pt: a TorchScript archive: it holds code beside its state",)
+        assert receipt.unreadable == ("model.pt: a TorchScript archive: it holds code next to its state",)
         for data in (False, True):
             report = verify(tmp_path, data=data)
             assert (report.status, report.unfinished) == (0, ())
@@ -233,7 +233,7 @@ def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
     assert report.findings == ()
     assert [line for line in report.not_checked if line.startswith(("exported", "scripted"))] == [
         "exported.pt: a program of torch.export, not a format that ckptfix reads",
-        "scripted.pt: a TorchScript archive: it holds code beside its state",
+        "scripted.pt: a TorchScript archive: it holds code next to its state",
     ]
     seal(folder)
     assert verify(folder, data=True).status == 0

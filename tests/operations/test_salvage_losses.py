@@ -255,7 +255,7 @@ def test_zeros_at_the_end_are_named(tmp_path: Path) -> None:
 def test_whole_is_said_of_what_has_checksums(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(5000)}, tmp_path / "m.bin")
     whole = salvage(tmp_path / "m.bin", tmp_path / "new")
-    assert (whole.verdict, whole.doubtful, whole.not_checked) == ("everything was whole", (), ())
+    assert (whole.verdict, whole.doubtful, whole.not_checked) == ("everything was intact", (), ())
     torch.save({"w": torch.zeros(5000)}, tmp_path / "l.bin", _use_new_zipfile_serialization=False)
     legacy = salvage(tmp_path / "l.bin", tmp_path / "other")
     assert (legacy.verdict, [one.name for one in legacy.doubtful]) == ("nothing missing was found", ["w"])

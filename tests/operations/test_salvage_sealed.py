@@ -59,7 +59,7 @@ def test_what_is_damaged_is_kept_when_asked(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded", "dict"])
 def test_all_that_was_sealed_and_is_the_same_is_whole(tmp_path: Path, kind: str) -> None:
     receipt = salvage(sealed(tmp_path / "a", kind), tmp_path / "new")
-    assert (receipt.verdict, receipt.not_checked) == ("everything was whole", ())
+    assert (receipt.verdict, receipt.not_checked) == ("everything was intact", ())
     assert not receipt.saved
 
 

@@ -36,7 +36,7 @@ def test_an_optimizer_folder_without_a_rank_is_left_out_as_a_whole_and_that_is_s
     assert not (tmp_path / "new" / "optimizer_0").exists()
     (reason,) = lost(receipt).values()
     items = len(dcp_making_items(source / "optimizer_0"))
-    assert reason.startswith(f"none of its {items} items is saved, as not all of them are whole: ")
+    assert reason.startswith(f"none of its {items} items is saved, as not all of them are intact: ")
     assert "ckptfix salvage" not in reason, "nothing can be saved there"
     with pytest.raises(OperationError, match="nothing can be saved"):
         salvage(source / "optimizer_0", tmp_path / "other")
@@ -84,7 +84,7 @@ def test_other_files_in_a_dcp_folder_that_is_not_whole_are_copied(tmp_path: Path
     receipt = salvage(source, tmp_path / "new")
     assert (tmp_path / "new" / "pytorch_model_fsdp_0" / "notes.txt").read_text() == "of mine"
     assert not list((tmp_path / "new").rglob(".ckptfix"))
-    assert "pytorch_model_fsdp_0/.ckptfix, which does not speak of the new folder" in receipt.left_out
+    assert "pytorch_model_fsdp_0/.ckptfix, which does not refer to the new folder" in receipt.left_out
 
 
 @pytest.mark.parametrize("damage", ["missing", "broken"])
@@ -136,7 +136,7 @@ def test_a_part_never_stands_where_loaders_take_it_for_the_whole(
     assert files(tmp_path / "new") == {whole, name}
     assert receipt.notes == (
         f"what is saved of {part} holds a part of a model, and has a name that no loader looks for, as the model is "
-        f"whole in {whole}",
+        f"complete in {whole}",
     )
     (weights,) = open_checkpoint(tmp_path / "new").weights
     assert weights.label == whole

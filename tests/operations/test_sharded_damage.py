@@ -122,7 +122,7 @@ def test_an_interrupted_save(tmp_path: Path) -> None:
     (own / ".metadata").unlink()
     assert "not put in its place" in str(only_finding(folder))
     (own / ".metadata.tmp").unlink()
-    assert "is missing, beside 2 .distcp files of 2 ranks" in str(only_finding(folder))
+    assert "is missing, next to 2 .distcp files of 2 ranks" in str(only_finding(folder))
     (own / "__0_0.distcp").unlink()
     assert "1 rank below the highest left none" in str(only_finding(folder))
     assert codes(own) == ["interrupted-save"]

@@ -562,7 +562,7 @@ def test_nothing_is_modified_when_an_object_refuses(tmp_path: Path) -> None:
 
     run.custom[0].load_state_dict = refuse
     before = run.digest()
-    with pytest.raises(LoadError, match="everything was taken back") as caught:
+    with pytest.raises(LoadError, match="everything was undone") as caught:
         load(run, folder)
     assert run.digest() == before
     assert not caught.value.modified

@@ -64,7 +64,7 @@ def test_a_failure_after_the_agreement_is_taken_back_on_all(seen: Ranks) -> None
     assert "custom 0 (SampleCounter) refused its state" in second["error"]
     assert "rank 1 failed" in first["error"]
     for rank in (first, second):
-        assert "everything was taken back" in rank["error"]
+        assert "everything was undone" in rank["error"]
         assert rank["same"]
         assert not rank["modified"]
 
@@ -101,6 +101,6 @@ def test_ranks_that_would_load_different_keys_load_nothing(seen: Ranks) -> None:
 
 def test_a_failure_of_one_rank_takes_a_partial_load_back_on_both(seen: Ranks) -> None:
     for rank in seen["in_part_and_an_object_of_one_rank_refuses"]:
-        assert "everything was taken back" in rank["error"]
+        assert "everything was undone" in rank["error"]
         assert rank["same"]
         assert not rank["modified"]

@@ -64,7 +64,7 @@ def replace(content: Any) -> Callable[[Path], None]:
         ("model.safetensors", truncate, r"model.safetensors: truncated: .* the file has"),
         ("optimizer.bin", Path.unlink, r"1 entry for 2 objects"),
         ("optimizer_1.bin", truncate, r"optimizers 1 \(AdamW\)"),
-        ("scheduler_1.bin", replace([1, 2]), r"it is no scheduler's state but a list"),
+        ("scheduler_1.bin", replace([1, 2]), r"it is not a scheduler's state but a list"),
         ("scheduler.bin", replace({"last_epoch": 3}), r"it has no base_lrs, gamma, step_size"),
         ("custom_checkpoint_0.pkl", Path.unlink, r"custom 0 \(SampleCounter\)"),
         ("custom_checkpoint_0.pkl", truncate, r"custom_checkpoint_0\.pkl"),

@@ -147,7 +147,7 @@ def test_no_set_uid_bit_comes_from_a_journal(root: Path) -> None:
     folder = plant(
         root, [edit], [{**note, "metadata": {**metadata, "mode": 0o4755}}], watched=("new",), literals=DATA
     )
-    with pytest.raises(JournalError, match=r"2541 is no whole number"):
+    with pytest.raises(JournalError, match=r"2541 is not a whole number"):
         run_recovery(root)
     (folder / "steps").write_text(json.dumps(note) + "\n")
     run_recovery(root)
@@ -251,7 +251,7 @@ def test_a_journal_of_pipes_hangs_nobody(root: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     transactions(root)
-    with pytest.raises(JournalError, match="no regular file"):
+    with pytest.raises(JournalError, match="not a regular file"):
         run_recovery(root)
 
 

@@ -214,7 +214,7 @@ def test_an_interrupted_save_is_told(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     save(folder, {"model": {"w": torch.ones(3)}})
     (folder / ".metadata").rename(folder / ".metadata.tmp")
-    words = "the save was interrupted: .metadata, which is written last, is {}, beside 1 .distcp files; next: ckptfix"
+    words = "the save was interrupted: .metadata, which is written last, is {}, next to 1 .distcp files; next: ckptfix"
     with pytest.raises(OperationError) as error:
         open_checkpoint(tmp_path)
     assert words.format("unfinished") in str(error.value)

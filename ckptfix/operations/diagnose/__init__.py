@@ -255,7 +255,7 @@ def _not_checked(
     known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
     strays = [str(path) for path in folder.strays if path not in known]
     if strays and folder.only is None:
-        words.append(f"other files beside it: {list_names(strays)}")
+        words.append(f"other files next to it: {list_names(strays)}")
     return tuple(words)
 
 

@@ -54,7 +54,7 @@ def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
         if state.problem is not None and state.problem.is_only_unchecked:
             yield f"{state.metadata_path}: {state.problem.message}"
         elif state.metadata is None and state.own_ranks:
-            yield f"{state.own_ranks[0]}: the metadata of a rank of its own, of a save without collectives"
+            yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
         alike: dict[str, list[str]] = {}
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
@@ -85,7 +85,9 @@ def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
         if file is not None and cut:
             need = max(item.offset + item.length for item in cut)
             names = list_names(dict.fromkeys(item.fqn for item in cut))
-            detail = f"it has {file.size} bytes, .metadata speaks of {need}; {count_of(len(cut), 'item')} cut: {names}"
+            detail = (
+                f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} cut: {names}"
+            )
             yield TruncatedFile(path=path, have=file.size, need=need, detail=detail)
     for problem in dcp_problems(metadata):
         yield IncompleteTensor(path=state.metadata_path, tensor=problem.fqn, detail=problem.message)

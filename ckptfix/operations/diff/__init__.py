@@ -185,7 +185,7 @@ def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[Pure
     for weights in {one.files: one for one in checkpoint.weights}.values():
         if weights.left:
             label = weights.label.partition("[")[0] if weights.path else weights.label
-            yield f"what {label} in {side} holds beside what was compared: {list_names(weights.left)}"
+            yield f"what {label} in {side} holds next to what was compared: {list_names(weights.left)}"
 
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
@@ -203,7 +203,7 @@ def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
     for draft in drafts:
         for side, weights in (("A", draft.a), ("B", draft.b)):
             if weights is not None and weights.opaque:
-                yield f"what is no plain tensor in {weights.label} in {side}: {list_names(weights.opaque)}"
+                yield f"what is not a plain tensor in {weights.label} in {side}: {list_names(weights.opaque)}"
 
 
 def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:

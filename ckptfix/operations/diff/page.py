@@ -85,7 +85,7 @@ def _legend() -> str:
         ("no", "≠ other shape, or numbers of less than a byte"),
     ]
     items = "".join(f'<li class="{css}">{html_text(text)}</li>' for css, text in cells)
-    words = "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each cell stands for:"
+    words = "A number, and the colour, is the relative norm ||a - b|| / ||a|| of one tensor. What each cell means:"
     return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
 
 

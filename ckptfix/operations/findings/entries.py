@@ -83,13 +83,15 @@ class ShiftedEntries(Finding):
     code = "shifted-entries"
     severity = Severity.NOTE
     action = Action.FIX
-    meaning = "a double moved later entries up; the correct script loads the wrong model until they move back"
+    meaning = (
+        "a duplicate moved later entries up; the correct script loads the wrong model until they move back"
+    )
 
     belongs: PurePosixPath
     positions: int
 
     def __str__(self) -> str:
-        return f"{self.path} belongs at {self.belongs}: doubles before it moved it by {self.positions}"
+        return f"{self.path} belongs at {self.belongs}: duplicates before it moved it by {self.positions}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +282,7 @@ class DoubledStates(IdenticalStates):
     action = Action.FIX
     option = ""
     meaning = (
-        "an optimizer or scheduler was saved twice, next to a doubled model: the correct script loads it into the "
+        "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script loads it into the "
         "optimizer of another model"
     )
 

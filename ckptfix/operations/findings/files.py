@@ -162,7 +162,10 @@ class IndexMismatch(Finding):
     code = "index-mismatch"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "the index is missing, unreadable, or disagrees with the shards; rebuilt when they are whole and disjoint"
+    meaning = (
+        "the index is missing, unreadable, or disagrees with the shards; rebuilt "
+        "when they are intact and disjoint"
+    )
 
     misplaced: int
     unlisted: int

@@ -16,7 +16,7 @@ class MissingFile(Finding):
     code = "missing-file"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a file that the save wrote, by the manifest beside it, is not there or has another size"
+    meaning = "a file that the save wrote, by the manifest next to it, is missing or has another size"
 
     saved: int
     have: int | None
@@ -93,7 +93,7 @@ class MissingModel(Finding):
     @property
     def advice(self) -> str:
         """``save_state`` writes the model first; a copy may come to it last."""
-        return "copy the whole checkpoint again; if the model is kept elsewhere on purpose, all is well"
+        return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, all is well"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,10 @@ class Salvaged(Finding):
     code = "salvaged"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "`ckptfix salvage` wrote this folder, and `salvage.json` lists what is lost: it is no whole checkpoint"
+    meaning = (
+        "`ckptfix salvage` wrote this folder, and `salvage.json` lists what is lost: "
+        "it is not a complete checkpoint"
+    )
 
     tensors: int
     files: int
@@ -117,8 +120,8 @@ class Salvaged(Finding):
     def advice(self) -> str:
         """Only the user knows whether the rest is enough."""
         return (
-            "do not resume from it as if it were whole: load its weights by themselves, or put back what is lost and "
-            "delete salvage.json"
+            "do not resume from it as if it were complete: load its weights by themselves, or put back what is lost "
+            "and delete salvage.json"
         )
 
 

@@ -59,12 +59,12 @@ class InterruptedSave(Finding):
             return f"{self.path} was left by a save or a copy that was cut short"
         data = count_of(self.files, ".distcp file")
         if self.over_another:
-            return f"{self.path} is left over beside .metadata and {data}: a save over an older one was cut short"
+            return f"{self.path} is left over next to .metadata and {data}: a save over an older one was cut short"
         state = "was not put in its place (.metadata.tmp)" if self.unfinished else "is missing"
         ranks = f" of {count_of(len(self.ranks), 'rank')}" if self.ranks else ""
         gap = max(self.ranks, default=-1) + 1 - len(self.ranks)
         lost = f"; {count_of(gap, 'rank')} below the highest left none" if gap > 0 else ""
-        return f"{self.path} {state}, beside {data}{ranks}{lost}: the save was interrupted"
+        return f"{self.path} {state}, next to {data}{ranks}{lost}: the save was interrupted"
 
     @property
     def advice(self) -> str:
@@ -72,11 +72,13 @@ class InterruptedSave(Finding):
         if self.mixed:
             return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         if self.leftover:
-            return "copy the whole checkpoint again, or use an older one; delete the file when all is there"
+            return (
+                "copy the complete checkpoint again, or use an older one; delete the file when all is there"
+            )
         if self.over_another:
             return (
                 "the files may be of two saves: use another checkpoint, or delete the .metadata.tmp when you know that "
-                "this one is whole"
+                "this one is complete"
             )
         return "use an older checkpoint: without .metadata nothing says which chunk is where"
 

@@ -83,7 +83,7 @@ def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Besi
         if files is not None and journal.parent not in changed and taken(journal) is None:
             carried += files
         else:
-            why = "it speaks of the files of its folder, which are not carried over as they are"
+            why = "it lists the files of its folder, which are not copied as they are"
             left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]
     return Beside(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
@@ -107,7 +107,7 @@ def _taken(
     if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):
         return "it is for the DeepSpeed folder that is converted"
     if path in BESIDE and any(is_deepspeed_file(one.name) for one in rivals):
-        return "it is for the DeepSpeed folder, which is not carried over"
+        return "it is for the DeepSpeed folder, which is not copied"
     return None
 
 
@@ -118,7 +118,7 @@ def _not_a_file(path: Path) -> str | None:
         if error.errno not in _NOWHERE:
             raise
         return _NOWHERE[error.errno]
-    return None if stat.S_ISREG(mode) else "no regular file"
+    return None if stat.S_ISREG(mode) else "not a regular file"
 
 
 def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:

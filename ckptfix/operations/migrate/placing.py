@@ -25,7 +25,7 @@ def check_paths(path: Path, output: Path, options: Options) -> None:
     if output.name == "..":
         raise UsageError(f"{output}: name the folder itself")
     if not output.absolute().parent.is_dir():
-        raise UsageError(f"{output.absolute().parent} is no folder")
+        raise UsageError(f"{output.absolute().parent} is not a folder")
     if source == target or (_is_in(source, target) and _is_in(target, source)):
         raise UsageError(f"{output} is what is to be migrated; name another place")
     if _is_in(target, source):
@@ -33,7 +33,7 @@ def check_paths(path: Path, output: Path, options: Options) -> None:
     if not os.path.lexists(output) or _is_empty_folder(output):
         return
     if _is_special(output):
-        raise UsageError(f"{output} is no file and no folder, and never replaced; name another place")
+        raise UsageError(f"{output} is neither a file nor a folder, and never replaced; name another place")
     is_folder = output.is_dir() and not output.is_symlink()
     if not options.overwrite:
         raise UsageError(f"{output} exists; {_other_place(path, output, options, is_folder=is_folder)}")
@@ -177,10 +177,12 @@ def removed_at(plan: MigrationPlan) -> tuple[str, ...]:
         return ()
     if not output.is_dir():
         if not plan.is_file:
-            raise UsageError(f"{output} is no folder, and a folder would take its place; name another place")
+            raise UsageError(
+                f"{output} is not a folder, and a folder would take its place; name another place"
+            )
         if not _may_go(output, plan.options):
             raise UsageError(
-                f"{output} is no {plan.options.to.value} file that holds tensors; --overwrite does not replace it; "
+                f"{output} is not a {plan.options.to.value} file that holds tensors; --overwrite does not replace it; "
                 "name another place, or remove it yourself"
             )
         return (".",)
@@ -189,8 +191,8 @@ def removed_at(plan: MigrationPlan) -> tuple[str, ...]:
     there = sorted(standing_in(output, _coming(plan)))
     if lost := [one.name for one in there if not one.is_ours]:
         raise UsageError(
-            f"{output} holds what is no part of one checkpoint and would be lost: {list_names(lost)}; --overwrite does "
-            "not replace it; name another place, or remove it yourself"
+            f"{output} holds what is not part of one checkpoint and would be lost: {list_names(lost)}; --overwrite "
+            "does not replace it; name another place, or remove it yourself"
         )
     if there and not any(one.is_weights for one in there):
         raise UsageError(

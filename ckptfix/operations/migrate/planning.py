@@ -160,13 +160,13 @@ def _model(
         raise _not_carried(weights)
     if weights.nested:
         raise OperationError(
-            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, beside tensors that "
+            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, next to tensors that "
             "are taken for the model; next: load it with torch, and save the model's state dict alone"
         )
     if weights.opaque and not options.drop_opaque:
         raise OperationError(
             f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a pickle, which cannot be "
-            "carried over without running it; to leave them out: --drop-opaque"
+            "copied without running it; to leave them out: --drop-opaque"
         )
     if options.dtype is not None:
         _ensure_no_codes(weights, config)

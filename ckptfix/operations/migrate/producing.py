@@ -139,7 +139,7 @@ class _Work:
         try:
             status = os.fstat(read)
             if not stat.S_ISREG(status.st_mode):
-                raise ChangedError(f"{source} is no regular file any more")
+                raise ChangedError(f"{source} is not a regular file any more")
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 copy_range(read, 0, written, 0, status.st_size, progress=stopping(self.stop, self.report))

@@ -92,7 +92,7 @@ def outdated(plan: MigrationPlan) -> Iterator[str]:
         is_changed = not written.isdisjoint({*manifest.sha256, *manifest.files})
         if manifest.sha256 or is_changed:
             yield (
-                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not speak of'} what is written to "
+                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} what is written to "
                 f"{below}; next, to make it true: {command('seal', folder, '', *(['--force'] if is_changed else []))}"
             )
 
@@ -118,7 +118,7 @@ def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: M
 
 
 def _type(weights: Weights, old: Manifest) -> str:
-    """Return the class of a model, "" when the old manifest does not speak of this one."""
+    """Return the class of a model, "" when the old manifest does not list this one."""
     for entry in old.models:
         is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
         is_it = entry.file == weights.label or (is_folder and entry.file not in old.files)

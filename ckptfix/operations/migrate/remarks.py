@@ -18,7 +18,7 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     roles = {parsed.role for parsed in names if parsed is not None}
     if plan.options.keys is not None and Role.OPTIMIZER in roles:
         words.append(
-            "names of parameters inside of optimizers, which are carried over as they are; next: "
+            "names of parameters inside of optimizers, which are copied unchanged; next: "
             f"{command('repair', plan.output, '', '--keys', plan.options.keys.value)}"
         )
     if _may_lack_names(plan, is_guarded=is_guarded):
@@ -70,6 +70,6 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
             "load_state under FSDP looks for optimizer_0/" if to_dcp else "load_state looks for optimizer.bin"
         )
         yield (
-            f"{', '.join(found[:3])}: carried over in the layout of the source, and beside models in the new format "
-            f"{looks}: the models can be loaded, the whole state cannot"
+            f"{', '.join(found[:3])}: copied in the layout of the source, and next to models in the new format "
+            f"{looks}: the models can be loaded, the complete state cannot"
         )

@@ -92,7 +92,7 @@ def _passed_on(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
     if damage:
         more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
         raise OperationError(
-            f"{path}: {damage[0].code}: {damage[0]}{more}; what is made of it would look whole; nothing was written; "
+            f"{path}: {damage[0].code}: {damage[0]}{more}; what is made of it would look intact; nothing was written; "
             f"next: {_next(path, damage[0])}"
         )
     return tuple(

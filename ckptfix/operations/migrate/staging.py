@@ -138,7 +138,7 @@ def _make(output: Path) -> tuple[Path, int | None]:
         if lock is None or _is_at(lock, folder):
             return folder, lock
         os.close(lock)  # a run that began just now took it for left over
-    raise OperationError(f"{output}: no staging folder could be made beside it")
+    raise OperationError(f"{output}: no staging folder could be made next to it")
 
 
 def _sweep(output: Path) -> None:

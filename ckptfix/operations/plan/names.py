@@ -133,7 +133,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if _is_one_of_several(draft, first) and draft.policy.keys is Keys.AUTO:
         return "whether its names are right shows in the other models of the checkpoint: repair the folder"
     if first.path in draft.doubles:
-        return f"it doubles {draft.doubles[first.path]}; repair that first"
+        return f"it is a duplicate of {draft.doubles[first.path]}; repair that first"
     if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
         return f"two indexes name {shared[0]}"
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
@@ -143,7 +143,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
             f"{flat[0]} has names of FSDP's flattened parameters, of which only the run knows what they hold"
         )
     if not group.is_whole:
-        return "a shard is missing or unreadable, its names could tell otherwise"
+        return "a shard is missing or unreadable, its keys could show otherwise"
     for finding in draft.all_findings:
         if isinstance(finding, IndexMismatch) and finding.path == group.index_path and not finding.is_fixable:
             return f"{finding.path} and the shards disagree"

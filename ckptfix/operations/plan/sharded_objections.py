@@ -49,13 +49,13 @@ def objections(
 def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
     where = state.metadata_path
     if state.path in draft.doubles:
-        yield f"{state.path} doubles {draft.doubles[state.path]}; repair that first"
+        yield f"{state.path} is a duplicate of {draft.doubles[state.path]}; repair that first"
     if state.is_linked:
         yield f"{state.path} is a symbolic link to a folder: repair that folder"
     if state.siblings:
         parent = draft.folder.root.resolve().parent
         yield (
-            f"it is one folder of the checkpoint {parent}, beside {list_names(state.siblings)}, whose names would no "
+            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, whose names would no "
             f"longer fit: {command('repair', parent)}"
         )
     if unsafe := sorted(draft.unsafe.intersection(state.files)):
@@ -74,7 +74,7 @@ def _of_names(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
         if key_map.inner and common_wrappers(map(key_map, scope.names)) != key_map.insert:
             yield "without its inner wrappers every name would begin with a wrapper again: what is real is not clear"
         if scope.is_model and (keys := _keys_beside(state, scope, key_map)):
-            yield f"keys of something else stand between the names of the model: {list_names(keys)}"
+            yield f"keys of something else are between the names of the model: {list_names(keys)}"
 
 
 def _read_again(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
@@ -110,8 +110,8 @@ def _read_again(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
             lost = sorted(set(old) ^ set(again)) or old or again or [str(place[0])]
             where = str(scopes.get(place, "")) or "the model"
             yield (
-                f"{lost[0]!r:.200} would no longer be taken for a name of {where} of {state.metadata_path}: beside the "
-                "other keys it looks like one of an optimizer, or of a model"
+                f"{lost[0]!r:.200} would no longer be taken for a name of {where} of {state.metadata_path}: next to "
+                "the other keys it looks like one of an optimizer, or of a model"
             )
             return
 

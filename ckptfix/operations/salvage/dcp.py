@@ -18,7 +18,7 @@ from ckptfix.weights.salvaging import Lost, SavedDict
 from ckptfix.weights.sharded import dcp_weights, read_metadata_of, whole_tensors
 from ckptfix.wording import count_of
 
-_BESIDE = "it is beside the model, which alone is saved"
+_BESIDE = "it is next to the model, which alone is saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def judge(
         reason = items.reason(keep_damaged) or ("" if keep_damaged or not unlike else str(unlike[0]))
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
-            reason = f"none of its {many} is saved, as not all of them are whole: {reason}"
+            reason = f"none of its {many} is saved, as not all of them are intact: {reason}"
         damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):

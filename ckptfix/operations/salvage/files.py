@@ -30,7 +30,7 @@ class Files:
         problem = self.problem(member)
         if problem is not None and member.path in self.found.unindexed:
             self.found.left_out.append(
-                f"{problem}; its shards are whole, and repair writes it anew from them"
+                f"{problem}; its shards are intact, and repair writes it anew from them"
             )
             return
         proven = False

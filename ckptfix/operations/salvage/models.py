@@ -107,9 +107,7 @@ class Models:
             self._files.unchecked(where, runs)
         self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
         if whole is not None:
-            words = (
-                "holds a part of a model, and has a name that no loader looks for, as the model is whole in"
-            )
+            words = "holds a part of a model, and has a name that no loader looks for, as the model is complete in"
             self._found.notes.append(f"what is saved of {source} {words} {whole}")
 
     def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:

@@ -62,7 +62,7 @@ class SalvageReceipt(Printable, Serialized):
         if self.status:
             return ""
         is_proven = not (self.not_checked or self.doubtful or self.unindexed)
-        return "everything was whole" if is_proven else "nothing missing was found"
+        return "everything was intact" if is_proven else "nothing missing was found"
 
     @property
     def next_steps(self) -> tuple[str, ...]:

@@ -183,9 +183,9 @@ def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) 
             if same.issuperset(map(str, weights.files)):
                 continue
             if weights.left:
-                yield f"what {where} holds beside its tensors: {list_names(weights.left)}"
+                yield f"what {where} holds next to its tensors: {list_names(weights.left)}"
             if weights.opaque and side is other:  # of this side it is said whatever is compared
-                yield f"what is no plain tensor in {where}: {list_names(weights.opaque)}"
+                yield f"what is not a plain tensor in {where}: {list_names(weights.opaque)}"
 
 
 def _compared_by_tensor(contents: Contents) -> set[str]:

@@ -105,7 +105,7 @@ def read_contents(target: Target) -> Contents:
         if stat.S_ISREG(status.st_mode):
             files[path] = FileState(status.st_size, status.st_mtime_ns)
         else:
-            special[path] = "is no regular file"
+            special[path] = "is not a regular file"
     weights, unreadable, unsupported = _weights(target)
     weights = tuple(replace(one, label=lasting_label(one, target.root)) for one in weights)
     return Contents(

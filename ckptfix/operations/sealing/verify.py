@@ -28,7 +28,7 @@ from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.weights.stored import Format
 from ckptfix.wording import count_of, list_names
 
-_COVERED = ("values of tensors", "digests in ", "other files beside it")
+_COVERED = ("values of tensors", "digests in ", "other files next to it")
 """How what ``check`` leaves to ``verify`` begins: values, digests, and files that are no part of a checkpoint."""
 
 
@@ -193,7 +193,7 @@ def _not_looked_at(
     if not data:
         yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
     else:
-        yield "values of what is no model's weights, as the states of optimizers"
+        yield "values of what is not a model's weights, as the states of optimizers"
         beside = [
             name
             for name in contents.beside()
@@ -201,12 +201,12 @@ def _not_looked_at(
         ]
         if beside:
             files = count_of(len(beside), "file")
-            yield f"values of {files} of weights beside those that are loaded: {list_names(beside)}"
+            yield f"values of {files} of weights next to those that are loaded: {list_names(beside)}"
         spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
         if spread:
             yield f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their file"
     for weights in contents.weights:
         if weights.opaque:
-            yield f"what is no plain tensor in {weights.label}: {list_names(weights.opaque)}"
+            yield f"what is not a plain tensor in {weights.label}: {list_names(weights.opaque)}"
     for label, why in contents.unreadable.items():
         yield f"tensors of {label}: {why}"

@@ -60,7 +60,7 @@ def optimizer_problem(state: Any, entry: Entry, target: Target) -> str:
 def class_problem(state: Any, entry: Entry, target: Target) -> str:
     """Return why a state is not that of an optimizer of this class, whatever its parameters are."""
     if not _is_dict(state, "state", "param_groups"):
-        return "it is no optimizer's state: 'state' and 'param_groups' are expected"
+        return "it is not an optimizer's state: 'state' and 'param_groups' are expected"
     if not same_class(entry, target, full=False):
         assert entry.recorded is not None
         return f"it was saved from {entry.recorded.type}, the optimizer here is {target.what}"
@@ -113,7 +113,7 @@ def _shapes_problem(state: Mapping[str, Any], optimizer: Any) -> str:
 def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     """Return why a scheduler cannot take a state: another class, by the manifest or by the names it holds."""
     if not isinstance(state, Mapping):
-        return f"it is no scheduler's state but a {type(state).__name__}"
+        return f"it is not a scheduler's state but a {type(state).__name__}"
     if not same_class(entry, target, full=False):
         assert entry.recorded is not None
         return f"it was saved from {entry.recorded.type}, the scheduler here is {target.what}"
@@ -127,9 +127,7 @@ def scheduler_problem(state: Any, entry: Entry, target: Target) -> str:
     if lacking := sorted(ours - theirs):
         return f"it has no {', '.join(map(str, lacking))}: it was saved from another class than {target.what}"
     if extra := sorted(theirs - ours):
-        return (
-            f"it has {', '.join(map(str, extra))} beside: it was saved from another class than {target.what}"
-        )
+        return f"it also has {', '.join(map(str, extra))}: it was saved from another class than {target.what}"
     return ""
 
 
@@ -142,7 +140,7 @@ def custom_problem(state: Any, entry: Entry, target: Target) -> str:
 def scaler_problem(state: Any, scaler: Any) -> str:
     """Return why a gradient scaler cannot take a state. torch raises for an empty one, saved from a disabled scaler."""
     if not isinstance(state, Mapping):
-        return f"it is no scaler's state but a {type(state).__name__}"
+        return f"it is not a scaler's state but a {type(state).__name__}"
     if scaler.is_enabled():
         lacking = sorted(
             {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)

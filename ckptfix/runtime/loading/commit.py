@@ -145,12 +145,12 @@ def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError
     lost = [
         f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
     ]
-    ending = "everything was taken back, nothing is modified"
+    ending = "everything was undone, nothing is modified"
     refused = None if commit is None else commit.refused
     if refused not in (None, Part.MODELS):  # optimizers need the weights of models
         ending += f'; next: policy=LoadPolicy({refused.value}="ignore") leaves it as it is'
     if lost:
-        ending = f"{'; '.join(lost)} could not be taken back: the run must not go on from here"
+        ending = f"{'; '.join(lost)} could not be undone: the run must not go on from here"
     return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
 
 

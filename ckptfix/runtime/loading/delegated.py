@@ -76,7 +76,7 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
 def _check(draft: Draft, root: Path) -> None:
     """Raise LoadError for a folder that must not be loaded; warn of code in a pickle that the policy trusts."""
     if not root.is_dir():
-        raise LoadError(f"{root} is no folder")
+        raise LoadError(f"{root} is not a folder")
     if problem := mixed(root):
         raise LoadError(problem)
     damage, code = _look(scan_folder(root, wanted=not_of_a_rank))

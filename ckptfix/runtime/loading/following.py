@@ -151,7 +151,7 @@ def _not_here(before: Placed, entry: int | None) -> str:
     word = before.part.value
     if entry is None:
         return (
-            f"the {word} are in another order here than in the folder, and nothing tells which of them it belongs to; "
+            f"the {word} are in another order here than in the folder, and nothing shows which of them it belongs to; "
             f"next: prepare the {word} in the order of the run that saved"
         )
     number = before.got().get(entry)

@@ -198,7 +198,7 @@ def undecided(
     names = ", ".join(entries[index].label for index in fitting)
     count = "1 entry" if len(fitting) == 1 else f"{len(fitting)} entries"
     return (
-        f"{count} for {count_of(len(targets), 'object')}, and nothing tells which belongs to which: "
+        f"{count} for {count_of(len(targets), 'object')}, and nothing shows which belongs to which: "
         f"{names} for {wanted}" + (f" ({others})" if others else "")
     )
 

@@ -145,7 +145,7 @@ def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
         hint = f"; it holds checkpoints: {', '.join(numbered[:3])}" if numbered else ""
         others = ", ".join(f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3])
         raise LoadError(
-            f"{root} is no checkpoint: no file of save_state is there{hint or (others and f'; {others}')}"
+            f"{root} is not a checkpoint: no file of save_state is there{hint or (others and f'; {others}')}"
         )
     return folder, read_manifest(root)
 

@@ -82,7 +82,7 @@ def _undoubled(
     if not elsewhere and dataloaders is not Need.IGNORE:
         return True  # a tie that the file lacks looked like another wrapper: all is where its number says
     line = calling_line()
-    left = "; data loaders start anew: which of their states is current, nothing tells"
+    left = "; data loaders start anew: which of their states is current is not known"
     warnings.warn_explicit(
         f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
         f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"

@@ -68,7 +68,7 @@ def nccl(name: str, value: str) -> Facts:
 
 def test_nccl_off_is_told_from_nccl_for_near_gpus() -> None:
     for given in (nccl("NCCL_P2P_DISABLE", "1"), nccl("NCCL_P2P_LEVEL", "loc"), nccl("NCCL_P2P_LEVEL", "0")):
-        assert "uses no peer copies" in said("nccl-hides-peer-copies", given)
+        assert "uses no P2P copies" in said("nccl-hides-peer-copies", given)
     assert "only between near GPUs" in said("nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX"))
     assert "in /etc/nccl.conf" in said("nccl-hides-peer-copies", nccl("NCCL_P2P_LEVEL", "PIX"))
 

@@ -131,7 +131,7 @@ def test_files_of_the_user_come_along_and_links_become_files(tmp_path: Path) -> 
     assert (tmp_path / "b" / "linked").read_bytes() == (tmp_path / "blob").read_bytes()
     assert {one.what: one.reason for one in receipt.left_out} == {
         "dangling": "a symbolic link to nothing",
-        "pipe": "no regular file",
+        "pipe": "not a regular file",
     }
 
 

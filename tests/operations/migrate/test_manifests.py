@@ -51,7 +51,7 @@ def test_what_is_known_of_a_folder_that_is_not_carried_whole_is_named(source: Pa
     (source / "epoch_1" / "away").symlink_to("nowhere")
     receipt = migrate(source, source.parent / "b", to="bin")
     assert [one.what for one in receipt.left_out] == ["epoch_1/away", "epoch_1/.ckptfix"]
-    assert "speaks of the files of its folder" in receipt.left_out[1].reason
+    assert "lists the files of its folder" in receipt.left_out[1].reason
     assert names_below(source.parent / "b" / "epoch_1") == {"model.safetensors"}
 
 
@@ -77,9 +77,7 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
     (planned,) = migrate(source / "model.safetensors", source / "x.bin", to="bin", dry_run=True).warnings
     receipt = migrate(source / "model.safetensors", source / "x.bin", to="bin")
     assert receipt.warnings == (planned,)
-    assert (
-        f"does not speak of what is written to x.bin; next, to make it true: ckptfix seal {source}" in planned
-    )
+    assert f"does not list what is written to x.bin; next, to make it true: ckptfix seal {source}" in planned
     assert verify(source).status == 1
     assert seal(source).written
     assert verify(source).status == 0
@@ -93,7 +91,7 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
     assert seal(source, force=True).written
     assert verify(source).status == 0
     (words,) = migrate(source / "model.safetensors", source / "new", to="bin").warnings
-    assert "does not speak of what is written to new;" in words
+    assert "does not list what is written to new;" in words
 
 
 def test_no_word_of_a_manifest_that_speaks_of_no_file(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_lone_file_without_tensors_is_never_replaced(lone: Path, content: byte
         target.write_bytes(content)
     for overwrite, words in (
         (False, "name a place where nothing is$"),
-        (True, "is no bin file that holds tens"),
+        (True, "is not a bin file that holds tens"),
     ):
         with pytest.raises(UsageError, match=words):
             migrate(lone, target, to="bin", overwrite=overwrite)
@@ -324,7 +324,7 @@ def test_a_lone_file_without_tensors_is_never_replaced(lone: Path, content: byte
 def test_a_link_to_nothing_is_never_replaced(lone: Path) -> None:
     target = lone.parent / "b.bin"
     target.symlink_to("nowhere")
-    with pytest.raises(UsageError, match="is no bin file"):
+    with pytest.raises(UsageError, match="is not a bin file"):
         migrate(lone, target, to="bin", overwrite=True)
     assert os.readlink(target) == "nowhere"
 

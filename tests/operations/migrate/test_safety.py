@@ -202,7 +202,7 @@ def test_nothing_is_written_where_something_stands(source: Path) -> None:
     target.write_text("mine")
     for overwrite, words in (
         (False, "exists; name a place where nothing is$"),
-        (True, "is no folder, and a folder"),
+        (True, "is not a folder, and a folder"),
     ):
         with pytest.raises(UsageError, match=words):
             migrate(source, target, to="bin", overwrite=overwrite)
@@ -250,7 +250,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(source: Path, tmp_path: Pat
         ("a", "a", "is what is to be migrated"),
         ("a", "a/b", "lies inside"),
         ("a/model.safetensors", "a", "lies inside .*, which would be replaced"),
-        ("a", "c/b", "is no folder"),
+        ("a", "c/b", "is not a folder"),
         ("a", "a/..", "name the folder itself"),
     ],
 )

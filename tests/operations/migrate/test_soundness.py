@@ -179,7 +179,7 @@ def test_the_checksums_of_dcp_items_are_compared(tmp_path: Path) -> None:
 def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(tmp_path: Path) -> None:
     source = FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint"
     (words,) = migrate(source, tmp_path / "a", to="safetensors").warnings
-    assert words.startswith("optimizer_0: carried over in the layout of the source")
+    assert words.startswith("optimizer_0: copied in the layout of the source")
     assert "looks for optimizer.bin" in words
     assert migrate(source, tmp_path / "b", to="dcp").warnings == ()
     (tmp_path / "plain").mkdir()
@@ -187,7 +187,7 @@ def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(tmp_
     for name in ("optimizer.bin", "random_states_0.pkl"):
         torch.save({}, tmp_path / "plain" / name)
     (words,) = migrate(tmp_path / "plain", tmp_path / "c", to="dcp").warnings
-    assert words.startswith("optimizer.bin: carried over")
+    assert words.startswith("optimizer.bin: copied")
 
 
 def test_names_that_safetensors_may_lack_are_told(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_what_comes_meanwhile_and_is_none_of_the_checkpoint_does_not_matter(seal
         (sealed / "train.log").write_text("step 3")
         (sealed / "next").mkdir(exist_ok=True)
         (sealed / "next" / "model.safetensors").write_text("another one")
-        (sealed.parent / "model_2.safetensors").write_text("beside a lone file")
+        (sealed.parent / "model_2.safetensors").write_text("next to a lone file")
 
     migrate(sealed, sealed.parent / "b", to="bin", progress=write)
     (sealed / "next" / "model.safetensors").unlink()

@@ -105,7 +105,7 @@ def test_what_is_of_another_checkpoint_stays(lone: Path, names: list[str], lost:
     before = names_below(target)
     with pytest.raises(UsageError) as error:
         migrate(lone, target, to="safetensors", overwrite=True)
-    assert f"no part of one checkpoint and would be lost: {lost}; --overwrite" in str(error.value)
+    assert f"not part of one checkpoint and would be lost: {lost}; --overwrite" in str(error.value)
     assert names_below(target) == before
 
 
@@ -123,7 +123,7 @@ NOT_OF_A_LIBRARY = [
 def test_what_is_only_called_alike_stays(lone: Path, name: str) -> None:
     target = fill(lone.parent / "b", ["model.safetensors", name])
     before = (target / name).read_bytes()
-    with pytest.raises(UsageError, match="no part of one checkpoint and would be lost"):
+    with pytest.raises(UsageError, match="not part of one checkpoint and would be lost"):
         migrate(lone, target, to="safetensors", overwrite=True)
     with pytest.raises(
         UsageError, match="it holds more than a checkpoint; name a place where nothing is"
@@ -142,7 +142,7 @@ def test_a_folder_without_weights_stays(lone: Path, names: list[str]) -> None:
     target = fill(lone.parent / "b", names)
     for overwrite in (False, True):
         with pytest.raises(
-            UsageError, match=r"holds no weights|no part of one checkpoint|more than a checkpoint"
+            UsageError, match=r"holds no weights|not part of one checkpoint|more than a checkpoint"
         ):
             migrate(
                 lone if overwrite else fill(lone.parent / "s", ["model.safetensors"]),
@@ -180,7 +180,7 @@ def test_an_adapter_never_replaces_a_model(tmp_path: Path, there: list[str], to:
     source = fill(tmp_path / "src", ["adapter_model.safetensors"])
     target = fill(tmp_path / "b", there)
     for given in (source, source / "adapter_model.safetensors"):
-        with pytest.raises(UsageError, match="no part of one checkpoint and would be lost"):
+        with pytest.raises(UsageError, match="not part of one checkpoint and would be lost"):
             migrate(given, target, to=to, overwrite=True)
     assert names_below(target) == set(there)
 
@@ -218,7 +218,7 @@ def test_a_pipe_or_a_device_is_never_replaced(lone: Path, make: "os.PathLike[str
     make(target)  # type: ignore[operator]
     before = os.lstat(target)
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match="is no file and no folder, and never replaced") as error:
+        with pytest.raises(UsageError, match="is neither a file nor a folder, and never replaced") as error:
             migrate(lone, target, to="safetensors", overwrite=overwrite)
         assert "--overwrite" not in str(error.value)
     assert os.path.samestat(os.lstat(target), before)

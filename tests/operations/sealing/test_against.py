@@ -33,7 +33,7 @@ def test_a_header_with_other_metadata_is_no_difference_of_the_models(tmp_path: P
     assert text == "has other bytes there: its tensors are compared one by one, nothing else of it"
     assert report.count(Kind.TENSOR)[Outcome.MATCH] == 4
     (tmp_path / "b" / "config.json").write_text("[]")
-    assert verify(tmp_path / "a", against=tmp_path / "b").status == 1, "it is no model's file"
+    assert verify(tmp_path / "a", against=tmp_path / "b").status == 1, "it is not a model's file"
 
 
 def test_an_index_in_other_bytes_is_no_difference(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_a_dcp_folder_in_other_chunks_matches_by_its_tensors(tmp_path: Path) -> 
     assert files(report)[".metadata"] is Outcome.NOT_CHECKED
     assert report.count(Kind.TENSOR)[Outcome.MATCH] == 4
     told = " ".join(report.not_checked)
-    assert "what .['model'] holds beside its tensors: 'epoch'" in told
-    assert f"what {tmp_path / 'b'}/.['model'] holds beside its tensors: 'epoch'" in told
+    assert "what .['model'] holds next to its tensors: 'epoch'" in told
+    assert f"what {tmp_path / 'b'}/.['model'] holds next to its tensors: 'epoch'" in told
     same = verify(tmp_path / "a", against=tmp_path / "a")
-    assert "beside its tensors" not in " ".join(same.not_checked), "all bytes are the same"
+    assert "next to its tensors" not in " ".join(same.not_checked), "all bytes are the same"
 
 
 def test_what_a_training_dict_holds_beside_its_model_is_said(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_what_a_training_dict_holds_beside_its_model_is_said(tmp_path: Path) -> 
         torch.save({"model": state(), "epoch": epoch}, folder(tmp_path / name) / "train.pt")
     report = verify(tmp_path / "a", against=tmp_path / "b")
     assert (report.status, files(report)) == (0, {"train.pt": Outcome.NOT_CHECKED})
-    assert "what train.pt['model'] holds beside its tensors: 'epoch'" in " ".join(report.not_checked)
+    assert "what train.pt['model'] holds next to its tensors: 'epoch'" in " ".join(report.not_checked)
 
 
 def test_a_model_in_another_format_beside_it_is_compared_by_bytes(tmp_path: Path) -> None:

@@ -150,6 +150,6 @@ def test_values_of_weights_that_are_not_looked_at_are_named(tmp_path: Path) -> N
     (tmp_path / "sub").mkdir()
     save_file({"w": torch.zeros(4)}, tmp_path / "sub" / "adapter_model.safetensors")
     told = " ".join(verify(tmp_path, data=True).not_checked)
-    assert "values of 2 files of weights beside those that are loaded" in told
+    assert "values of 2 files of weights next to those that are loaded" in told
     assert "'pytorch_model.bin', 'sub/adapter_model.safetensors'" in told
-    assert "beside those" not in " ".join(verify(tmp_path / "model.safetensors", data=True).not_checked)
+    assert "next to those" not in " ".join(verify(tmp_path / "model.safetensors", data=True).not_checked)

@@ -115,7 +115,7 @@ def test_an_extra_state_of_a_tensor_goes_to_its_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ['{"0": "1e400GB"}', '{"0": 1e400}'])
 def test_endless_memory_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         read_max_memory(text)
 
 

@@ -48,7 +48,7 @@ DEVICE_ORDER = Topic(
 OLD_DRIVER = Topic(
     code="old-driver-peer-copies",
     severities=(Severity.WARNING,),
-    meaning="RTX 40 GPUs with a driver before 550.40.07: peer copies do not work, and some ways to start are refused",
+    meaning="RTX 40 GPUs with a driver before 550.40.07: P2P copies do not work, and some ways to start are refused",
 )
 TOPICS = (
     TORCH_UNUSABLE,
@@ -172,7 +172,7 @@ def old_driver(facts: Facts) -> Iterator[Advice]:
     if not old or facts.torch.count < 2 or not driver or release(driver) >= release(_GOOD_DRIVER):
         return
     yield OLD_DRIVER.advice(
-        f"driver {driver} with {old[0].name}: peer copies do not work before {_GOOD_DRIVER}",
+        f"driver {driver} with {old[0].name}: P2P copies do not work before {_GOOD_DRIVER}",
         evidence=(f"NVIDIA driver {driver}", *_what_starts(facts)),
         fix=f"install a driver of {_GOOD_DRIVER} or newer, then: ckptfix doctor --peer-copies",
     )

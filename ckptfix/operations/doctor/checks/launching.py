@@ -11,12 +11,12 @@ from ckptfix.operations.findings.base import Severity
 BEFORE = Topic(
     code="flags-before-script",
     severities=(Severity.ERROR, Severity.WARNING, Severity.NOTE),
-    meaning="options that stand before the script's name are taken, or refused, by `accelerate launch`",
+    meaning="options before the script's name are taken, or refused, by `accelerate launch`",
 )
 BEHIND = Topic(
     code="launch-flags-behind-script",
     severities=(Severity.WARNING,),
-    meaning="options of `accelerate launch` that stand behind the script's name go to the script, and have no effect",
+    meaning="options of `accelerate launch` after the script's name go to the script, and have no effect",
 )
 MISSING = Topic(
     code="script-missing",
@@ -42,7 +42,7 @@ def refused_before(facts: Facts) -> Iterator[Advice]:
     if launch is not None and launch.unknown:
         names = ", ".join(option.text for option in launch.unknown)
         yield BEFORE.advice(
-            f"{names} stands before the script's name, and accelerate launch has no such option: it refuses",
+            f"{names} is before the script's name, and accelerate launch has no such option: it refuses",
             evidence=(" ".join(launch.words),),
             fix=f"put the script's options behind its name: {_reordered(launch, launch.unknown)}",
         )
@@ -57,7 +57,7 @@ def taken_before(facts: Facts) -> Iterator[Advice]:
     if taken:
         names = ", ".join(option.text for option in taken)
         yield BEFORE.advice(
-            f"{names} stands before the script's name: accelerate launch takes it, the script never sees it",
+            f"{names} is before the script's name: accelerate launch takes it, the script never sees it",
             severity=Severity.WARNING,
             evidence=(" ".join(facts.launch.words), f"the script has its own {names}"),
             fix=f"where it is meant for the script: {_reordered(facts.launch, taken)}",
@@ -95,7 +95,7 @@ def behind(facts: Facts) -> Iterator[Advice]:
     if lost:
         names = ", ".join(option.text for option in lost)
         yield BEHIND.advice(
-            f"{names} stands behind the script's name: it goes to the script, and accelerate launch does not see it",
+            f"{names} is after the script's name: it goes to the script, and accelerate launch does not see it",
             evidence=(" ".join(launch.words), "the script defines no such option"),
             fix=f"put it before: accelerate launch {names} ... {launch.script}",
         )

@@ -27,12 +27,12 @@ UNPROVEN = Topic(
 NCCL_HIDES = Topic(
     code="nccl-hides-peer-copies",
     severities=(Severity.WARNING, Severity.NOTE),
-    meaning="NCCL is told not to use peer copies: training works, and `.to()` and `device_map` still use them",
+    meaning="NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use them",
 )
 IOMMU = Topic(
     code="iommu-translates",
     severities=(Severity.WARNING,),
-    meaning="the IOMMU translates what the GPUs read and write: a known cause of wrong peer copies and hangs",
+    meaning="the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and hangs",
 )
 ACS = Topic(
     code="acs-redirects",
@@ -42,7 +42,7 @@ ACS = Topic(
 DISTANT = Topic(
     code="distant-pair",
     severities=(Severity.NOTE,),
-    meaning="two GPUs reach each other only through the CPU (PHB, NODE or SYS): where peer copies break most",
+    meaning="two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break most",
 )
 TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
 
@@ -85,7 +85,7 @@ def nccl_hides(facts: Facts) -> Iterator[Advice]:
             never, always = value in ("LOC", "0"), value in ("SYS", "5")
         if always:
             continue
-        what = "uses no peer copies" if never else "uses peer copies only between near GPUs"
+        what = "uses no P2P copies" if never else "uses P2P copies only between near GPUs"
         yield NCCL_HIDES.advice(
             f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and generate() still do",
             severity=Severity.WARNING if facts.torch.count >= 2 else Severity.NOTE,
@@ -101,7 +101,7 @@ def iommu_translates(facts: Facts) -> Iterator[Advice]:
         return
     options = facts.machine.boot_options("intel_iommu", "amd_iommu", "iommu", "pcie_acs_override")
     yield IOMMU.advice(
-        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: peer copies over PCI can be wrong, slow or hang",
+        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, slow or hang",
         evidence=(
             *(f"{gpu.address} is in an IOMMU group of type {gpu.iommu}" for gpu in gpus),
             f"booted with: {' '.join(options) or 'no option about the IOMMU'}",

@@ -13,7 +13,7 @@ from ckptfix.storage.paths import shell_path
 NO_PYTHON = Topic(
     code="script-not-python",
     severities=(Severity.ERROR,),
-    meaning="the script, or a cell of the notebook, is no Python that this version can read",
+    meaning="the script, or a cell of the notebook, is not Python that this version can read",
 )
 UNKNOWN_NAME = Topic(
     code="unknown-accelerate-name",

@@ -32,7 +32,7 @@ PYTHON_TOO_OLD = Topic(
 UNMET = Topic(
     code="requirement-unmet",
     severities=(Severity.WARNING,),
-    meaning="an installed package needs another version of one beside it",
+    meaning="an installed package needs another version of one next to it",
 )
 NO_COMPILER = Topic(
     code="no-compiler",
@@ -60,7 +60,7 @@ def not_on_path(facts: Facts) -> Iterator[Advice]:
         yield NOT_ON_PATH.advice(
             "accelerate is installed, but no command of this name is on the PATH",
             evidence=(
-                f"it is {facts.software.beside}" if facts.software.beside else "nor beside this Python",
+                f"it is {facts.software.beside}" if facts.software.beside else "nor next to this Python",
             ),
             fix=f"{_add(facts)}{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
         )

@@ -53,10 +53,10 @@ def read_map(path: str) -> DeviceMap:
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON: {error!s:.100}") from None
+        raise UsageError(f"{path} is not JSON: {error!s:.100}") from None
     found = parse_map(values, path)
     if found is None:
-        raise UsageError(f"{path} is no device map: write an object of module names and devices")
+        raise UsageError(f"{path} is not a device map: write an object of module names and devices")
     return found
 
 

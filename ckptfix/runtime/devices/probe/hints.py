@@ -62,7 +62,7 @@ def _iommu(devices: Mapping[int, PciDevice]) -> Iterator[str]:
     if through:
         yield (
             f"an IOMMU translates the addresses of devices {', '.join(through)}: outside virtual machines CUDA does "
-            "not support peer copies through one (CUDA C++ Programming Guide, IOMMU on Linux). Boot with iommu=pt, or "
+            "not support P2P copies through one (CUDA C++ Programming Guide, IOMMU on Linux). Boot with iommu=pt, or "
             "switch it off in the firmware (VT-d, AMD-Vi)"
         )
 
@@ -92,7 +92,7 @@ def _distances(devices: Mapping[int, PciDevice], suspects: Iterable["Pair"]) -> 
         between = distance(devices[one], devices[other])
         if between in _FAR:
             yield (
-                f"between {one} and {other} lies {between.value} ({between.name}): peer copies over it are not "
+                f"between {one} and {other} lies {between.value} ({between.name}): P2P copies over it are not "
                 "supported by all boards"
             )
 
@@ -113,7 +113,7 @@ def _driver(version: Path) -> Iterator[str]:
         return
     if said is not None:
         yield (
-            f"driver {said[1]} {said[2]}: another version may do better; wrong peer copies were reported of several "
+            f"driver {said[1]} {said[2]}: another version may do better; wrong P2P copies were reported of several "
             "(github.com/NVIDIA/open-gpu-kernel-modules/issues/1257)"
         )
 

@@ -52,14 +52,14 @@ def judge_pairs(machine: Machine, probe: ProbeReport | None) -> list[Proof]:
     unsure += [pair for pair in ordered_pairs(machine.count) if pair not in probe.pairs]
     if broken:
         named = "; ".join(str(report) for report in broken)
-        proofs.append(_proof(Outcome.FAILED, f"peer copies in the probe: {named}; {_NEXT}"))
+        proofs.append(_proof(Outcome.FAILED, f"P2P copies in the probe: {named}; {_NEXT}"))
     if unsure:
         named = ", ".join(f"{source} -> {destination}" for source, destination in unsure)
-        text = f"peer copies {named}: the probe could not decide; {_NEXT} --budget 120"
+        text = f"P2P copies {named}: the probe could not decide; {_NEXT} --budget 120"
         proofs.append(_proof(Outcome.NOT_EXERCISED, text))
     if not broken and not unsure:
         many = count_of(len(probe.pairs), "ordered pair")
-        text = f"peer copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
+        text = f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
         proofs.append(_proof(Outcome.PROVEN, text))
     return proofs
 

@@ -69,7 +69,7 @@ def read_max_memory(given: object) -> dict[Device, int] | None:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"max_memory {given!r} is no JSON: {error}") from None
+            raise UsageError(f"max_memory {given!r} is not JSON: {error}") from None
     if not isinstance(given, Mapping) or not given:
         raise UsageError('max_memory is a JSON object like {"0": "4GiB", "cpu": "8GiB"}')
     return {_device(name, "max_memory"): _size(size, str(name)) for name, size in given.items()}
@@ -151,7 +151,7 @@ def _device(given: Any, where: str) -> Device:
         return text
     if match := _INDEXED.fullmatch(text):
         return int(match[1])
-    raise UsageError(f'{where}: {text!r} is no device; an index, "cpu" or "disk" is')
+    raise UsageError(f'{where}: {text!r} is not a device; an index, "cpu" or "disk" is')
 
 
 def _size(given: Any, where: str) -> int:
@@ -162,5 +162,5 @@ def _size(given: Any, where: str) -> int:
     except (ValueError, TypeError, AttributeError, OverflowError):
         size = -1
     if size < 0:
-        raise UsageError(f'max_memory of {where}: {given!r} is no size; "4GiB" or a number of bytes is')
+        raise UsageError(f'max_memory of {where}: {given!r} is not a size; "4GiB" or a number of bytes is')
     return min(size, MOST)

@@ -84,7 +84,7 @@ def plan_for_model(built: Built, wish: Wish, machine: Machine) -> MapPlan:
         modules = [name for name, _ in model.named_modules()]
         said = _strange(device_map, [*names, *modules], type(model).__name__, "misspelt")
         return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
-    whole = f", {', '.join(built.no_split)} kept whole" if built.no_split else ""
+    whole = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
     source = f"{source}, made by accelerate{whole}"
     limits = wish.limits_on(machine)
     try:

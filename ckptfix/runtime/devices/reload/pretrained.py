@@ -76,7 +76,7 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
 def _config_text(root: Path) -> str:
     path = root / "config.json"
     if not path.is_file():
-        raise NoModel("no --model, and no config.json beside the weights")
+        raise NoModel("no --model, and no config.json next to the weights")
     return path.read_text(encoding="utf-8", errors="replace")
 
 

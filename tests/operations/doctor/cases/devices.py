@@ -88,7 +88,7 @@ DEVICES = (
         None,
     ),
     Case("driver-unusable", "a CUDA build without a GPU", with_torch(facts(), builds=("cuda 12.8",)), None),
-    Case("driver-unusable", "a CPU build beside a GPU", with_torch(facts(1), builds=(), devices=()), None),
+    Case("driver-unusable", "a CPU build next to a GPU", with_torch(facts(1), builds=(), devices=()), None),
     Case("cpu-only-torch", "no torch", with_torch(facts(1), version="", builds=(), devices=()), None),
     Case("cpu-only-torch", "not known", with_torch(facts(1), builds=(), devices=(), problem="killed"), None),
     Case("no-accelerator", "not on the PCI bus", with_machine(facts(1), bus=bus(0)), None),
