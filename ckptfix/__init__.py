@@ -17,6 +17,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptfix.conversion.migrate import migrate
+    from ckptfix.conversion.migrate_receipt import MigrateReceipt
+    from ckptfix.conversion.salvage import salvage
+    from ckptfix.conversion.salvage_receipt import SalvageReceipt
+    from ckptfix.devices.dispatching import (
+        dispatch_model,
+        load_checkpoint_and_dispatch,
+        remove_safe_transfers,
+    )
+    from ckptfix.devices.probe import probe_peer_copies
+    from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
+    from ckptfix.devices.reload.reload_report import ReloadReport
+    from ckptfix.devices.reload.verifying import verify_reload
+    from ckptfix.devices.routing import TransferError
+    from ckptfix.devices.transfers import Transfers, safe_transfers
+    from ckptfix.diagnosis.check import CheckReport, check
+    from ckptfix.diagnosis.findings.base import Finding, Severity
+    from ckptfix.diagnosis.policy import Keys, Policy
     from ckptfix.errors import (
         ChangedError,
         CkptfixError,
@@ -27,79 +45,61 @@ if TYPE_CHECKING:
         RolledBackError,
         UsageError,
     )
-    from ckptfix.operations.check import CheckReport, check
-    from ckptfix.operations.diff import DiffReport, diff
-    from ckptfix.operations.findings import Finding, Severity
-    from ckptfix.operations.migrate import MigrateReceipt, migrate
-    from ckptfix.operations.policy import Keys, Policy
-    from ckptfix.operations.repair import Receipt, repair
-    from ckptfix.operations.salvage import SalvageReceipt, salvage
-    from ckptfix.operations.sealing.report import VerifyReport
-    from ckptfix.operations.sealing.seal import SealReceipt, seal
-    from ckptfix.operations.sealing.verify import verify
-    from ckptfix.operations.undo import UndoReceipt, undo
-    from ckptfix.runtime.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
-    from ckptfix.runtime.devices.dispatching import (
-        dispatch_model,
-        load_checkpoint_and_dispatch,
-        remove_safe_transfers,
-    )
-    from ckptfix.runtime.devices.probe import ProbeReport, Verdict, probe_peer_copies
-    from ckptfix.runtime.devices.reload import ReloadReport, verify_reload
-    from ckptfix.runtime.devices.routing import TransferError
-    from ckptfix.runtime.devices.transfers import Transfers, safe_transfers
-    from ckptfix.runtime.guard import OnReprepare
-    from ckptfix.runtime.loading import (
-        LoadError,
-        LoadPolicy,
-        LoadReport,
-        load_checkpoint_tolerant,
-        load_state_tolerant,
-    )
-    from ckptfix.runtime.saving.resuming import latest_checkpoint
+    from ckptfix.repairs.repair import Receipt, repair
+    from ckptfix.repairs.undo import UndoReceipt, undo
+    from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
+    from ckptfix.training.guard import OnReprepare
+    from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
+    from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
+    from ckptfix.training.resuming import latest_checkpoint
+    from ckptfix.verification.diff import diff
+    from ckptfix.verification.diff_report import DiffReport
+    from ckptfix.verification.seal import SealReceipt, seal
+    from ckptfix.verification.verify import verify
+    from ckptfix.verification.verify_report import VerifyReport
 
 _HOMES = {
-    "salvage": "operations.salvage",
-    "SalvageReceipt": "operations.salvage",
-    "diff": "operations.diff",
-    "DiffReport": "operations.diff",
-    "check": "operations.check",
-    "CheckReport": "operations.check",
-    "repair": "operations.repair",
-    "Receipt": "operations.repair",
-    "seal": "operations.sealing.seal",
-    "SealReceipt": "operations.sealing.seal",
-    "verify": "operations.sealing.verify",
-    "VerifyReport": "operations.sealing.report",
-    "undo": "operations.undo",
-    "UndoReceipt": "operations.undo",
-    "migrate": "operations.migrate",
-    "MigrateReceipt": "operations.migrate",
-    "Keys": "operations.policy",
-    "Policy": "operations.policy",
-    "Accelerator": "runtime.accelerator",
-    "patch_accelerate": "runtime.accelerator",
-    "unpatch_accelerate": "runtime.accelerator",
-    "load_state_tolerant": "runtime.loading",
-    "load_checkpoint_tolerant": "runtime.loading",
-    "LoadError": "runtime.loading",
-    "LoadPolicy": "runtime.loading",
-    "LoadReport": "runtime.loading",
-    "OnReprepare": "runtime.guard",
-    "latest_checkpoint": "runtime.saving.resuming",
-    "dispatch_model": "runtime.devices.dispatching",
-    "load_checkpoint_and_dispatch": "runtime.devices.dispatching",
-    "remove_safe_transfers": "runtime.devices.dispatching",
-    "safe_transfers": "runtime.devices.transfers",
-    "TransferError": "runtime.devices.routing",
-    "Transfers": "runtime.devices.transfers",
-    "probe_peer_copies": "runtime.devices.probe",
-    "ProbeReport": "runtime.devices.probe",
-    "Verdict": "runtime.devices.probe",
-    "verify_reload": "runtime.devices.reload",
-    "ReloadReport": "runtime.devices.reload",
-    "Finding": "operations.findings",
-    "Severity": "operations.findings",
+    "salvage": "conversion.salvage",
+    "SalvageReceipt": "conversion.salvage_receipt",
+    "diff": "verification.diff",
+    "DiffReport": "verification.diff_report",
+    "check": "diagnosis.check",
+    "CheckReport": "diagnosis.check",
+    "repair": "repairs.repair",
+    "Receipt": "repairs.repair",
+    "seal": "verification.seal",
+    "SealReceipt": "verification.seal",
+    "verify": "verification.verify",
+    "VerifyReport": "verification.verify_report",
+    "undo": "repairs.undo",
+    "UndoReceipt": "repairs.undo",
+    "migrate": "conversion.migrate",
+    "MigrateReceipt": "conversion.migrate_receipt",
+    "Keys": "diagnosis.policy",
+    "Policy": "diagnosis.policy",
+    "Accelerator": "training.accelerator",
+    "patch_accelerate": "training.accelerator",
+    "unpatch_accelerate": "training.accelerator",
+    "load_state_tolerant": "training.loading.load_state",
+    "load_checkpoint_tolerant": "training.loading.load_state",
+    "LoadError": "training.loading.load_report",
+    "LoadPolicy": "training.loading.load_report",
+    "LoadReport": "training.loading.load_report",
+    "OnReprepare": "training.guard",
+    "latest_checkpoint": "training.resuming",
+    "dispatch_model": "devices.dispatching",
+    "load_checkpoint_and_dispatch": "devices.dispatching",
+    "remove_safe_transfers": "devices.dispatching",
+    "safe_transfers": "devices.transfers",
+    "TransferError": "devices.routing",
+    "Transfers": "devices.transfers",
+    "probe_peer_copies": "devices.probe",
+    "ProbeReport": "devices.probe.probe_report",
+    "Verdict": "devices.probe.probe_report",
+    "verify_reload": "devices.reload.verifying",
+    "ReloadReport": "devices.reload.reload_report",
+    "Finding": "diagnosis.findings.base",
+    "Severity": "diagnosis.findings.base",
     "ChangedError": "errors",
     "CkptfixError": "errors",
     "FormatError": "errors",

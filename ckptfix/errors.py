@@ -1,4 +1,4 @@
-"""The exception tree. Damage in a checkpoint is a value (``operations.findings``), never an exception.
+"""The exception tree. Damage in a checkpoint is a value (``diagnosis.findings``), never an exception.
 
 ::
 
@@ -8,15 +8,15 @@
     │   ├── TruncatedError       the file ends before its format says it does; holds both sizes
     │   └── UnsupportedFormat    well formed, but nothing this version edits; says why
     │       └── BeyondLimits     larger or nested deeper than what is read, encrypted, or packed by a rare method
-    ├── TransferError            a copy between two devices was refused (runtime.devices.routing)
+    ├── TransferError            a copy between two devices was refused (devices.routing)
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
-        ├── RemoteOSError        another process of the run had an OSError (runtime.ranks)
+        ├── RemoteOSError        another process of the run had an OSError (training.ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
         ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)
-        ├── LoadError            a checkpoint could not be loaded as required (runtime.loading); says what was changed
+        ├── LoadError            a checkpoint could not be loaded as required (training.loading); says what was changed
         └── RolledBackError      a step failed; every step before it was undone
 """
 

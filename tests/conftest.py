@@ -33,7 +33,7 @@ MEMORY_DISK = Path("/dev/shm")
 ROOM = 6 << 30
 """Free bytes that the temporary folders of a whole run need at most."""
 
-LONGEST = ("tests/operations/test_kill.py",)
+LONGEST = ("tests/repairs/test_kill.py",)
 """Files that take a minute and more, the longest first: one that begins last keeps a single worker busy."""
 
 

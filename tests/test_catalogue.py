@@ -8,9 +8,10 @@ import pytest
 
 from ckptfix import check
 from ckptfix.cli.repair import repair_command
+from ckptfix.diagnosis.findings import CATALOGUE, CODES
+from ckptfix.diagnosis.findings.base import Action, Finding
+from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import UsageError
-from ckptfix.operations.findings import CATALOGUE, CODES, Action, Finding
-from ckptfix.operations.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 

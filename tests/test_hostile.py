@@ -22,7 +22,7 @@ import pytest
 
 from ckptfix import CheckReport, CkptfixError, Keys, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run
-from tests.operations.builders import snapshot, write_safetensors
+from tests.repairs.builders import snapshot, write_safetensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "accelerate-1.15.0"
 SEEDS = {

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.keys import WRAPPERS
-from tests.operations.builders import write_safetensors
+from tests.repairs.builders import write_safetensors
 
 Tensors = dict[str, bytes]
 Snapshot = dict[str, tuple[object, ...]]

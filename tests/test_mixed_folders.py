@@ -14,7 +14,7 @@ import torch
 
 from ckptfix import Keys, Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
-from tests.operations.builders import snapshot, write_safetensors
+from tests.repairs.builders import snapshot, write_safetensors
 
 CHAINS = ("", "", "module.", "module.module.", "module.module.module.", "_orig_mod.", "module._orig_mod.")
 MODELS = ({"a": b"1" * 8, "b.c": b"2" * 4}, {"a": b"9" * 8, "b.c": b"2" * 4}, {"x": b"5"})

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfix import check, repair, undo
-from tests.operations.builders import read_safetensors_bytes, snapshot, write_safetensors
+from tests.repairs.builders import read_safetensors_bytes, snapshot, write_safetensors
 from tests.sampling import examples
 
 Tensors = dict[str, bytes]

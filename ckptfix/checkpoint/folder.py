@@ -7,10 +7,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role
-from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.weights_index import WeightsIndex
 
 PLAIN_FOLDER = "a folder"
 """What a sub-folder is that Accelerate did not write."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import shared_chain
-from ckptfix.formats.weights_index import WeightsIndex
+from ckptfix.formats.safetensors_file import WeightsIndex
 
 ShardSet = tuple[str, int, str, str]
 """Stem, number of shards, variant and suffix: what all shards of one save have in common."""

@@ -10,15 +10,12 @@ from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
-from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_manifest
-from ckptfix.checkpoint.salvaged import read_losses
+from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
-from ckptfix.formats.safetensors_file import SafetensorsFile
-from ckptfix.formats.weights_index import WeightsIndex
-from ckptfix.storage.paths import JOURNAL, shell_path
-from ckptfix.storage.permission import described
+from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
+from ckptfix.storage.paths import JOURNAL, described, shell_path
 
 ACCELERATE = "checkpoint_{}"
 """As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15). ``{}`` stands for the number."""

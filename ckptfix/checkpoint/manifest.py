@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint: what the run that saved it knew, and its digests, in ``.ckptfix/manifest.json``.
-
-A save writes it last, so a folder whose manifest agrees with its files is whole; ``ckptfix seal`` adds digests, or
-writes one that holds nothing else. Stock accelerate never looks at it.
-"""
+"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that ``salvage`` writes."""
 
 import hashlib
 import json
@@ -16,19 +12,14 @@ from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.reading import open_reader
+from ckptfix.wording import count_of
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "ManifestEntry",
-    "NotAsSaved",
-    "is_repaired",
-    "key_fingerprint",
-    "missing_files",
-    "not_as_saved",
-    "read_manifest",
-    "usable_manifest",
-]
+# The manifest of a checkpoint: what the run that saved it knew, and its digests, in
+# ``.ckptfix/manifest.json``.
+#
+# A save writes it last, so a folder whose manifest agrees with its files is whole; ``ckptfix seal`` adds
+# digests, or writes one that holds nothing else. Stock accelerate never looks at it.
 
 VERSION = 1
 MAX_MANIFEST = 256 << 20
@@ -50,10 +41,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class ManifestEntry:
     """One object that was saved: its file, its class as ``module.Class``, and for models what their names are.
 
-    ``file``: of a model what ``weights.opening`` calls it: a file, the index of its shards, the folder of a DCP
+    ``file``: of a model what ``tensors.opening`` calls it: a file, the index of its shards, the folder of a DCP
     checkpoint, or ``ckpt.pt['model']``. ``type``: "" when not known. ``keys``: fingerprint of the names, dtypes and
     shapes, for optimizers of the shapes of their parameters; "" when not known. ``aliases``: name that is not in the
-    file -> name of the tensor it shares its storage with. ``digests``: tensor name -> sha256 (``weights.digests``),
+    file -> name of the tensor it shares its storage with. ``digests``: tensor name -> sha256 (``tensors.stored``),
     only when asked for. ``models``: of an optimizer, the positions of the models whose parameters it holds; () when
     none is known. ``optimizer``: of a scheduler, the position of the one it drives.
     """
@@ -246,3 +237,55 @@ def _is_inside(name: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+# What ``ckptfix salvage`` says is lost, in the ``salvage.json`` of a folder that it wrote.
+
+REPORT = "salvage.json"
+"""Where the new folder says what was lost."""
+
+_VERSION = 1
+_MAX_REPORT = 128 << 20
+"""Longest report that is read, in bytes; the name of a tensor takes about 60."""
+
+
+class Losses(NamedTuple):
+    """What a salvaged folder lacks: ``tensors`` (or other values) of files, whole ``files``; and what is ``damaged``
+    in it, kept all the same."""
+
+    tensors: int
+    files: int
+    damaged: int
+
+    def __str__(self) -> str:
+        counts = [(self.tensors, "tensor"), (self.files, "file")]
+        lost = " and ".join(count_of(number, noun) for number, noun in counts if number)
+        kept = f"{count_of(self.damaged, 'tensor or file')} kept though damaged" if self.damaged else ""
+        return ", ".join(filter(None, (f"{lost} lost" if lost else "", kept)))
+
+
+def read_losses(folder: Path) -> Losses | None:
+    """Return what a salvage lost of a folder; None when nothing is, or the folder was not salvaged.
+
+    A ``salvage.json`` that is none of ckptfix says nothing. Raises OSError when there is one that cannot be read.
+    """
+    path = folder / REPORT
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_REPORT:
+        return None
+    with open_reader(path) as reader:
+        data = reader.read(0, reader.size) if reader.size <= _MAX_REPORT else b""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        return None
+    lost, damaged = document.get("lost"), document.get("damaged")
+    if not isinstance(lost, list) or not isinstance(damaged, list) or not (lost or damaged):
+        return None
+    files = sum(isinstance(one, dict) and one.get("name") is None for one in lost)
+    return Losses(tensors=len(lost) - files, files=files, damaged=len(damaged))

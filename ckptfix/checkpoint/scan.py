@@ -20,14 +20,19 @@ from ckptfix.checkpoint.folder import (
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.safetensors_file import SafetensorsFile, looks_like_safetensors, read_safetensors
+from ckptfix.formats.safetensors_file import (
+    MAX_INDEX,
+    SafetensorsFile,
+    WeightsIndex,
+    looks_like_safetensors,
+    parse_index,
+    read_safetensors,
+)
 from ckptfix.formats.sniff import describe_content, other_format
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_pickle import name_lists, tensor_infos
-from ckptfix.formats.weights_index import MAX_INDEX, WeightsIndex, parse_index
-from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.permission import unreadable
+from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 
 Content = SafetensorsFile | TorchFile | WeightsIndex

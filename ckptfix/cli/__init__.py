@@ -15,8 +15,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ckptfix.cli.endings import FAILURES, INTERRUPTED, ending_of
-from ckptfix.cli.report import Form, Report, put
+from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of, put
 from ckptfix.cli.verb import asked_form, write_examples
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from ckptfix.operations.findings import CODES, Severity
+from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.wording import escape
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -8,14 +8,13 @@ import click
 
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.endings import FAILURES
-from ckptfix.cli.report import Form, Report
+from ckptfix.cli.report import FAILURES, Form, Report
 from ckptfix.cli.several import visit
 from ckptfix.cli.verb import Verb
-from ckptfix.operations.check import CheckReport, check
-from ckptfix.operations.findings import Severity
-from ckptfix.operations.findings.saves import StagingFolder
-from ckptfix.operations.target import find_checkpoints
+from ckptfix.diagnosis.check import CheckReport, check
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.diagnosis.findings.incomplete import StagingFolder
+from ckptfix.diagnosis.target import find_checkpoints
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, count_of, line, unchecked_line
 

@@ -2,8 +2,7 @@
 
 import click
 
-from ckptfix.cli.pages import ensure_writable, write_page
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Report, ensure_writable, write_page
 from ckptfix.cli.verb import Verb
 
 
@@ -37,13 +36,13 @@ def diff_command(
     """
     if html is not None:
         ensure_writable(html, (a, b))
-    from ckptfix.operations.diff import diff
+    from ckptfix.verification.diff import diff
 
     with report.progress(f"comparing {a} and {b}") as progress:
         result = diff(a, b, rtol=rtol, atol=atol, progress=progress)
     report.show(result.lines(show_all=show_all))
     if html is not None:
-        from ckptfix.operations.diff.page import html_page
+        from ckptfix.verification.diff_page import html_page
 
         write_page(html, html_page(result))
         report.line(f"page: {html}")

@@ -8,10 +8,11 @@ import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.verb import Verb
+from ckptfix.environment.doctor import diagnose_environment
+from ckptfix.environment.facts import gather
+from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
+from ckptfix.environment.facts.machine import parse_bus, parse_torch
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.operations.doctor import diagnose_environment, gather, parse_bus, parse_torch
-from ckptfix.operations.doctor.facts.launch import script_of, variables_of
-from ckptfix.operations.doctor.facts.settings import VARIABLES
 
 _BUDGET = 30.0
 _LONGEST = 86400.0
@@ -100,7 +101,7 @@ def doctor_command(
 
 def _look(variables: Mapping[str, str], *, in_process: bool) -> dict[str, Any]:
     """Ask torch in the environment of the command that is asked about: it may hide devices by a variable."""
-    from ckptfix.runtime.devices.environment import look
+    from ckptfix.devices.environment_of_torch import look
 
     set_here = {name: value for name, value in variables.items() if name in VARIABLES}
     before = {name: os.environ.get(name) for name in set_here}
@@ -120,7 +121,8 @@ def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process:
     torch = parse_torch(_look({}, in_process=in_process))
     if torch.problem:
         raise OperationError(f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor")
-    from ckptfix.runtime.devices.probe import Verdict, probe_peer_copies, remember
+    from ckptfix.devices.probe import probe_peer_copies, remember
+    from ckptfix.devices.probe.probe_report import Verdict
 
     found = probe_peer_copies(budget=budget, seed=seed, in_process=in_process)
     known = found

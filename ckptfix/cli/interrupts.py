@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import CkptfixError
-from ckptfix.operations.target import find_target
 from ckptfix.storage.paths import MANIFEST, command
-from ckptfix.storage.transaction import State, transactions
+from ckptfix.storage.transactions import State, transactions
 
 
 def state_after_repair(path: str) -> Callable[[], str]:

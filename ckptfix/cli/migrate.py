@@ -2,13 +2,12 @@
 
 import click
 
-from ckptfix.cli.endings import interruptible
 from ckptfix.cli.interrupts import state_after_writing
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.verb import Verb
-from ckptfix.operations.migrate import migrate
-from ckptfix.operations.migrate.options import FLOATS, ORIGINAL, TARGETS
-from ckptfix.operations.policy import Keys
+from ckptfix.conversion.migrate import migrate
+from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, TARGETS
+from ckptfix.diagnosis.policy import Keys
 
 
 @click.command(

@@ -9,11 +9,10 @@ from ckptfix.cli.interrupts import state_after_repair, state_after_writing
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.cli.verb import Verb
+from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
-from ckptfix.operations.policy import KEEPABLE, Keys, Policy
-from ckptfix.operations.receipt import Receipt, plan_lines
-from ckptfix.operations.repair import repair
-from ckptfix.operations.steps import Step, Unplanned
+from ckptfix.repairs.repair import Receipt, plan_lines, repair
+from ckptfix.repairs.steps import Step, Unplanned
 
 _WORDS: dict[object, str] = {
     (1, False): "left damaged",

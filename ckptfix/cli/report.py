@@ -1,4 +1,4 @@
-"""The only module that prints. Results to stdout, messages and progress to stderr, JSON as one object."""
+"""The only module that prints. Results go to stdout, messages and progress to stderr, JSON as one object."""
 
 import errno
 import json
@@ -9,16 +9,99 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from ckptfix.cli.annotations import Annotation, github_line, sarif
-from ckptfix.cli.terminal import can_redraw
+from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.manual import wrap
-from ckptfix.operations.findings import Finding, Severity, finding_lines
-from ckptfix.storage.paths import shell_path
+from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
+from ckptfix.storage.paths import cause, described, shell_path
 from ckptfix.wording import Line, escape, line
+
+# The end of a verb that did not finish: what is said, and with which exit status.
+
+INTERRUPTED = 130
+
+
+class Interrupted(Exception):
+    """An interrupt of the user; the message names the state in which it left the folder."""
+
+
+FAILURES = (Interrupted, CkptfixError, OSError, MemoryError)
+"""All that ends the work on one path. The next path follows, but not after an interrupt."""
+
+
+class Ending(NamedTuple):
+    """What is said of a failure, and the exit status that goes with it."""
+
+    message: str
+    status: int
+
+
+def ending_of(error: Exception) -> Ending:
+    """Return how a verb ends with one of ``FAILURES``."""
+    if isinstance(error, Interrupted):
+        return Ending(str(error), INTERRUPTED)
+    if isinstance(error, CkptfixError):
+        return Ending(str(error), 2 if isinstance(error, UsageError) else 3)
+    if isinstance(error, MemoryError):
+        return Ending("out of memory; nothing was changed", 3)
+    is_full = isinstance(error, OSError) and error.errno in DISK_FULL
+    return Ending(
+        f"{described(error)}{'; next: make room on that disk, and run it again' if is_full else ''}", 3
+    )
+
+
+@contextmanager
+def interruptible(describe: Callable[[], str]) -> Iterator[None]:
+    """Turn an interrupt into ``Interrupted``, with the state that ``describe`` finds once the cleaning up is done."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted: {describe()}") from None
+
+
+# The terminal: whether it takes colours, and whether a line on it can be drawn again.
+
+
+def wants_colour(variables: Mapping[str, str]) -> bool | None:
+    """Return whether the environment asks for colours or against them; None leaves it to what stdout is.
+
+    ``NO_COLOR`` (no-color.org) goes before ``FORCE_COLOR`` and ``CLICOLOR_FORCE``, and those before ``CLICOLOR=0`` and
+    ``TERM=dumb``.
+    """
+    if variables.get("NO_COLOR"):
+        return False
+    if any(variables.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
+        return True
+    return False if variables.get("CLICOLOR") == "0" or variables.get("TERM") == "dumb" else None
+
+
+def can_redraw() -> bool:
+    """Return whether stderr is a terminal that can go back to the start of a line, as a progress bar does."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _choose(context: click.Context, parameter: click.Parameter, value: str) -> None:
+    # click.echo asks the current context whether to strip colours, so that no caller has to pass them on.
+    context.color = wants_colour(os.environ) if value == "auto" else value == "always"
+
+
+COLOUR = click.Option(
+    ["--color"],
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    expose_value=False,
+    callback=_choose,
+    help="Print colours. auto: on a terminal, unless NO_COLOR is set or TERM is dumb.",
+)
+"""The option of every verb that reports; it sets the colours of the context, and no verb sees it."""
+
+
+# The only module that prints. Results to stdout, messages and progress to stderr, JSON as one object.
 
 JSON_VERSION = 1
 _ESCAPED = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|u(?P<lone>d[89a-f]..)|.)")
@@ -214,3 +297,54 @@ def json_text(value: Any) -> str:
 def _sound(match: re.Match[str]) -> str:
     lone = match["lone"]
     return match[0] if lone is None else f"\\{escape(chr(int(lone, 16)))}"
+
+
+# Where ``--html`` may write: a new file, or an older page of ours, never into what is looked at.
+
+_BEGINS = b"<!DOCTYPE html>\n"
+_TITLE = b"<title>ckptfix "
+_HEAD = 1024  # bytes within which every page has its title
+
+
+def ensure_writable(html: str, inputs: Sequence[str]) -> None:
+    """Find out before the work of minutes whether the page can be written; an existing file stays as it is.
+
+    ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be written.
+    """
+    page = Path(os.path.realpath(html))
+    for given in inputs:
+        if page.is_relative_to(os.path.realpath(given)):
+            raise UsageError(f"--html {html} would change {given}; name a file outside of it")
+    try:
+        if os.path.lexists(page) and not _is_ours(page):
+            raise UsageError(f"--html: {html} exists and is not a ckptfix report; choose another path")
+        create_file(_beside(page), b"")
+        os.unlink(_beside(page))
+    except OSError as error:
+        raise UsageError(f"--html {html} cannot be written: {cause(Path(html), error)}") from error
+
+
+def write_page(html: str, text: str) -> None:
+    """Write a page under another name, and put it in its place when it is whole. Raises OSError."""
+    page = Path(os.path.realpath(html))
+    new = _beside(page)
+    try:
+        create_file(new, text.encode("utf-8"))
+        os.replace(new, page)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_folder(page.parent)
+
+
+def _is_ours(page: Path) -> bool:
+    """Whether a file begins as our pages do, or is empty, as mktemp makes it."""
+    if not page.is_file():
+        return False
+    with page.open("rb") as file:
+        head = file.read(_HEAD)
+    return not head or (head.startswith(_BEGINS) and _TITLE in head)
+
+
+def _beside(page: Path) -> Path:
+    return page.with_name(f".{page.name}.ckptfix-{os.getpid()}")

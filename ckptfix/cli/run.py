@@ -41,10 +41,10 @@ def run_command(
     Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several processes:
     torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m ckptfix run SCRIPT.
     """
-    from ckptfix.runtime.running import run_script
+    from ckptfix.training.running import run_script
 
     def guard() -> None:
-        from ckptfix.runtime.accelerator import patch_accelerate
+        from ckptfix.training.accelerator import patch_accelerate
 
         patch_accelerate(
             on_reprepare=on_reprepare,

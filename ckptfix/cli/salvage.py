@@ -2,9 +2,8 @@
 
 import click
 
-from ckptfix.cli.endings import interruptible
 from ckptfix.cli.interrupts import state_after_writing
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.verb import Verb
 
 
@@ -28,7 +27,7 @@ def salvage_command(source: str, output: str, keep_damaged: bool, report: Report
     SRC: a file or a folder. DST: a new folder; salvage.json in it lists what is lost.
     Exit status: 0 nothing is lost, 1 something is, 3 nothing could be saved.
     """
-    from ckptfix.operations.salvage import salvage
+    from ckptfix.conversion.salvage import salvage
 
     with (
         interruptible(state_after_writing(source, output)),

@@ -6,7 +6,7 @@ from ckptfix.cli.interrupts import state_after_seal
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.cli.verb import Verb
-from ckptfix.operations.sealing.seal import SealReceipt, seal
+from ckptfix.verification.seal import SealReceipt, seal
 
 
 @click.command(

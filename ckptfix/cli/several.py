@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.endings import FAILURES, Interrupted, ending_of, interruptible
-from ckptfix.cli.report import Report
+from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import Line, count_of, line, unchecked_line
 

@@ -6,7 +6,7 @@ from ckptfix.cli.interrupts import state_after_undo
 from ckptfix.cli.report import Report
 from ckptfix.cli.several import run_each
 from ckptfix.cli.verb import Verb
-from ckptfix.operations.undo import UndoReceipt, undo
+from ckptfix.repairs.undo import UndoReceipt, undo
 
 
 @click.command(

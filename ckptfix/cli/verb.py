@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from ckptfix.cli.report import Form, Report
-from ckptfix.cli.terminal import COLOUR
+from ckptfix.cli.report import COLOUR, Form, Report
 
 Example = tuple[str, str]
 """A command to paste, and what it does."""

@@ -1,22 +1,27 @@
-"""The tensors inside of ``.distcp`` files: each item is a whole file of torch.save, one after the other.
+"""The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover every tensor."""
 
-Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): a chunk is saved alone, with
-its own strides; with ``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one safetensors file,
-and all have its offset.
-"""
-
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats.dcp_metadata import StoredItem
+from ckptfix.formats.dcp_metadata import DcpMetadata, DcpTensor
+from ckptfix.formats.dcp_names import GROUPS_KEY
+from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse
-from ckptfix.formats.pickle_tree import Node, Text
+from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like
 from ckptfix.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from ckptfix.formats.tensor import TensorInfo
+from ckptfix.formats.torch_file import Appended, TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
-from ckptfix.formats.torch_zip import TorchZip, read_record, read_zip, storage_records
-from ckptfix.formats.zip_directory import ZipRecord
+from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_record, read_zip, storage_records
 from ckptfix.storage.reading import FileReader
+
+# The tensors inside of ``.distcp`` files: each item is a whole file of torch.save, one after the other.
+#
+# Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): a chunk is saved
+# alone, with its own strides; with ``SerializationFormat.SAFETENSORS`` the tensors of a file follow
+# together as one safetensors file, and all have its offset.
 
 _HEAD = 4096  # longest part of an item before its data, or behind them, that is compared as a whole
 _CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16
@@ -184,3 +189,177 @@ def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
     crc = int.from_bytes(tail[known.crc : known.crc + 4], "little")
     size = known.tail_start - known.saved.storage[0]
     return known.saved._replace(record=(size, crc) if crc else (0, 0))
+
+
+# The items of a DCP checkpoint that are no tensors: any object, each a file of torch.save inside of a
+# ``.distcp``.
+
+MAX_ITEM = 1 << 26
+"""Longest item that is read, in bytes. The names of a million parameters take about 40 million."""
+
+NAME_KEYS = ("params", "param_names")
+"""Keys of a parameter group whose value is a list of names."""
+
+
+def read_item(reader: FileReader, item: StoredItem) -> TorchFile:
+    """Parse an item of an open ``.distcp``; nothing is unpickled.
+
+    Raises FormatError when it is none, TruncatedError or UnsupportedFormat with the reason when it cannot be read.
+    """
+    if item.transforms:
+        raise UnsupportedFormat(f"its bytes went through {', '.join(item.transforms)}, which is not read")
+    if item.length > MAX_ITEM:
+        raise UnsupportedFormat(f"it has {item.length} bytes, at most {MAX_ITEM} are read")
+    return read_torch_file(reader.window(item.offset, item.length))
+
+
+def listed_names(file: TorchFile) -> tuple[Text, ...] | None:
+    """Return the strings of an item that is a list of nothing else, None for any other."""
+    root = file.tree.root
+    values = root.items or [] if type(root) is Node and root.kind is Kind.LIST else root
+    if not isinstance(values, list | tuple) or not all(type(value) is Text for value in values):
+        return None
+    return tuple(values)
+
+
+def grouped_names(file: TorchFile) -> dict[str, tuple[Text, ...]]:
+    """Return the names in all groups of an optimizer that is one item, by the key that holds them; empty for any other.
+
+    So saves a planner that takes an object without tensors as a whole, as that of torch before 2.4 does
+    (``_traverse.traverse_state_dict_v_2_3`` of 2.13): the list of the groups, or the dict that holds it.
+    """
+    root = file.tree.root
+    groups = child(root, GROUPS_KEY) if is_dict_like(root) else root
+    if type(groups) is not Node or groups.kind is not Kind.LIST:
+        return {}
+    found: dict[str, list[Text]] = {}
+    met: set[int] = set()
+    for group in groups.items or ():
+        for key in NAME_KEYS if is_dict_like(group) and id(group) not in met else ():
+            names = child(group, key)
+            listed = names.items or [] if type(names) is Node and names.kind is Kind.LIST else ()
+            if listed and id(names) not in met and all(type(value) is Text for value in listed):
+                met.add(id(names))
+                found.setdefault(key, []).extend(listed)
+        met.add(id(group))
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def renamed_item(reader: FileReader, item: StoredItem, new_names: Mapping[int, str]) -> bytes:
+    """Return the bytes of an item with these strings at these push sites. Raises as ``read_item`` does."""
+    window = reader.window(item.offset, item.length)
+    edit = read_item(reader, item).edit(window, new_names)
+    old = window.read(0, window.size)
+    if isinstance(edit, Appended):
+        return old + edit.data
+    return old[: edit.offset] + edit.new + old[edit.offset + len(edit.new) :]
+
+
+# Do the chunks of a DCP checkpoint make up its tensors, and are all of them stored?
+
+MAX_COMPARISONS = 10_000_000
+"""Most pairs of chunks of one checkpoint that are compared; a grid of 32 x 32 chunks takes 32,000."""
+
+
+class DcpProblem(NamedTuple):
+    """What is wrong with one item of a checkpoint, in words."""
+
+    fqn: str
+    message: str
+
+
+def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
+    """Yield every item that the metadata alone shows to be incomplete, or to be saved twice."""
+    budget = _Budget()
+    for tensor in metadata.tensors:
+        absent = [chunk for chunk in tensor.chunks if (tensor.fqn, chunk.offsets) not in metadata.stored]
+        if absent:
+            yield DcpProblem(
+                tensor.fqn,
+                f"{len(absent)} of its {len(tensor.chunks)} chunks are stored in no file, the first at "
+                f"{list(absent[0].offsets)}",
+            )
+        problem = _coverage_problem(tensor, budget)
+        if problem:
+            yield DcpProblem(tensor.fqn, problem)
+    for item in metadata.items:
+        if (item.fqn, None) not in metadata.stored:
+            yield DcpProblem(item.fqn, "it is stored in no file")
+
+
+def coverage_problem(tensor: DcpTensor) -> str | None:
+    """Return how the chunks fail to make up the tensor: a gap, an overlap; None when they do."""
+    return _coverage_problem(tensor, _Budget())
+
+
+class _Budget:
+    """How many pairs may still be compared."""
+
+    def __init__(self) -> None:
+        self.left = MAX_COMPARISONS
+
+
+def _coverage_problem(tensor: DcpTensor, budget: _Budget) -> str | None:
+    # A rank without a part of a tensor may have written a chunk without elements, several ranks the same one.
+    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.lengths]
+    whole = prod(tensor.shape)
+    axis = _cut(tensor.shape, chunks)
+    chunks.sort(key=lambda chunk: chunk.offsets[axis : axis + 1])
+    both = _overlap(chunks, axis, budget)
+    if both is not None:
+        one, other = both
+        return (
+            f"its chunk at {list(one.offsets)} of {list(one.lengths)} and the one at {list(other.offsets)} of "
+            f"{list(other.lengths)} overlap"
+        )
+    if budget.left < 0:
+        return f"its {len(tensor.chunks)} chunks lie so that they are not compared, which no torch makes"
+    covered = sum(prod(chunk.lengths) for chunk in chunks)
+    if covered == whole:
+        return None
+    return f"{whole - covered} of its {whole} elements are in no chunk{_gap(tensor.shape, chunks, axis)}"
+
+
+def _cut(shape: tuple[int, ...], chunks: list[Chunk]) -> int:
+    """Return the dimension along which the chunks begin at most places."""
+    counts = [len({chunk.offsets[axis] for chunk in chunks}) for axis in range(len(shape))]
+    return counts.index(max(counts)) if counts else 0
+
+
+def _overlap(chunks: list[Chunk], axis: int, budget: _Budget) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks, sorted along an axis, that have an element in common."""
+    for number, one in enumerate(chunks):
+        end = one.offsets[axis] + one.lengths[axis] if one.offsets else 1
+        for following in range(number + 1, len(chunks)):
+            other = chunks[following]
+            if other.offsets and other.offsets[axis] >= end:
+                break
+            budget.left -= 1
+            if budget.left < 0:
+                return None
+            if _meet(one, other):
+                return one, other
+    return None
+
+
+def _meet(one: Chunk, other: Chunk) -> bool:
+    return all(
+        begin < other_begin + other_length and other_begin < begin + length
+        for begin, length, other_begin, other_length in zip(*one, *other, strict=True)
+    )
+
+
+def _gap(shape: tuple[int, ...], chunks: list[Chunk], axis: int) -> str:
+    """Return where the first gap is, of a tensor that is cut along one dimension; "" for any other."""
+    full = (*shape[:axis], *shape[axis + 1 :])
+    if any((*chunk.lengths[:axis], *chunk.lengths[axis + 1 :]) != full for chunk in chunks) or not shape:
+        return ""
+    end = 0
+    for chunk in chunks:
+        if chunk.offsets[axis] > end:
+            break
+        end = chunk.offsets[axis] + chunk.lengths[axis]
+    following = min(
+        (chunk.offsets[axis] for chunk in chunks if chunk.offsets[axis] > end), default=shape[axis]
+    )
+    return f": {end} to {following} of {shape[axis]} along dimension {axis}"

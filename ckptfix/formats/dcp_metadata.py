@@ -12,15 +12,15 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
-from ckptfix.formats.dcp_places import PACKED
-from ckptfix.formats.dcp_places import Chunk as Chunk
-from ckptfix.formats.dcp_places import StoredItem as StoredItem
-from ckptfix.formats.dcp_stream import read_stream
-from ckptfix.formats.dcp_values import (
+from ckptfix.formats.dcp_stream import (
+    PACKED,
+    Chunk,
+    StoredItem,
     fields_of,
     is_count,
     is_instance,
     path_inside,
+    read_stream,
     size_of,
     text_of,
     torch_dtype_of,

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
-from ckptfix.formats.dcp_places import MATCHED
-from ckptfix.formats.pickle_compare import TreeWalk
+from ckptfix.formats.dcp_stream import MATCHED
 from ckptfix.formats.pickle_rewrite import number_behind, rewrite
-from ckptfix.formats.pickle_tree import Node, PickleTree, Text, attribute, pairs
+from ckptfix.formats.pickle_tree import Node, PickleTree, Text, TreeWalk, attribute, pairs
 
 Steps = tuple[str | int, ...]
 """The keys that lead to an item in the state dict that was saved."""

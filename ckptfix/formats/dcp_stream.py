@@ -1,37 +1,324 @@
-"""The pickle of a ``.metadata``, in which each chunk of a tensor is read at once instead of by its forty opcodes.
-
-A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle (protocol 4, which is
-``pickle.dump``'s own since Python 3.8) is alike for all of them, so two patterns find nearly everything:
-``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``, and a ``MetadataIndex`` with its ``_StorageInfo`` in
-``storage_data``. Both are matched from their NEWOBJ on, where the class is known; every reference is resolved through
-the memo. What does not fit is left to the machine of ``pickle_stream``, opcode by opcode, and when that meets what it
-cannot know here (a part of a chunk that is used again elsewhere, a memo written by PUT), the whole pickle is.
+"""The pickle of a DCP ``.metadata`` file, read as a stream: each chunk of a tensor at once instead of by its
+forty opcodes.
 """
 
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.dcp_patterns import (
-    CHUNK,
-    INDEX,
-    INDEX_END,
-    INFO_END,
-    NEXT,
-    TENSOR,
-    Memo,
-    literal,
-    memoized,
-    number,
-    numbers,
-)
-from ckptfix.formats.dcp_places import PACKED, Chunk, StoredItem
-from ckptfix.formats.dcp_values import is_count, path_inside
-from ckptfix.formats.pickle_machine import MISSING, Machine
-from ckptfix.formats.pickle_opcodes import HANDLERS
+from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_TEXT, MISSING, Machine
 from ckptfix.formats.pickle_stream import parse, paused_gc, run
-from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
+from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text
+
+# What torch's classes look like in the pickle of a ``.metadata``, and a memo that finds in it what was
+# passed over.
+#
+# A reference is BINGET or LONG_BINGET, a number one of BININT1, BININT2, BININT and LONG1, a size the call
+# of ``torch.Size``, or a reference to an earlier one. Facts from CPython's ``Modules/_pickle.c``: how
+# protocol 4 writes instances, tuples and numbers.
+
+_REF = rb"(h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+_TUPLE = rb"(?:\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\((?:%b){4,64}t)\x94)" % ((_INT,) * 4)
+_SIZE = rb"((?:h.|j.{4})(?:%b\x85\x94R\x94)?)" % _TUPLE
+_OBJECT = rb"\x81\x94\}\x94\("
+
+
+def _pattern(*parts: bytes) -> Callable[[bytes, int], "re.Match[bytes] | None"]:
+    return re.compile(b"".join(parts), re.DOTALL).match
+
+
+# Each begins at the NEWOBJ of an instance, and is cut where a string may be pushed: a pattern cannot count its bytes.
+CHUNK = _pattern(_OBJECT, _REF, _SIZE, _REF, _SIZE, b"ub")
+TENSOR = _pattern(
+    _OBJECT, _REF, _REF, rb"\)\x81\x94\(", _REF, _REF, rb"([\x88\x89])", _REF, rb"([\x88\x89])", rb"t\x94b",
+    _REF, _SIZE, _REF, rb"\]\x94",
+)  # fmt: skip
+NEXT = _pattern(_REF, rb"\)(?=\x81)")
+INDEX = _pattern(_OBJECT, _REF)
+INDEX_END = _pattern(_REF, b"(N|", _INT, b")", _REF, _SIZE, b"ub", _REF, rb"\)", _OBJECT, _REF)
+INFO_END = _pattern(_REF, b"(", _INT, b")", _REF, b"(", _INT, b")", b"(?:", _REF, b"N)?ub")
+_INTS = re.compile(_INT, re.DOTALL).finditer
+
+
+class Unknown(FormatError):
+    """Something that only the machine that reads every opcode can tell."""
+
+
+class Memo(dict[int, Any]):
+    """The memo of a pickle in which nothing but MEMOIZE writes.
+
+    ``count``: how many entries it has; those of what was matched are found again when they are asked for: ``starts``
+    has the first entry of each match, ``positions`` where it is.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self.data = data
+        self.count = 0
+        self.starts = array("Q")
+        self.positions = array("Q")
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        raise Unknown("a PUT in a pickle of protocol 4")
+
+    def memoize(self, value: Any) -> None:
+        """Write the next entry."""
+        super().__setitem__(self.count, value)
+        self.count += 1
+
+    def memoize_all(self, values: Sequence[Any]) -> None:
+        """Write the next entries."""
+        self.update(zip(range(self.count, self.count + len(values)), values, strict=True))
+        self.count += len(values)
+
+    def skip(self, position: int, count: int) -> None:
+        """Note that what was matched at a position wrote so many entries."""
+        self.starts.append(self.count)
+        self.positions.append(position)
+        self.count += count
+
+    def __missing__(self, index: int) -> Any:
+        match = bisect_right(self.starts, index) - 1
+        if match < 0 or index >= self.count:
+            raise KeyError(index)
+        value = _Finder(self, self.positions[match], self.starts[match]).entry(index)
+        super().__setitem__(index, value)
+        return value
+
+
+class _Finder:
+    """Goes over a match again, for one of the entries that it wrote."""
+
+    def __init__(self, memo: Memo, position: int, start: int) -> None:
+        self._memo = memo
+        self._position = position
+        self._next = start
+        self._found: dict[int, Any] = {}
+
+    def entry(self, index: int) -> Any:
+        data, position = self._memo.data, self._position
+        chunk = CHUNK(data, position)
+        if chunk is not None:
+            self._next += 2
+            self._size(chunk[2])
+            self._size(chunk[4])
+        else:
+            begin = INDEX(data, position)
+            assert begin is not None
+            self._next += 2
+            position = self._name(begin.end())
+            middle = INDEX_END(data, position)
+            assert middle is not None
+            self._size(middle[4])
+            self._next += 2
+            self._name(middle.end())
+        if index not in self._found:
+            raise Unknown("a part of a chunk is used again")
+        return self._found[index]
+
+    def _size(self, raw: bytes) -> None:
+        count = memoized(raw)
+        if count:
+            self._next += count
+            self._found[self._next - 1] = numbers(raw)
+
+    def _name(self, position: int) -> int:
+        if self._memo.data[position] in b"hj":
+            return position + (2 if self._memo.data[position : position + 1] == b"h" else 5)
+        value, end, is_memoized = literal(self._memo.data, position)
+        if is_memoized:
+            self._found[self._next] = Text(value, position, position)
+            self._next += 1
+        return end
+
+
+def literal(data: bytes, position: int) -> tuple[str, int, bool]:
+    """Return a string that is pushed by its bytes, where that ends, and whether MEMOIZE follows."""
+    width = 1 if data[position] == 0x8C else 4
+    begin = position + 1 + width
+    end = begin + int.from_bytes(data[position + 1 : begin], "little")
+    if end > len(data) or end - begin > MAX_TEXT:
+        raise Unknown("a string that is not a name")
+    try:
+        value = str(data[begin:end], "utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise Unknown("a string that is not UTF-8") from None
+    is_memoized = data[end : end + 1] == b"\x94"
+    return value, end + is_memoized, is_memoized
+
+
+def memoized(raw: bytes) -> int:
+    """Return how many entries a size writes: of its tuple, unless that is empty, of the arguments and the result."""
+    if len(raw) in (2, 5):
+        return 0
+    return 2 if raw.endswith(b")\x85\x94R\x94") and len(raw) in (7, 10) else 3
+
+
+def numbers(raw: bytes) -> tuple[int, ...]:
+    """Return the numbers of a size that is written out."""
+    begin = 2 if raw[:1] == b"h" else 5
+    body = raw[begin : -len(b"\x85\x94R\x94")]
+    if body == b")":
+        return ()
+    body = body[1:] if body[:1] == b"(" else body
+    return tuple(number(one[0]) for one in _INTS(body[: -len(b"t\x94")]))
+
+
+def number(raw: bytes) -> int:
+    """Return the number that one of the four opcodes pushes."""
+    if raw[:1] == b"J":
+        return int.from_bytes(raw[1:], "little", signed=True)
+    if raw[:1] == b"\x8a":
+        return int.from_bytes(raw[2:], "little", signed=True)
+    return int.from_bytes(raw[1:], "little")
+
+
+# The values that the classes of torch.distributed.checkpoint pickle, out of a tree that was never executed.
+
+_MANY = 1 << 62
+_MAX_DIMENSIONS = 64
+_MAX_FIELDS = 16  # of an instance; torch's classes have five at most
+_WORDS = {"Text": "a string", "int": "an int", "NoneType": "None"}
+
+
+def is_instance(node: object, name: str) -> TypeGuard[Node]:
+    """Whether a value is an instance of the class of torch.distributed with this name."""
+    if type(node) is not Node or node.kind is not Kind.NEW:
+        return False
+    head = node.head
+    if type(head) is not Node or head.kind is not Kind.GLOBAL:
+        return False
+    return bool(head.head[1] == name and head.head[0].startswith("torch.distributed."))
+
+
+def fields_of(node: Node) -> dict[str, Any]:
+    """Return the attributes of an instance. Raises FormatError when there are many, or other state than a dict."""
+    states = node.states or []
+    if not states:
+        return {}
+    state = states[0]
+    if len(states) > 1 or type(state) is not Node or state.kind is not Kind.DICT:
+        raise FormatError(f"the state of {words_for(node)} is not a dict")
+    entries = state.entries or []
+    if len(entries) > 2 * _MAX_FIELDS:
+        raise FormatError(f"{words_for(node)} has {len(entries) // 2} attributes")
+    return {
+        key[0]: value for key, value in zip(entries[::2], entries[1::2], strict=True) if type(key) is Text
+    }
+
+
+def torch_dtype_of(properties: object) -> str:
+    """Return the name of a dtype, the first value of what ``TensorProperties.__getstate__`` gives."""
+    if is_instance(properties, "TensorProperties"):
+        state = (properties.states or [None])[0]
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(dtype) is Node and dtype.kind is Kind.GLOBAL and dtype.head[0] == "torch":
+            return str(dtype.head[1])
+    raise FormatError(f"the properties of a tensor name no dtype of torch's: {words_for(properties)}")
+
+
+def size_of(value: object, name: str) -> tuple[int, ...]:
+    """Return the numbers of a ``torch.Size``. Raises FormatError for anything else, or a number below 0."""
+    if type(value) is Node and value.kind is Kind.CALL and type(value.head) is Node:
+        args = value.args
+        if value.head.is_global("torch", "Size") and type(args) is tuple and len(args) == 1:
+            value = args[0]
+    if type(value) is not tuple or len(value) > _MAX_DIMENSIONS:
+        raise FormatError(f"a size of {name!r:.200} is {words_for(value)}")
+    for number in value:
+        if not is_count(number):
+            raise FormatError(f"a size of {name!r:.200} holds {number!r:.40}")
+    return value
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is a number that an offset or a length can be."""
+    return type(value) is int and 0 <= value < _MANY
+
+
+def path_inside(text: str) -> PurePosixPath:
+    """Return a relative path. Raises FormatError when it leaves the folder or cannot be a name."""
+    path = PurePosixPath(text)
+    try:
+        sound = b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        sound = False
+    if not sound or not path.parts or path.is_absolute() or ".." in path.parts:
+        raise FormatError(f"an item is said to be in {text!r:.200}, which is not a file of the folder")
+    return path
+
+
+def text_of(value: object) -> str | None:
+    """Return a string, None for every other value."""
+    return value.value if type(value) is Text else None
+
+
+def words_for(value: object) -> str:
+    """Return what a value is, in a few words; a class by its name."""
+    if type(value) is not Node:
+        name = type(value).__name__
+        return _WORDS.get(name, f"a {name}")
+    head = value.head if value.kind in CALLS else value
+    if type(head) is Node and head.kind is Kind.GLOBAL:
+        return ".".join(head.head)[:200]
+    return f"a {value.kind.value}"
+
+
+# The parts of a DCP checkpoint by the hundred thousand: chunks of tensors, and where each is stored.
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor that was saved in one piece: its first index and its length in every dimension."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class StoredItem(NamedTuple):
+    """Where a chunk or a bytes item lies: ``length`` bytes from ``offset`` of the file ``path`` of the folder.
+
+    ``offsets``: the first index of the chunk, None for a bytes item. ``hint``: the place in the list of chunks,
+    which torch looks at first. ``transforms``: the stream extensions its bytes went through, such as ``zstd``. ``site``
+    is where the name was pushed.
+    """
+
+    fqn: str
+    offsets: tuple[int, ...] | None
+    hint: int | None
+    path: PurePosixPath
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+    site: int
+
+
+class _Packed:
+    """The type of ``PACKED``."""
+
+
+PACKED = _Packed()
+"""What stands in ``storage_data`` as the value of a ``StoredItem``, which says all of key and value."""
+
+MATCHED = frozenset({Chunk, StoredItem, _Packed})
+"""The types of what was matched as a whole in a tree of ``dcp_stream``."""
+
+
+# The pickle of a ``.metadata``, in which each chunk of a tensor is read at once instead of by its forty
+# opcodes.
+#
+# A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle (protocol
+# 4, which is ``pickle.dump``'s own since Python 3.8) is alike for all of them, so two patterns find nearly
+# everything: ``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``, and a ``MetadataIndex`` with
+# its ``_StorageInfo`` in ``storage_data``. Both are matched from their NEWOBJ on, where the class is known;
+# every reference is resolved through the memo. What does not fit is left to the machine of
+# ``pickle_stream``, opcode by opcode, and when that meets what it cannot know here (a part of a chunk that
+# is used again elsewhere, a memo written by PUT), the whole pickle is.
 
 MAX_PLACES = 6_000_000
 """Most chunks of ``storage_data`` that are read. Each takes about 600 bytes of memory."""

@@ -1,29 +1,293 @@
-"""The pickle opcodes that the fast loop of ``pickle_stream`` leaves out, one small function each.
+"""The symbolic pickle machine: its state, its errors, and one small function for each opcode."""
 
-Each is called with ``machine.position`` on its opcode and leaves it on the next one. What an opcode does to the stack
-and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
-"""
-
-from collections.abc import Callable
+import codecs
+import pickletools
+import warnings
+from collections.abc import Callable, Mapping
 from struct import unpack_from
 from typing import Any
 
-from ckptfix.errors import BeyondLimits, FormatError
-from ckptfix.formats.pickle_literals import (
-    binary_float,
-    binary_long,
-    byte_array,
-    byte_string,
-    float_line,
-    int_line,
-    integer,
-    long_line,
-    string_line,
-    text,
-    unicode_line,
-)
-from ckptfix.formats.pickle_machine import Machine, opcode_name
-from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, Text
+from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
+from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
+
+# The state of the symbolic pickle machine, and the errors it raises.
+
+PADDING = bytes(16)
+"""Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
+
+MAX_DEPTH = 1_000_000
+"""Most open marks. An honest pickle has as many as its objects nest."""
+
+MAX_LINE = 1 << 20
+"""Longest line, in bytes. Only strings and bytes of protocol 0 come near it."""
+
+MAX_GLOBALS = 10_000
+"""Most different globals. A whole pickled model names some hundred classes."""
+
+MAX_GLOBAL_NAME = 1024
+"""Longest name of a global, in characters, with its module."""
+
+MISSING = object()
+"""What an entry of the memo is before it is written."""
+
+
+class Machine:
+    """The state of a symbolic unpickler."""
+
+    def __init__(self, data: bytes, memo: Any, handlers: "Mapping[int, Callable[[Machine], None]]") -> None:
+        """Start at the first byte of ``data``; ``memo`` is a dict, or a list filled with ``MISSING``."""
+        self.handlers = handlers
+        self.data = data
+        self.position = 0
+        self.protocol = 0
+        self.stack: list[Any] = []
+        self.meta: list[list[Any]] = []
+        self.memo = memo
+        self.globals: dict[tuple[str, str], int] = {}
+        self.texts: list[Text] = []
+        self.persistent: list[Node] = []
+        self.frames: list[tuple[int, int]] = []
+        self.duplicated: set[int] = set()
+        self.heads: dict[tuple[str, str], tuple[str, str]] = {}
+        self.refused: set[int] = set()
+        self.refused_targets: set[str] = set()
+        self.containers = 0
+
+    def step(self) -> None:
+        """Do what the opcode at the present position says."""
+        position = self.position
+        handler = self.handlers.get(self.data[position]) if position < len(self.data) else None
+        if handler is None:
+            raise self.truncated() if position >= len(self.data) else self.malformed("is unknown")
+        handler(self)
+
+    def recall(self, index: int) -> Any:
+        """Return what the memo holds. Raises KeyError or IndexError when that was never written."""
+        value = self.memo[index] if index >= 0 else MISSING
+        if value is MISSING:
+            raise KeyError(index)
+        return value
+
+    def truncated(self) -> TruncatedError:
+        """Return the error for data that ends inside the pickle."""
+        size = len(self.data)
+        return TruncatedError(f"the pickle does not end within its {size} bytes", have=size)
+
+    def malformed(self, problem: str) -> FormatError:
+        """Return the error for the opcode at the present position."""
+        code = self.data[self.position] if self.position < len(self.data) else 0
+        return FormatError(f"the pickle opcode {opcode_name(code)} at byte {self.position} {problem}")
+
+    def tree(self, start: int) -> PickleTree:
+        """Return what was read, once STOP was reached."""
+        if not self.stack:
+            raise FormatError(f"the pickle ends at byte {self.position} without a value")
+        root = self.stack.pop()
+        return PickleTree(
+            root=root,
+            data=self.data[: self.position],
+            end=start + self.position,
+            protocol=self.protocol,
+            globals=self.globals,
+            texts=tuple(self.texts),
+            persistent=tuple(self.persistent),
+            frames=tuple(self.frames),
+            duplicated=frozenset(self.duplicated),
+            refused_opcodes=(
+                *sorted(opcode_name(code) for code in self.refused),
+                *sorted(self.refused_targets),
+            ),
+            leftover=bool(self.stack or self.meta),
+        )
+
+    def weight(self) -> int:
+        """Return how many things are held beyond what the stack holds; each takes about 100 bytes."""
+        numbered = len(self.memo) if type(self.memo) is dict else 0
+        return len(self.texts) + len(self.frames) + numbered
+
+    def name_global(self, offset: int, module: str, name: str) -> Node:
+        """Note that the opcode at ``offset`` refers to a global, and return its node."""
+        head = (module, name)
+        if head not in self.heads:
+            if len(module) + len(name) > MAX_GLOBAL_NAME:
+                raise self.malformed(f"names a global by {len(module) + len(name)} characters")
+            if len(self.heads) >= MAX_GLOBALS:
+                raise FormatError(f"the pickle names more than {MAX_GLOBALS} globals")
+            self.heads[head] = head
+            self.globals[head] = offset
+        return Node(Kind.GLOBAL, self.heads[head])
+
+    def pop_mark(self) -> list[Any]:
+        """Return what was pushed since the last mark, and go back to the stack below it."""
+        items = self.stack
+        self.stack = self.meta.pop()
+        return items
+
+    def operand(self, length: int, width: int) -> bytes:
+        """Return ``length`` bytes that follow an opcode and ``width`` bytes of length, and step over them."""
+        begin = self.skip(length, width)
+        return self.data[begin : begin + length]
+
+    def skip(self, length: int, width: int) -> int:
+        """Step over an opcode, ``width`` bytes of length and ``length`` bytes; return where these begin."""
+        begin = self.position + 1 + width
+        if length > len(self.data) - begin:
+            raise self.truncated()
+        self.position = begin + length
+        return begin
+
+    def line(self) -> bytes:
+        """Return the line that follows an opcode, without its end, and step over it."""
+        end = self.data.find(b"\n", self.position + 1)
+        if end < 0:
+            raise self.truncated()
+        length = end - self.position - 1
+        if length > MAX_LINE:
+            raise BeyondLimits(f"the pickle holds a line of {length} bytes, at most {MAX_LINE} are read")
+        line = self.data[self.position + 1 : end]
+        self.position = end + 1
+        return line
+
+
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+
+
+def opcode_name(code: int) -> str:
+    """Return the name of an opcode as pickletools has it, or its number in hexadecimal."""
+    return _NAMES.get(code, f"0x{code:02x}")
+
+
+# The pickle opcodes that push strings, bytes and numbers, beyond those in the fast loop of
+# ``pickle_stream``.
+
+MAX_TEXT = 1 << 20
+"""Longest string that becomes a Text, in bytes: a name of a tensor has no bound in torch, and a numpy array in a pickle
+of protocol 2 is one string, too. All strings of a pickle together take no more than its length allows."""
+
+_AT_ONCE = 1 << 16
+"""Bytes of a longer string that are decoded at a time."""
+
+MAX_INTEGER = 4096
+"""Longest integer in bytes or digits; torch's own magic number has 10 bytes."""
+
+
+def text(width: int, errors: str) -> Callable[[Machine], None]:
+    """Push a str whose length stands in ``width`` bytes (0: the signed four of Python 2)."""
+
+    def push(machine: Machine) -> None:
+        site = machine.position
+        length = _length(machine, width)
+        begin = machine.skip(length, width or 4)
+        if length > MAX_TEXT:
+            machine.stack.append(_long_text(memoryview(machine.data)[begin : begin + length], errors))
+        else:
+            _push_text(machine, site, machine.data[begin : begin + length].decode("utf-8", errors))
+
+    return push
+
+
+def _long_text(raw: memoryview, errors: str) -> Node:
+    """Return a string as a view of its bytes: decoded, it would take up to four times as many."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    for begin in range(0, len(raw), _AT_ONCE):
+        decoder.decode(raw[begin : begin + _AT_ONCE].tobytes(), final=begin + _AT_ONCE >= len(raw))
+    return Node(Kind.LONG_TEXT, raw)
+
+
+def _push_text(machine: Machine, site: int, value: str) -> None:
+    text = Text(value, site, site)
+    machine.texts.append(text)
+    machine.stack.append(text)
+
+
+def unicode_line(machine: Machine) -> None:
+    """Push the str on the line, with its escapes undone."""
+    site = machine.position
+    _push_text(machine, site, machine.line().decode("raw-unicode-escape"))
+
+
+def string_line(machine: Machine) -> None:
+    """Push the quoted str of Python 2 on the line: bytes, which torch.load reads as UTF-8."""
+    site = machine.position
+    line = machine.line().strip()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise machine.malformed("holds a string without quotes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pickle, too, reads an unknown escape as it stands
+        raw: bytes = codecs.escape_decode(line[1:-1])[0]
+    _push_text(machine, site, raw.decode("utf-8", "surrogateescape"))
+
+
+def byte_string(width: int) -> Callable[[Machine], None]:
+    """Push bytes whose length stands in ``width`` bytes."""
+    return lambda machine: machine.stack.append(_sized(machine, width))
+
+
+def byte_array(machine: Machine) -> None:
+    """Push a bytearray."""
+    machine.stack.append(Node(Kind.BYTEARRAY, _sized(machine, 8)))
+
+
+def _sized(machine: Machine, width: int) -> bytes:
+    """Return the bytes whose length stands in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
+    return machine.operand(_length(machine, width), width or 4)
+
+
+def _length(machine: Machine, width: int) -> int:
+    raw = machine.data[machine.position + 1 : machine.position + 1 + (width or 4)]
+    if len(raw) < (width or 4):
+        raise machine.truncated()
+    length = int.from_bytes(raw, "little", signed=width == 0)
+    if length < 0:
+        raise machine.malformed(f"has length {length}")
+    return length
+
+
+def binary_float(machine: Machine) -> None:
+    """Push a float of eight bytes."""
+    machine.stack.append(unpack_from(">d", machine.operand(8, 0))[0])
+
+
+def float_line(machine: Machine) -> None:
+    """Push the float on the line."""
+    machine.stack.append(float(machine.line()))
+
+
+def binary_long(width: int) -> Callable[[Machine], None]:
+    """Push an int whose length stands in ``width`` bytes (0: the signed four)."""
+
+    def push(machine: Machine) -> None:
+        raw = _sized(machine, width)
+        if len(raw) > MAX_INTEGER:
+            raise BeyondLimits(f"the pickle holds an integer of {len(raw)} bytes")
+        machine.stack.append(int.from_bytes(raw, "little", signed=True))
+
+    return push
+
+
+def int_line(machine: Machine) -> None:
+    """Push the int, or the bool, on the line."""
+    line = machine.line()
+    booleans = {b"00": False, b"01": True}
+    machine.stack.append(booleans[line] if line in booleans else integer(line))
+
+
+def long_line(machine: Machine) -> None:
+    """Push the int on the line, which ends in L."""
+    machine.stack.append(integer(machine.line().removesuffix(b"L")))
+
+
+def integer(line: bytes) -> int:
+    """Return the int that a line spells."""
+    if len(line) > MAX_INTEGER:  # int() takes time that grows with the square of the digits
+        raise BeyondLimits(f"the pickle holds an integer of {len(line)} digits")
+    return int(line)
+
+
+# The pickle opcodes that the fast loop of ``pickle_stream`` leaves out, one small function each.
+#
+# Each is called with ``machine.position`` on its opcode and leaves it on the next one. What an opcode does
+# to the stack and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
 
 MAX_CONTAINERS = 4_000_000
 """Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""

@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.pickle_compare import same_tree
 from ckptfix.formats.pickle_stream import parse, paused_gc
-from ckptfix.formats.pickle_tree import PickleTree
+from ckptfix.formats.pickle_tree import PickleTree, same_tree
 
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
 _MAX_ADDED = 1 << 28  # a million references to one long name become a million literals

@@ -13,9 +13,7 @@ from struct import Struct
 from typing import Any
 
 from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
-from ckptfix.formats.pickle_literals import MAX_TEXT
-from ckptfix.formats.pickle_machine import MAX_DEPTH, MISSING, PADDING, Machine
-from ckptfix.formats.pickle_opcodes import HANDLERS
+from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_DEPTH, MAX_TEXT, MISSING, PADDING, Machine
 from ckptfix.formats.pickle_tree import Kind, Node, PickleTree, Text
 
 MAX_OPCODES = 12_000_000

@@ -3,7 +3,7 @@
 import re
 
 from ckptfix.errors import FormatError
-from ckptfix.formats.zip_directory import read_records
+from ckptfix.formats.torch_zip import read_records
 from ckptfix.storage.reading import FileReader
 
 _HEAD = 512

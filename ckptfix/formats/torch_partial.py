@@ -1,12 +1,9 @@
-"""What is left of a damaged file of torch.save: its pickle, and for each storage how much of it is there.
-
-Names, shapes and places come from the pickle and from what stands before each storage; nothing is guessed. Without the
-whole pickle nothing can be read.
-"""
+"""The intact part of a damaged file of torch.save: its pickle, and how much of each storage is there."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import NamedTuple
 
 from ckptfix.errors import FormatError, UnsupportedFormat
@@ -14,8 +11,200 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
 from ckptfix.formats.torch_legacy import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
-from ckptfix.formats.zip_walk import FoundRecord, listed_records, walk_records
+from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
 from ckptfix.storage.reading import FileReader
+
+# The records of a zip archive found one by one, for an archive whose directory is lost or does not fit its
+# records.
+#
+# torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE 4.3.9;
+# 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2``
+# of torch 2.13).
+
+_HAS_DESCRIPTOR = 0x8
+_NARROW = Struct("<4s3I")
+_WIDE = Struct("<4sI2Q")
+_HEAD = 1 << 12  # a local header of torch takes some 130 bytes
+_SMALL = 1 << 16
+"""Longest record without a known length whose descriptor is looked for; torch's own take up to 40 bytes."""
+
+_MOST_OTHERS = 1 << 10
+"""Most records that nothing speaks of; torch writes six. Those that the pickle speaks of are bounded by its length."""
+
+_NEXT = (b"PK\3\4", b"PK\1\2", b"")
+
+
+class FoundRecord(NamedTuple):
+    """A record by its local header: where it begins, where its data lies, and the CRC-32 recorded for it (0: none).
+
+    ``problem``: why the data cannot be told, "" when it can; it may still reach beyond the end of the file.
+    """
+
+    name: str
+    offset: int
+    begin: int
+    length: int
+    crc: int = 0
+    problem: str = ""
+
+
+Lengths = Callable[[str, int], int | None]
+"""Tells how long the record of a name is whose data begins at an offset, None when that is not known."""
+
+
+class _Local(NamedTuple):
+    """A local header."""
+
+    name: str
+    flags: int
+    method: int
+    crc: int
+    packed: int
+    begin: int
+
+
+def walk_records(reader: FileReader, lengths: Lengths) -> tuple[list[FoundRecord], str]:
+    """Follow the local headers from the first byte on; return the records, and why no more were found.
+
+    Ends behind the first name that comes again, and behind 1024 records without a known length.
+    """
+    found: list[FoundRecord] = []
+    names: set[str] = set()
+    others = 0
+    position = 0
+    while True:
+        local = _local(reader, position)
+        if local is None:
+            return found, _why_none(reader, position)
+        record, following = _record(reader, position, local, lengths)
+        found.append(record)
+        if following is None:
+            return found, record.problem or f"the file ends at byte {reader.size}"
+        others += lengths(record.name, record.begin) is None
+        if record.name in names:
+            return found, f"the record {record.name!r:.80} at byte {position} is there a second time"
+        if others > _MOST_OTHERS:
+            return (
+                found,
+                f"there are more than {_MOST_OTHERS} records up to byte {position} that torch does not write",
+            )
+        names.add(record.name)
+        position = following
+
+
+def listed_records(reader: FileReader) -> list[FoundRecord] | None:
+    """Return the records that the directory lists, each checked by its own local header; None without a directory."""
+    try:
+        end = read_end(reader)
+        entries = list(read_entries(reader.read(end.directory_offset, end.directory_size), end.entries))
+    except FormatError:
+        return None
+    entries.sort(key=lambda entry: entry.header_offset)
+    found = []
+    following = [*(entry.header_offset for entry in entries[1:]), end.directory_offset]
+    for entry, limit in zip(entries, following, strict=False):
+        local = _local(reader, entry.header_offset) if entry.header_offset < reader.size else None
+        begin, problem = 0, ""
+        if local is None or local.name != entry.name:
+            problem = f"there is no local header of {entry.name!r} at byte {entry.header_offset}"
+        elif entry.method != STORED or local.method != STORED:
+            problem = f"the record {entry.name!r} is compressed, which torch.save never does"
+        elif local.begin + entry.size > limit:
+            problem = f"the record {entry.name!r} reaches into what begins at byte {limit}"
+        else:
+            begin = local.begin
+        found.append(FoundRecord(entry.name, entry.header_offset, begin, entry.size, entry.crc, problem))
+    return found
+
+
+def _record(
+    reader: FileReader, offset: int, local: _Local, lengths: Lengths
+) -> tuple[FoundRecord, int | None]:
+    """Return a record, and where the next one begins: None when that is not known."""
+    name, begin = local.name, local.begin
+    if local.method != STORED or local.flags & ENCRYPTED:
+        problem = f"the record {name!r} is compressed or encrypted, which torch.save never does"
+        return FoundRecord(name, offset, begin, 0, problem=problem), None
+    length = lengths(name, begin)
+    if not local.flags & _HAS_DESCRIPTOR:
+        problem = ""
+        if length is None:
+            length = local.packed
+        elif length != local.packed != U32:
+            problem = f"the record {name!r} has {local.packed} bytes, {length} are expected"
+        return FoundRecord(name, offset, begin, length, local.crc, problem), begin + length
+    if length is None:
+        length = _length_by_descriptor(reader, begin)
+        if length is None:
+            problem = f"the end of the record {name!r} at byte {offset} is not found"
+            return FoundRecord(name, offset, begin, 0, problem=problem), None
+    return _described(reader, FoundRecord(name, offset, begin, length))
+
+
+def _described(reader: FileReader, record: FoundRecord) -> tuple[FoundRecord, int | None]:
+    """Return a record with the CRC in its descriptor, and where the next one begins."""
+    end = record.begin + record.length
+    data = reader.read(end, min(_WIDE.size, reader.size - end)) if end < reader.size else b""
+    for layout in (_NARROW, _WIDE):
+        if len(data) >= layout.size:
+            signature, crc, packed, size = layout.unpack_from(data)
+            if signature == b"PK\7\x08" and packed == size == record.length:
+                return record._replace(crc=crc), end + layout.size
+    if len(data) < _NARROW.size or (data.startswith(b"PK\7\x08") and len(data) < _WIDE.size):
+        return record, None  # cut in the descriptor: the data before it is whole
+    problem = f"the data of {record.name!r} is not followed by its descriptor, at byte {end}"
+    for layout in (_NARROW, _WIDE):
+        if _local(reader, end + layout.size) is not None:
+            return record._replace(problem=problem), end + layout.size
+    return record._replace(problem=problem), None
+
+
+def _length_by_descriptor(reader: FileReader, begin: int) -> int | None:
+    """Return the length of a small record: where a descriptor stands that tells just that length."""
+    data = reader.read(begin, min(_SMALL, reader.size - begin))
+    at = data.find(b"PK\7\x08")
+    while at >= 0:
+        following = at + _NARROW.size
+        if following <= len(data):
+            _, _, packed, size = _NARROW.unpack_from(data, at)
+            if packed == size == at and data[following : following + 4] in _NEXT:
+                return at
+        at = data.find(b"PK\7\x08", at + 1)
+    return None
+
+
+def _local(reader: FileReader, offset: int) -> _Local | None:
+    """Return the local header at an offset, None when there is none, or not all of it."""
+    if not 0 <= offset <= reader.size - LOCAL.size:
+        return None
+    data = reader.read(offset, min(_HEAD, reader.size - offset))
+    signature, _, flags, method, _, _, crc, packed, _, name_length, extra_length = LOCAL.unpack_from(data)
+    begin = offset + LOCAL.size + name_length + extra_length
+    if signature != b"PK\3\4" or begin > reader.size:
+        return None
+    if LOCAL.size + name_length > len(data):
+        data = reader.read(offset, LOCAL.size + name_length)
+    try:
+        name = data[LOCAL.size : LOCAL.size + name_length].decode()
+    except UnicodeDecodeError:
+        return None
+    return _Local(name, flags, method, crc, packed, begin)
+
+
+def _why_none(reader: FileReader, position: int) -> str:
+    """Say why there is no local header at an offset."""
+    head = reader.read(position, min(4, reader.size - position)) if position < reader.size else b""
+    if head == b"PK\1\2":
+        return f"the directory begins at byte {position}"
+    if len(head) < 4 or head == b"PK\3\4":
+        return f"the file ends at byte {reader.size}"
+    return f"there is no record at byte {position}, where the next should begin"
+
+
+# What is left of a damaged file of torch.save: its pickle, and for each storage how much of it is there.
+#
+# Names, shapes and places come from the pickle and from what stands before each storage; nothing is
+# guessed. Without the whole pickle nothing can be read.
 
 
 class StoragePlace(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.pickle_literals import MAX_TEXT
+from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import (
     Kind,

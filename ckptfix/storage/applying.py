@@ -8,14 +8,12 @@ from pathlib import Path, PurePosixPath
 from typing_extensions import assert_never
 
 from ckptfix.errors import ChangedError, OperationError
-from ckptfix.storage.atomic import keep, sync_folder, write_all
+from ckptfix.storage.atomic import keep, move, rename_to_free, sync_folder, write_all
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.fingerprints import Fingerprint, digest_before, fingerprint, fingerprint_of_open, moment
-from ckptfix.storage.metadata import Metadata
-from ckptfix.storage.notes import Note
 from ckptfix.storage.recipes import Absent, Recipe
-from ckptfix.storage.renaming import move, rename_to_free
-from ckptfix.storage.workspace import Workspace, opened
+from ckptfix.storage.records import Metadata
+from ckptfix.storage.workspace import Note, Workspace, opened
 
 _CHUNK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"

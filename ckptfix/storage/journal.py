@@ -20,12 +20,25 @@ from pathlib import Path, PurePosixPath
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
 from ckptfix.storage.applying import act, prepare
 from ckptfix.storage.atomic import remove_folder, sync_folder
-from ckptfix.storage.building import build
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
 from ckptfix.storage.fingerprints import fingerprint, samples_digest
-from ckptfix.storage.notes import (
+from ckptfix.storage.paths import JOURNAL, command, locate
+from ckptfix.storage.recipes import Recipe, build, with_digests
+from ckptfix.storage.records import TransactionRecord, read_record, write_record
+from ckptfix.storage.rollback import undo_edit
+from ckptfix.storage.transactions import (
+    State,
+    TransactionInfo,
+    check_real,
+    check_undoable,
+    describe,
+    journal_folders,
+    transactions,
+)
+from ckptfix.storage.workspace import (
     Note,
+    Workspace,
     add_note,
     cut_notes,
     read_all_notes,
@@ -33,21 +46,6 @@ from ckptfix.storage.notes import (
     start_notes,
     write_after,
 )
-from ckptfix.storage.paths import JOURNAL, command, locate
-from ckptfix.storage.recipe_digests import with_digests
-from ckptfix.storage.recipes import Recipe
-from ckptfix.storage.records import TransactionRecord, read_record, write_record
-from ckptfix.storage.rollback import undo_edit
-from ckptfix.storage.transaction import (
-    State,
-    TransactionInfo,
-    check_real,
-    describe,
-    journal_folders,
-    transactions,
-)
-from ckptfix.storage.undoable import check_undoable
-from ckptfix.storage.workspace import Workspace
 
 __all__ = [
     "Progress",

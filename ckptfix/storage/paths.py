@@ -1,16 +1,24 @@
-"""Paths: what a user named, how a shell takes them, and which of them a transaction may touch.
-
-A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest lies next to
-the transactions of the journal; it is about the checkpoint, and changes with it.
+"""Paths: what the user named, how a shell takes them, which of them a transaction may touch, and why one cannot
+be read.
 """
 
+import errno
 import os
+import pwd
 import shlex
 import stat
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.wording import escape
+
+# Paths: what a user named, how a shell takes them, and which of them a transaction may touch.
+#
+# A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest
+# lies next to the transactions of the journal; it is about the checkpoint, and changes with it.
 
 JOURNAL = ".ckptfix"
 """Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
@@ -106,3 +114,161 @@ def _quoted(character: str) -> str:
 def forget(root: Path) -> str:
     """Return the advice that always works: keep the files as they are, and forget the journal, but not the manifest."""
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
+
+
+# Why a file or folder may not be read, and what to type so that it may: a file of mode 0600 is not damaged.
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """Return in words why ``path`` cannot be read; of a refusal the owner, the mode and the command that ends it."""
+    if not isinstance(error, PermissionError):
+        return f"cannot be read: {cause(path, error)}"
+    blocked, status = _blocked(path)
+    if status is None:
+        return f"cannot be read: {cause(path, error)}"
+    mode = stat.S_IMODE(status.st_mode)
+    is_folder = stat.S_ISDIR(status.st_mode)
+    where = "" if blocked == path else f" by the folder {blocked}"
+    why = ""
+    if path.suffix == ".safetensors" and blocked == path and not mode & 0o077:
+        why = "; safetensors writes its files for their owner alone"
+    wanted = "a+rx" if is_folder else "a+r"
+    if mode & 0o005 == 0o005 or (mode & 0o004 and not is_folder):  # an ACL, SELinux, or a file server
+        command = f"sudo chown {_name(os.geteuid())} {shell_path(blocked)}"
+    else:
+        root = "" if status.st_uid == os.geteuid() else "sudo "
+        command = f"{root}chmod {wanted} {shell_path(blocked)}"
+    owner = f"owner {_name(status.st_uid)}, mode {mode:04o}"
+    return f"cannot be read: permission denied{where} ({owner}; you are {_name(os.geteuid())}{why}); next: {command}"
+
+
+def described(error: Exception) -> str:
+    """Return what an error says, and where a file or folder may not be read, what ends that."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename))
+        if not _is_absent(path) and not os.access(path, os.R_OK, effective_ids=True):
+            return f"{path}: {unreadable(path, error)}"
+    if isinstance(error, OSError) and isinstance(error.filename, str | bytes):
+        path = Path(os.fsdecode(error.filename))
+        to = f" -> {os.fsdecode(error.filename2)}" if isinstance(error.filename2, str | bytes) else ""
+        return f"{path}{to}: {cause(path, error)}"
+    return str(error)
+
+
+def cause(path: Path, error: OSError) -> str:
+    """Return in words why an operation on ``path`` failed: without a number, and with the link that leads to itself."""
+    if error.errno != errno.ELOOP:
+        return error.strerror or str(error)
+    link = next((one for one in (*reversed(path.parents), path) if _loops(one)), path)
+    return f"{link} is a symbolic link that leads to itself; next: ls -l {shell_path(link)}"
+
+
+def _loops(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def _is_absent(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def refused_files(paths: Iterable[Path]) -> Iterator[str]:
+    """Yield in words which of these files and folders may not be read, and what ends that."""
+    for path in paths:
+        if os.path.exists(path) and not os.access(path, os.R_OK, effective_ids=True):
+            yield f"{path}: {unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))}"
+
+
+def _blocked(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return what refuses, the path itself or a folder on the way to it, and its status."""
+    full = Path(os.path.abspath(path))
+    status: os.stat_result | None = None
+    for one, above in zip((*reversed(full.parents), full), (full, *reversed(full.parents)), strict=True):
+        try:
+            found = os.stat(one)
+        except OSError:
+            return above, status
+        status = found
+    return path, status
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# Every file below a folder, those behind links to folders too: weights are read through such links.
+
+
+class Listing(NamedTuple):
+    """``files``: all that is no folder, as ``listed_files`` gives it.
+
+    ``journals``: what ckptfix keeps in the folders below, of checkpoints of their own, in order.
+    """
+
+    files: dict[str, str | None]
+    journals: tuple[str, ...]
+
+
+def listed_files(root: Path) -> dict[str, str | None]:
+    """Return all that is no folder below a folder, by its relative path, in order, but for what ckptfix keeps.
+
+    The value says why something cannot be looked into: a folder that cannot be listed, and a link to one that was
+    listed by another path, or that the checkpoint lies in; None for all else. Each folder is listed once, its own
+    place before a link to it. Raises OSError when the folder itself cannot be listed.
+    """
+    return list_folder(root).files
+
+
+def list_folder(root: Path) -> Listing:
+    """Return what is below a folder. Raises OSError when the folder itself cannot be listed."""
+    journals: list[str] = []
+    found: dict[str, str | None] = {}
+    seen: dict[tuple[int, int], str] = {}
+    above = {_identity(str(parent)) for parent in Path(os.path.realpath(root)).parents}
+    waiting, links = deque([""]), deque[str]()
+    while waiting or links:
+        is_link = not waiting
+        where = links.popleft() if is_link else waiting.popleft()
+        full = os.path.join(root, where)
+        try:
+            identity = _identity(full)
+            if identity in above:
+                found[where] = "is a link to a folder that this one lies in"
+                continue
+            if identity in seen:
+                found[where] = f"is a link to {seen[identity] or 'the checkpoint itself'}"
+                continue
+            seen[identity] = where
+            with os.scandir(full) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            if not where:
+                raise
+            found[where] = f"cannot be listed: {error.strerror}"
+            continue
+        for entry in entries:
+            path = os.path.join(where, entry.name)
+            if not os.path.isdir(entry.path):
+                found[path] = None
+            elif entry.name != JOURNAL:
+                (links if entry.is_symlink() else waiting).append(path)
+            elif where:
+                journals.append(path)
+    return Listing(dict(sorted(found.items())), tuple(sorted(journals)))
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino

@@ -1,9 +1,24 @@
 """Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an edit."""
 
+import hashlib
 import os
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.errors import ChangedError
+from ckptfix.storage.atomic import write_all
+from ckptfix.storage.comparing import SEGMENT, Digests
+from ckptfix.storage.copying import copy_range
+from ckptfix.storage.paths import locate
+from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
+
+# Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an
+# edit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +42,7 @@ class Range:
     length: int
 
 
-Piece = Literal | Range
+RecipePart = Literal | Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +53,7 @@ class Recipe:
     journals of 0.4.0 and before, which had none.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecipePart, ...]
     mode: int = 0o644
     uid: int = -1
     gid: int = -1
@@ -50,7 +65,7 @@ class Recipe:
         return sum(piece.length for piece in self.pieces)
 
     @staticmethod
-    def like(path: Path, pieces: tuple[Piece, ...]) -> "Recipe":
+    def like(path: Path, pieces: tuple[RecipePart, ...]) -> "Recipe":
         """Return a recipe with mode and owner of the file that ``path`` leads to. Raises OSError."""
         status = os.stat(path)
         return Recipe(pieces=pieces, mode=stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid)
@@ -68,3 +83,178 @@ class Absent:
 
 KEPT = Kept()
 ABSENT = Absent()
+
+
+# Make a file from its recipe.
+
+# The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB and not one each.
+_GATHER = 1 << 20
+_SMALL = 1 << 16
+
+
+def build(recipe: Recipe, root: Path, target: Path, *, progress: Callable[[int], None] | None = None) -> None:
+    """Write the new file ``target`` from ``recipe``, whose ranges name files below ``root``, and sync it.
+
+    It gets the recipe's mode, and its owner where that is permitted. Raises FileExistsError, or ChangedError when
+    a source ends before a range of it does, OperationError when it lies behind a link to a folder.
+    """
+    # 0600 until it is complete: a file that only its owner may read must not be open to others meanwhile.
+    fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with _sources(root) as source_of:
+            _write(recipe, fd, source_of, progress)
+        status = os.fstat(fd)
+        if (recipe.uid, recipe.gid) not in ((-1, -1), (status.st_uid, status.st_gid)):
+            with suppress(PermissionError):
+                os.fchown(fd, recipe.uid, recipe.gid)
+        os.fchmod(fd, recipe.mode)  # after chown, which clears set-uid bits
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _sources(root: Path) -> Iterator[Callable[[PurePosixPath], int]]:
+    opened: dict[PurePosixPath, int] = {}
+
+    def source_of(path: PurePosixPath) -> int:
+        if path not in opened:
+            # The file itself may be a link (a cache keeps its blobs so), the folders on the way to it may not.
+            opened[path] = os.open(locate(root, path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return opened[path]
+
+    try:
+        yield source_of
+    finally:
+        for fd in opened.values():
+            os.close(fd)
+
+
+def _write(
+    recipe: Recipe, fd: int, source_of: Callable[[PurePosixPath], int], progress: Callable[[int], None] | None
+) -> None:
+    gathered = bytearray()
+    written = 0  # bytes on their way to the disk before those gathered
+    for piece in recipe.pieces:
+        if isinstance(piece, Literal):
+            gathered += piece.data
+        elif piece.length <= _SMALL:
+            data = os.pread(source_of(piece.path), piece.length, piece.offset)
+            if len(data) != piece.length:
+                raise ChangedError(f"{piece.path}: ends before byte {piece.offset + piece.length}")
+            gathered += data
+        else:
+            write_all(fd, memoryview(bytes(gathered)), written)
+            written += len(gathered)
+            gathered.clear()
+            copy_range(source_of(piece.path), piece.offset, fd, written, piece.length, progress=progress)
+            written += piece.length
+        if len(gathered) >= _GATHER:
+            write_all(fd, memoryview(bytes(gathered)), written)
+            written += len(gathered)
+            gathered.clear()
+    write_all(fd, memoryview(bytes(gathered)), written)
+
+
+# Digests of the bytes that a recipe takes from other files, so that an undo restores those bytes or
+# nothing.
+#
+# A file of gigabytes is hashed in parts of 64 MiB, by several threads: the digest of its ranges is the
+# sha256 over the sha256 of the parts, in the order in which the recipe needs them.
+
+Bytes = tuple[Piece | bytes, ...]
+"""Some bytes: stretches of files and literal bytes, one after the other."""
+
+_BLOCK = 1 << 20
+_MOST_THREADS = 8
+_WORTH_THREADS = 8 << 20
+
+
+class Part(NamedTuple):
+    """``length`` bytes from ``offset`` of the file ``source``; in the file that the recipe makes at ``position``."""
+
+    source: PurePosixPath
+    offset: int
+    position: int
+    length: int
+
+
+def parts_of(recipe: Recipe) -> tuple[Part, ...]:
+    """Return what a recipe takes from other files, sorted by file; of one file in the order of the recipe."""
+    return tuple(sorted(_parts(recipe), key=lambda part: part.source))
+
+
+def _parts(recipe: Recipe) -> Iterator[Part]:
+    position = 0
+    for piece in recipe.pieces:
+        if isinstance(piece, Range):
+            for start in range(0, max(1, piece.length), SEGMENT):
+                length = min(SEGMENT, piece.length - start)
+                yield Part(piece.path, piece.offset + start, position + start, length)
+        position += piece.length
+
+
+def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Digests]) -> Recipe:
+    """Return the recipe with the digests of what it takes from other files.
+
+    ``made``: a file that is what the recipe makes; what ``known`` has of a file is not read again. Raises OSError,
+    ChangedError when ``made`` is too short.
+    """
+    parts = parts_of(recipe)
+    nothing: Digests = {}
+    found = [known.get(part.source, nothing).get((part.offset, part.length)) for part in parts]
+    unread = [number for number, digest in enumerate(found) if digest is None]
+    read = hash_parts([(Piece(made, parts[number].position, parts[number].length),) for number in unread])
+    for number, digest in zip(unread, read, strict=True):
+        found[number] = digest
+    return replace(recipe, digests=_joined(parts, [digest or b"" for digest in found]))
+
+
+def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[PurePosixPath]:
+    """Yield the files of which the ranges have other bytes than when the digests were taken.
+
+    ``bytes_of``: where the bytes of a part are now. Raises OSError, ChangedError when a file is too short.
+    """
+    if not recipe.digests:
+        return
+    parts = parts_of(recipe)
+    now = dict(_joined(parts, hash_parts([bytes_of(part) for part in parts])))
+    yield from (path for path, digest in recipe.digests if now.get(path) != digest)
+
+
+def _joined(parts: Sequence[Part], digests: Sequence[bytes]) -> tuple[tuple[PurePosixPath, str], ...]:
+    both = zip(parts, digests, strict=True)
+    return tuple(
+        (source, hashlib.sha256(b"".join(digest for _, digest in same)).hexdigest())
+        for source, same in groupby(both, key=lambda one: one[0].source)
+    )
+
+
+def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
+    """Return the sha256 of each part, hashed by several threads where they are long."""
+    sizes = [sum(len(one) if isinstance(one, bytes) else one.length for one in part) for part in parts]
+    if len(parts) < 2 or sum(sizes) < _WORTH_THREADS:
+        return list(_hashed(parts))
+    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, len(parts))
+    share = max(
+        1, len(parts) // (threads * 4)
+    )  # neighbours go to one thread, whose reads go on where they ended
+    shares = [parts[start : start + share] for start in range(0, len(parts), share)]
+    from concurrent.futures import ThreadPoolExecutor  # its import takes a tenth of a small check
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckptfix-hash") as pool:
+        return [digest for hashed in pool.map(lambda some: list(_hashed(some)), shares) for digest in hashed]
+
+
+def _hashed(parts: Sequence[Bytes]) -> Iterator[bytes]:
+    buffer = page_buffer(_BLOCK)
+    with OpenFiles() as files:
+        for part in parts:
+            digest = hashlib.sha256()
+            for one in part:
+                if isinstance(one, bytes):
+                    digest.update(one)
+                else:
+                    for block in files.blocks((one,), buffer):
+                        digest.update(block)
+            yield digest.digest()

@@ -1,21 +1,22 @@
-"""The plan of one transaction: ``plan.json`` and ``literals``, written before anything else.
-
-``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in ``literals`` in the
-order in which decoding the plan needs it; the plan holds only lengths and one sha256 over all.
+"""The plan of one transaction on disk (``plan.json`` and ``literals``); nothing read from it is trusted
+unchecked.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from typing_extensions import assert_never
 
-from ckptfix.errors import JournalError
+from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.atomic import create_file, read_file
-from ckptfix.storage.decoding import damaged, journal_errors, owner_of, path_of, sha256_of, text, whole
 from ckptfix.storage.edits import (
     Appended,
     Move,
@@ -28,7 +29,155 @@ from ckptfix.storage.edits import (
     edited_paths,
     read_paths,
 )
+from ckptfix.storage.fingerprints import Fingerprint
+from ckptfix.storage.paths import check_path, forget
 from ckptfix.storage.recipes import ABSENT, KEPT, Absent, Kept, Literal, Range, Recipe
+
+# What an undo restores of a file besides its bytes.
+
+_BITS = 0o1777
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """Permissions, owner and modification time (nanoseconds since 1970).
+
+    Never the set-uid and set-gid bits: a journal that somebody else wrote must not get them from root.
+    """
+
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> "Metadata":
+        """Return what ``status`` says."""
+        return Metadata(
+            mode=status.st_mode & _BITS, uid=status.st_uid, gid=status.st_gid, mtime_ns=status.st_mtime_ns
+        )
+
+    def restore(self, fd: int) -> bool:
+        """Restore what differs and may be changed; return False when the time may not (not the owner)."""
+        current = os.fstat(fd)
+        moved = (current.st_uid, current.st_gid) != (self.uid, self.gid)
+        if moved:
+            with suppress(PermissionError):
+                os.fchown(fd, self.uid, self.gid)
+        if moved or current.st_mode & _BITS != self.mode:  # chown may clear bits
+            with suppress(PermissionError):
+                os.fchmod(fd, self.mode & _BITS | stat.S_IMODE(current.st_mode) & ~_BITS)
+        if current.st_mtime_ns != self.mtime_ns:
+            try:
+                os.utime(fd, ns=(current.st_atime_ns, self.mtime_ns))
+            except PermissionError:
+                return False
+        return True
+
+
+# Take nothing on trust that was read from a journal: a checkpoint from elsewhere may bring one along.
+
+LARGEST = (1 << 63) - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@contextmanager
+def journal_errors(file: Path) -> Iterator[None]:
+    """Turn whatever reading and decoding ``file`` raises into a JournalError: ROOT/.ckptfix/NUMBER.STATE/NAME."""
+    try:
+        yield
+    except JournalError:
+        raise
+    except (
+        OperationError,
+        OSError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        if isinstance(error, PermissionError):  # known to the reader by this cause
+            raise JournalError(
+                f"{file}: cannot be read: {error.strerror}; only the user who ran ckptfix here can go on with it"
+            ) from error
+        raise JournalError(f"{file}: cannot be read: {error}; {_advice(file)}") from error
+    except RecursionError as error:
+        raise JournalError(f"{file}: cannot be read: nested too deeply; {_advice(file)}") from error
+
+
+def damaged(file: Path, against: str) -> JournalError:
+    """Return the error for a file of a journal whose bytes are not those that were written."""
+    return JournalError(f"{file}: damaged: its bytes do not match {against}; {_advice(file)}")
+
+
+def _advice(file: Path) -> str:
+    return forget(file.parent.parent.parent)
+
+
+def whole(value: object, most: int = LARGEST, least: int = 0) -> int:
+    """Return a whole number within bounds. Raises ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
+    return value
+
+
+def text(value: object) -> str:
+    """Return a string. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not a string")
+    return value
+
+
+def path_of(value: object) -> PurePosixPath:
+    """Return a path that stays inside the folder. Raises ValueError, OperationError."""
+    path = PurePosixPath(text(value))
+    check_path(path)
+    return path
+
+
+def fingerprint_of(value: Any, *kinds: str) -> Fingerprint | None:
+    """Return a fingerprint of one of these kinds, None for null. Raises ValueError, TypeError."""
+    if value is None:
+        return None
+    found = Fingerprint(**value)
+    if found.kind not in kinds:
+        raise ValueError(f"{found.kind!r:.40} is none of {', '.join(kinds)}")
+    whole(found.size)
+    whole(found.mtime_ns, least=-LARGEST)
+    if found.kind != "folder":
+        sha256_of(found.sha256)
+    return found
+
+
+def metadata_of(value: Any) -> Metadata | None:
+    """Return metadata, None for null. Raises ValueError, TypeError."""
+    if value is None:
+        return None
+    found = Metadata(**value)
+    whole(found.mode, 0o1777)
+    owner_of(found.uid)
+    owner_of(found.gid)
+    whole(found.mtime_ns, least=-LARGEST)
+    return found
+
+
+def owner_of(value: object) -> int:
+    """Return the number of a user or group, -1 for whoever it is. Raises ValueError."""
+    return whole(value, (1 << 32) - 2, -1)
+
+
+def sha256_of(value: object) -> str:
+    """Return a sha256 in hexadecimal. Raises ValueError."""
+    if not _SHA256.fullmatch(text(value)):
+        raise ValueError(f"{value!r:.40} is not a sha256")
+    return text(value)
+
+
+# The plan of one transaction: ``plan.json`` and ``literals``, written before anything else.
+#
+# ``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in ``literals``
+# in the order in which decoding the plan needs it; the plan holds only lengths and one sha256 over all.
 
 VERSION = 1
 

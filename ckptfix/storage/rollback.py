@@ -1,30 +1,183 @@
-"""Undo one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
+"""Undo of one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted."""
 
-Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed and
-repeated at any point. It syncs even what it finds in order: the run before may have been killed ahead of its sync.
-Anything that no interruption explains (somebody saved the file again) is a JournalError, and that file is left
-alone. A newer file where nothing has to be put is nobody's business.
-"""
-
+import hashlib
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from typing_extensions import assert_never
+
 from ckptfix.errors import JournalError, OperationError
-from ckptfix.storage.atomic import create_file, keep, sync_folder
-from ckptfix.storage.building import build
-from ckptfix.storage.edits import Move, Record, Remove, Replaced
-from ckptfix.storage.fingerprints import fingerprint
-from ckptfix.storage.in_place import undo_in_place
-from ckptfix.storage.notes import Note
+from ckptfix.storage.atomic import create_file, keep, move, put_back, sync_folder, write_all
+from ckptfix.storage.copying import copy_range
+from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate
+from ckptfix.storage.fingerprints import digest_before, ends_digest, fingerprint
 from ckptfix.storage.paths import forget
-from ckptfix.storage.pieces import Piece
-from ckptfix.storage.recipe_digests import differing
-from ckptfix.storage.recipes import Absent, Recipe
-from ckptfix.storage.renaming import move, put_back
-from ckptfix.storage.workspace import Workspace, opened
+from ckptfix.storage.reading import Piece
+from ckptfix.storage.recipes import Absent, Recipe, build, differing
+from ckptfix.storage.records import Metadata
+from ckptfix.storage.workspace import Note, Workspace, opened
+
+# Undo the edits that wrote into a file: Patch, Append and Truncate.
+#
+# First it is proved, from the size and the ends that the file will have again, that it is the file that was
+# edited; a newer save is left alone. Then the old bytes are written even where the file seems to hold them
+# already: after a failed fsync the kernel shows bytes that are not on the disk.
+
+_SECTOR = 512
+_CHUNK = 1 << 20
+
+
+def undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note) -> None:
+    """Bring the file back durably to what it was before ``edit``. Raises JournalError and OSError."""
+    path = work.at(edit.path)
+    if not os.path.lexists(path):
+        raise work.unexplained(path, "is not there")
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise work.unexplained(path, "is no longer a regular file")
+    with opened(path, os.O_RDWR) as fd:
+        match edit:
+            case Patch():
+                _check_patch(work, path, fd, edit, note)
+                with _without_other_names(work, index, path, fd) as own:
+                    write_all(own, edit.old, edit.offset)
+                    _finish(work, own, note)
+            case Appended():
+                _check_append(work, path, fd, edit, note)
+                with _without_other_names(work, index, path, fd) as own:
+                    os.ftruncate(own, edit.old_size)
+                    _finish(work, own, note)
+            case Truncate():
+                with opened(work.tail(index), os.O_RDONLY) as tail:
+                    _check_truncate(work, path, fd, edit, note, tail)
+                    with _without_other_names(work, index, path, fd) as own:
+                        _write_tail(own, edit, tail)
+                        _finish(work, own, note)
+            case _:
+                assert_never(edit)
+
+
+def _finish(work: Workspace, fd: int, note: Note) -> None:
+    if note.metadata is not None and not note.metadata.restore(fd):
+        work.accept_any_time()  # somebody else's file keeps its new time, which earlier edits then have to accept
+    os.fsync(fd)
+
+
+@contextmanager
+def _without_other_names(work: Workspace, index: int, path: Path, fd: int) -> Iterator[int]:
+    """Yield a descriptor of the file at ``path`` when it has no other name, else of a copy that takes its place.
+
+    A snapshot made of hard links since the repair (``cp -al``, ``rsync --link-dest``) must keep its bytes.
+    """
+    status = os.fstat(fd)
+    if status.st_nlink == 1:
+        yield fd
+        return
+    copy = work.copy(index)
+    with suppress(FileNotFoundError):  # from an undo cut short
+        os.unlink(copy)
+    own = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        copy_range(fd, 0, own, 0, status.st_size)
+        Metadata.of(status).restore(own)
+        os.fsync(own)
+        os.rename(copy, path)
+        sync_folder(path.parent)
+        sync_folder(work.folder)
+        yield own
+    finally:
+        os.close(own)
+        with suppress(FileNotFoundError):  # a full disk stays no fuller than it was
+            os.unlink(copy)
+
+
+def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) -> None:
+    size = os.fstat(fd).st_size
+    current = os.pread(fd, len(edit.old), edit.offset)
+    if note.old is None or size != note.old.size:
+        raise work.unexplained(path, f"has {size} bytes, {note.old.size if note.old else 0} would be")
+    if not _is_mixture(current, edit.old, edit.new):
+        raise work.unexplained(path, f"holds other bytes at {edit.offset}")
+
+    def read(offset: int, length: int) -> bytes:
+        data = bytearray(os.pread(fd, length, offset))
+        start, end = max(offset, edit.offset), min(offset + length, edit.offset + len(edit.old))
+        if start < end:
+            data[start - offset : end - offset] = edit.old[start - edit.offset : end - edit.offset]
+        return bytes(data)
+
+    _check_ends(work, path, note, ends_digest(read, size))
+
+
+def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
+    if note.old is None or digest != note.old.sha256:
+        raise work.unexplained(path, "holds other bytes at its ends, besides those that were edited")
+
+
+def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
+    """True when every byte is the old or the new one: what a torn write leaves, in any order of its sectors."""
+    if current in (old, new):
+        return True
+    if len(current) != len(old):
+        return False
+    for start in range(0, len(old), _SECTOR):
+        part = slice(start, start + _SECTOR)
+        if current[part] in (old[part], new[part]):
+            continue
+        if any(c not in (a, b) for c, a, b in zip(current[part], old[part], new[part], strict=True)):
+            return False
+    return True
+
+
+def _check_append(work: Workspace, path: Path, fd: int, edit: Appended, note: Note) -> None:
+    size, most = os.fstat(fd).st_size, edit.old_size + edit.length
+    if not edit.old_size <= size <= most:
+        raise work.unexplained(path, f"has {size} bytes, {edit.old_size} to {most} would be")
+    digest = ends_digest(lambda offset, length: os.pread(fd, length, offset), edit.old_size)
+    _check_ends(work, path, note, digest)
+
+
+def _check_truncate(work: Workspace, path: Path, fd: int, edit: Truncate, note: Note, tail: int) -> None:
+    size = os.fstat(fd).st_size
+    if not edit.new_size <= size <= edit.old_size:
+        raise work.unexplained(path, f"has {size} bytes, {edit.new_size} to {edit.old_size} would be")
+    if digest_before(fd, edit.new_size) != note.digest:
+        raise work.unexplained(path, f"holds other bytes before byte {edit.new_size}")
+    if _digest(tail, edit.old_size - edit.new_size) != note.tail:
+        raise JournalError(
+            f"{work.folder}: the end cut off from {path} is damaged, its sha256 is another; {forget(work.root)}"
+        )
+
+    def read(offset: int, length: int) -> bytes:
+        before = max(0, min(length, edit.new_size - offset))
+        after = os.pread(tail, length - before, max(0, offset - edit.new_size))
+        return os.pread(fd, before, offset) + after
+
+    _check_ends(work, path, note, ends_digest(read, edit.old_size))
+
+
+def _write_tail(fd: int, edit: Truncate, tail: int) -> None:
+    length = edit.old_size - edit.new_size
+    for start in range(0, length, _CHUNK):
+        write_all(fd, os.pread(tail, min(_CHUNK, length - start), start), edit.new_size + start)
+
+
+def _digest(fd: int, length: int) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, length, _CHUNK):
+        digest.update(os.pread(fd, min(_CHUNK, length - start), start))
+    return digest.hexdigest()
+
+
+# Undo one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
+#
+# Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed
+# and repeated at any point. It syncs even what it finds in order: the run before may have been killed ahead
+# of its sync. Anything that no interruption explains (somebody saved the file again) is a JournalError, and
+# that file is left alone. A newer file where nothing has to be put is nobody's business.
 
 Progress = Callable[[int], None]
 

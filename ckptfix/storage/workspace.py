@@ -1,21 +1,35 @@
-"""The folder of one transaction, and what is said of a file that it does not explain.
+"""The folder of one transaction, its notes about progress, and files in it that the journal does not explain."""
 
-Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the undo),
-``3.trash`` (one that goes at the commit, its recipe staying) and ``3.tail``; while it is undone also ``3.part`` and
-``3.copy``. All of it is for the owner's eyes only: it holds bytes of files that others may not be allowed to read.
-"""
-
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ckptfix.errors import JournalError
-from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
 from ckptfix.storage.fingerprints import Fingerprint, moment
 from ckptfix.storage.paths import command, forget, locate
 from ckptfix.storage.recipes import Kept, Recipe
+from ckptfix.storage.records import (
+    Metadata,
+    damaged,
+    fingerprint_of,
+    journal_errors,
+    metadata_of,
+    path_of,
+    sha256_of,
+    text,
+)
+
+# The folder of one transaction, and what is said of a file that it does not explain.
+#
+# Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the
+# undo), ``3.trash`` (one that goes at the commit, its recipe staying) and ``3.tail``; while it is undone
+# also ``3.part`` and ``3.copy``. All of it is for the owner's eyes only: it holds bytes of files that
+# others may not be allowed to read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +113,131 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+# How far a transaction got (``steps``: one JSON line before each edit), and what it left.
+#
+# ``after.json`` has a fingerprint of every file; ``samples.json``, which 0.4.0 did not write, the digest of
+# pages between its ends, so that a newer save is told from a copy whose time alone is new.
+
+_STEPS = "steps"
+_AFTER = "after.json"
+_SAMPLES = "samples.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What is known of the files when an edit begins.
+
+    ``old`` and ``metadata``: of the file that the edit changes, takes away or moves; ``new``: the new file of a
+    Replace; ``digest``: of the bytes before the place where a Truncate cuts; ``tail``: sha256 of what it cuts off.
+    """
+
+    old: Fingerprint | None = None
+    metadata: Metadata | None = None
+    new: Fingerprint | None = None
+    digest: str = ""
+    tail: str = ""
+
+
+def start_notes(folder: Path) -> None:
+    """Write and sync the empty list of notes."""
+    create_file(folder / _STEPS, b"", mode=0o600)
+
+
+def add_note(folder: Path, note: Note) -> None:
+    """Make durable that the next edit begins."""
+    line = json.dumps(asdict(note), separators=(",", ":")).encode() + b"\n"
+    fd = os.open(folder / _STEPS, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        write_all(fd, line, os.fstat(fd).st_size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def cut_notes(folder: Path, count: int) -> None:
+    """Make durable that only the first ``count`` edits are still in effect."""
+    file = folder / _STEPS
+    left = b"".join(line + b"\n" for line in read_file(file).split(b"\n")[:count])
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_nlink == 1:  # in place: a roll-back on a full disk must not need a block more
+            os.ftruncate(fd, len(left))
+            os.fsync(fd)
+            return
+    finally:
+        os.close(fd)
+    new = (
+        folder / f"{_STEPS}.new"
+    )  # a snapshot of hard links (cp -al) shares the file, and must keep its notes
+    if os.path.lexists(new):
+        os.unlink(new)
+    create_file(new, left, mode=0o600)
+    os.rename(new, file)
+    sync_folder(folder)
+
+
+def read_notes(folder: Path, edits: int) -> tuple[Note, ...]:
+    """Return the notes of the edits begun, of ``edits`` in all. Raises JournalError.
+
+    A last line cut short by a crash belongs to an edit that never began.
+    """
+    with journal_errors(folder / _STEPS):
+        lines = read_file(folder / _STEPS).split(b"\n")[:-1]
+        if len(lines) > edits:
+            raise damaged(folder / _STEPS, f"the plan: {len(lines)} lines for {edits} edits")
+        return tuple(_note(json.loads(line)) for line in lines)
+
+
+def read_all_notes(folder: Path, edits: int) -> tuple[Note, ...]:
+    """Return the notes of a committed transaction. Raises JournalError when there is not one for each edit."""
+    notes = read_notes(folder, edits)
+    if len(notes) != edits:
+        raise damaged(folder / _STEPS, f"the plan: {len(notes)} lines for {edits} edits")
+    return notes
+
+
+def _note(fields: Any) -> Note:
+    note = Note(**fields)
+    for digest in (note.digest, note.tail):
+        if text(digest):
+            sha256_of(digest)
+    return Note(
+        old=fingerprint_of(note.old, "file", "link"),
+        metadata=metadata_of(note.metadata),
+        new=fingerprint_of(note.new, "file"),
+        digest=note.digest,
+        tail=note.tail,
+    )
+
+
+def write_after(
+    folder: Path, after: dict[PurePosixPath, Fingerprint | None], samples: dict[PurePosixPath, str]
+) -> None:
+    """Write what the transaction leaves: one fingerprint per path, None where nothing is, and ``samples_digest``."""
+    listed = {str(path): digest for path, digest in samples.items()}
+    create_file(folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600)
+    body = {str(path): None if value is None else asdict(value) for path, value in after.items()}
+    create_file(folder / _AFTER, json.dumps(body, separators=(",", ":")).encode() + b"\n", mode=0o600)
+
+
+def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePosixPath, Fingerprint | None]:
+    """Read back what ``write_after`` wrote for these paths. Raises JournalError."""
+    with journal_errors(folder / _AFTER):
+        body = json.loads(read_file(folder / _AFTER))
+        after = {
+            path_of(path): fingerprint_of(value, "file", "link", "folder") for path, value in body.items()
+        }
+        if set(after) != set(watched):
+            raise damaged(folder / _AFTER, "the plan: it lists other files")
+        return after
+
+
+def read_samples(folder: Path) -> dict[PurePosixPath, str]:
+    """Return the digests of pages between the ends of files, empty for a journal of 0.4.0. Raises JournalError."""
+    if not os.path.lexists(folder / _SAMPLES):
+        return {}
+    with journal_errors(folder / _SAMPLES):
+        body = json.loads(read_file(folder / _SAMPLES))
+        return {path_of(path): digest and sha256_of(digest) for path, digest in body.items()}

@@ -84,9 +84,9 @@ def _write_numbers(path: Path, size: int) -> None:
 
 def _measured(folder: Path, *, scan: bool) -> dict[str, float]:
     return measure(
-        "from pathlib import Path\nimport ckptfix.weights.elements.scanning\n"
-        "from ckptfix.operations.sealing.hashing import FileJob, TensorJob, hash_all\n"
-        "from ckptfix.weights.opening import open_checkpoint\n"
+        "from pathlib import Path\nimport ckptfix.tensors.scanning\n"
+        "from ckptfix.tensors.hashing import FileJob, TensorJob, hash_all\n"
+        "from ckptfix.tensors.opening import open_checkpoint\n"
         f"path = Path({str(folder)!r}) / 'model.safetensors'\n"
         f"tensors = open_checkpoint(path).weights[0].tensors\n"
         f"jobs = [FileJob(path, path.stat().st_size), *(TensorJob(one, {scan}) for one in tensors)]",

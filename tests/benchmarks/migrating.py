@@ -173,7 +173,7 @@ def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], flo
 
 def _ours(source: Path, target: Path, to: str, options: str) -> dict[str, float]:
     return measure(
-        "from ckptfix.operations.migrate import migrate",
+        "from ckptfix.conversion.migrate import migrate",
         f"migrate({str(source)!r}, {str(target)!r}, to={to!r}, {options})",
     )
 

@@ -7,7 +7,7 @@ from statistics import median
 from tests.benchmarks.making import measure, names, write_safetensors
 from tests.benchmarks.printing import show
 
-OURS = ("from ckptfix import repair, undo; import ckptfix.operations.repair", "repair({path!r})")
+OURS = ("from ckptfix import repair, undo; import ckptfix.repairs.repair", "repair({path!r})")
 
 
 def rename(folder: Path, size: int) -> None:

@@ -57,7 +57,7 @@ def zero(folder: Path, size: int, rounds: int) -> None:
     ours = {
         verify: _timed(
             out,
-            "from ckptfix.operations.migrate import migrate",
+            "from ckptfix.conversion.migrate import migrate",
             f"migrate({str(source)!r}, {str(out)!r}, to='safetensors', verify={verify})",
             rounds,
         )

@@ -10,16 +10,10 @@ import pytest
 
 from ckptfix import check, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_whole
-from ckptfix.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    ManifestEntry,
-    key_fingerprint,
-    missing_files,
-    read_manifest,
-)
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, missing_files, read_manifest
 from ckptfix.errors import FormatError
-from tests.operations.builders import write_safetensors
+from ckptfix.storage.paths import MANIFEST
+from tests.repairs.builders import write_safetensors
 
 WEIGHTS = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 FIXTURE = WEIGHTS / "wrapper-safetensors" / "checkpoint"

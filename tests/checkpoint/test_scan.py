@@ -13,7 +13,7 @@ from ckptfix.checkpoint.folder import ProblemKind
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.reading import FileReader, open_reader
-from tests.operations.builders import write_safetensors
+from tests.repairs.builders import write_safetensors
 
 P = PurePosixPath
 WEIGHTS = {"module.a": b"1", "module.b": b"23"}

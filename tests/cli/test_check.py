@@ -15,8 +15,8 @@ import torch
 
 from ckptfix.cli import run
 from fixtures.models import RunSettings
-from tests.operations.builders import write_safetensors
-from tests.weights.dcp_making import save
+from tests.repairs.builders import write_safetensors
+from tests.tensors.dcp_making import save
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CLEAN = FIXTURES / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
@@ -188,7 +188,7 @@ def test_a_small_folder_is_checked_without_what_takes_longer_to_import_than_it_t
         check=True,
     )
     imported = set(done.stdout.splitlines()[-1].split())
-    assert "ckptfix.operations.check" in imported
+    assert "ckptfix.diagnosis.check" in imported
     heavy = {"concurrent.futures", "logging", "random", "secrets", "shutil", "socket", "subprocess", "torch"}
     assert not imported & heavy
     assert "ckptfix.storage.journal" not in imported, "what writes a repair"

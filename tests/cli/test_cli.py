@@ -15,7 +15,7 @@ import torch
 from ckptfix.cli import run
 from ckptfix.storage.lock import folder_lock
 from ckptfix.wording import escape
-from tests.operations.builders import write_safetensors
+from tests.repairs.builders import write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FIXTURE = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"

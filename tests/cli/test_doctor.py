@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.runtime.devices import environment, probe
-from tests.operations.builders import snapshot, write_safetensors
+from ckptfix.devices import environment_of_torch as environment
+from ckptfix.devices import probe
+from tests.repairs.builders import snapshot, write_safetensors
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "fixtures" / "golden"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulated import Faults, requires_simulator, start_simulated
+from tests.simulated import requires_simulator
+from tests.simulated.processes import Faults, start_simulated
 
 pytestmark = [pytest.mark.slow, requires_simulator]
 

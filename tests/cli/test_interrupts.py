@@ -27,12 +27,12 @@ main()
 
 WHILE_CLEANING_UP = """
 import signal
-from ckptfix.operations.migrate import producing, staging
-real = staging.shutil.rmtree
+from ckptfix.conversion import producing, staged_folder
+real = staged_folder.shutil.rmtree
 def clean(*args, **kwargs):
     signal.raise_signal(signal.SIGINT)
     real(*args, **kwargs)
-staging.shutil.rmtree = clean
+staged_folder.shutil.rmtree = clean
 producing._check_space = lambda *args: signal.raise_signal(signal.SIGINT)
 from ckptfix.__main__ import main
 main()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptfix.cli import run
-from tests.operations.migrate.making import digests_at, names_below, write_safetensors
+from tests.conversion.making import digests_at, names_below, write_safetensors
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_an_interruption_says_what_is_at_dst(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckptfix.operations.migrate.produce", interrupt)
+    monkeypatch.setattr("ckptfix.conversion.migrate.produce", interrupt)
     assert run(["migrate", str(folder), str(folder.parent / "b"), "--to", "bin"]) == 130
     target = folder.parent / "b"
     assert f"{folder} is unchanged, and nothing was written at {target}" in capsys.readouterr().err

@@ -10,9 +10,9 @@ import torch
 
 from ckptfix import check, diff, migrate, repair, salvage, seal, undo, verify
 from ckptfix.cli import run
-from ckptfix.operations.doctor import diagnose_environment
-from tests.operations.builders import write_safetensors
-from tests.operations.doctor.building import facts
+from ckptfix.environment.doctor import diagnose_environment
+from tests.environment.building import facts
+from tests.repairs.builders import write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DOUBLED = FIXTURES / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptfix.cli import run
-from tests.operations.sealing.sealed import flip, place
+from tests.verification.sealed import flip, place
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 

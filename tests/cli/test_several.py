@@ -14,9 +14,9 @@ import pytest
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.cli.several import folded
-from ckptfix.storage.journal import State, transactions
 from ckptfix.storage.lock import folder_lock
-from tests.operations.builders import snapshot, write_safetensors
+from ckptfix.storage.transactions import State, transactions
+from tests.repairs.builders import snapshot, write_safetensors
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 DOUBLED = FIXTURES / "wrapper-safetensors" / "checkpoint"

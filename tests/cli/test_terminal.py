@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.cli.report import Report
-from ckptfix.cli.terminal import wants_colour
+from ckptfix.cli.report import Report, wants_colour
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "fixtures" / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint"

@@ -11,9 +11,9 @@ import torch
 from ckptfix import ChangedError, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.cli import run
-from ckptfix.operations.sealing import verify as verifying
-from tests.operations.builders import write_safetensors
-from tests.operations.sealing.sealed import make_sharded, sealed
+from ckptfix.verification import verify as verifying
+from tests.repairs.builders import write_safetensors
+from tests.verification.sealed import make_sharded, sealed
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 Capture = pytest.CaptureFixture[str]

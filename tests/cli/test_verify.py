@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.runtime.devices.pairs import device_count
-from tests.operations.builders import write_safetensors
-from tests.runtime.devices.test_reload_page import Page
+from ckptfix.devices.pairs import device_count
+from tests.devices.test_reload_page import Page
+from tests.repairs.builders import write_safetensors
 
 pytestmark = pytest.mark.skipif(
     device_count() > 0, reason="these say what a machine without accelerator proves"
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 GOLDEN = sorted((FIXTURES / "golden").iterdir())
 ROOT = Path(__file__).parents[2]
-MODEL = "tests.runtime.devices.reload_models:two_layer"
+MODEL = "tests.devices.reload_models:two_layer"
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_wrong_usage_is_status_2(
 def test_what_could_not_be_finished_is_status_3(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptfix.runtime.devices.reload import placing
+    from ckptfix.devices.reload import arrivals as placing
 
     def fails(*_: object) -> None:
         raise OSError(5, "Input/output error")

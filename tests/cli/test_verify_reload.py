@@ -11,12 +11,14 @@ import click
 import pytest
 
 from ckptfix import cli
-from ckptfix.cli import pages, reloading, run
-from ckptfix.runtime.devices import reload as verifying
-from ckptfix.runtime.devices.pairs import device_count
+from ckptfix.cli import report as pages
+from ckptfix.cli import run
+from ckptfix.cli import verify as reloading
+from ckptfix.devices.pairs import device_count
+from ckptfix.devices.reload import verifying
 from tests.cli.test_verify import MODEL, damaged, folder, printed
-from tests.operations.builders import write_safetensors
-from tests.runtime.devices.test_reload_page import Page
+from tests.devices.test_reload_page import Page
+from tests.repairs.builders import write_safetensors
 
 __all__ = ["damaged", "folder"]
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.devices.reload_models import save_transformer
-from tests.runtime.devices.test_reload_page import Page
-from tests.simulated import requires_simulator, start_simulated
+from tests.devices.reload_models import save_transformer
+from tests.devices.test_reload_page import Page
+from tests.simulated import requires_simulator
 from tests.simulated.models import THREE
+from tests.simulated.processes import start_simulated
 
 pytestmark = [pytest.mark.slow, requires_simulator]
 
-MODEL = "tests.runtime.devices.reload_models:split"
+MODEL = "tests.devices.reload_models:split"
 
 
 @pytest.mark.parametrize("fault", [None, "zeros", "hang"])

@@ -24,19 +24,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import dcp_metadata
-from ckptfix.formats.dcp_coverage import coverage_problem, dcp_problems
+from ckptfix.formats.dcp_items import coverage_problem, dcp_problems
 from ckptfix.formats.dcp_metadata import (
-    Chunk,
     DcpBytes,
     DcpMetadata,
     DcpTensor,
-    StoredItem,
     parse_dcp_metadata,
     read_dcp_metadata,
 )
+from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.storage.reading import open_reader
-from tests.weights.dcp_making import every_dtype, save
+from tests.tensors.dcp_making import every_dtype, save
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -317,7 +316,7 @@ def test_what_is_stored_nowhere_is_told() -> None:
 
 
 def test_many_overlapping_chunks_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.formats.dcp_coverage.MAX_COMPARISONS", 1000)
+    monkeypatch.setattr("ckptfix.formats.dcp_items.MAX_COMPARISONS", 1000)
     spread = [((0, number), (100, 1)) for number in range(50)] + [
         ((number, 50), (1, 50)) for number in range(100)
     ]

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats.dcp_bytes import listed_names, read_item, renamed_item
-from ckptfix.formats.dcp_metadata import DcpMetadata, StoredItem, parse_dcp_metadata
+from ckptfix.formats.dcp_items import listed_names, read_item, renamed_item
+from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
 from ckptfix.formats.dcp_rewrite import Place, Steps, paths_of, rewrite_metadata
+from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.pickle_rewrite import number_behind, rewrite
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Text, pairs
 from ckptfix.storage.reading import open_reader
-from tests.weights.dcp_making import save
+from tests.tensors.dcp_making import save
 
 ITEM = "optimizer.param_groups.0.params"
 

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats import dcp_stream
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
-from ckptfix.formats.dcp_places import MATCHED, PACKED, Chunk
 from ckptfix.formats.dcp_rewrite import paths_of, rewrite_metadata
-from ckptfix.formats.dcp_stream import read_stream
+from ckptfix.formats.dcp_stream import MATCHED, PACKED, Chunk, read_stream
 from ckptfix.formats.pickle_tree import Text, attribute, pairs
 from tests.sampling import examples
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from ckptfix.formats.pickle_compare import same_tree
 from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.pickle_tree import same_tree
 
 N = 20_000
 LONG = b"X" + struct.pack("<I", 60_000) + b"a" * 60_000

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.formats.pickle_globals import (
-    SAFE,
-    GlobalSafety,
-    can_be_allowed,
-    classify,
-    safe_globals_line,
-)
+from ckptfix.formats.pickle_globals import SAFE, GlobalSafety, can_be_allowed, classify, safe_globals_line
 from tests.formats.making import read
 
 UNSAFE = """

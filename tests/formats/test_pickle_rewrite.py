@@ -11,10 +11,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.pickle_compare import same_tree
 from ckptfix.formats.pickle_rewrite import rewrite
 from ckptfix.formats.pickle_stream import parse
-from ckptfix.formats.pickle_tree import pairs
+from ckptfix.formats.pickle_tree import pairs, same_tree
 from tests.formats.test_pickle_stream import PROTOCOLS, VALUES
 from tests.sampling import examples
 

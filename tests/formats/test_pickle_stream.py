@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats.pickle_literals import MAX_TEXT
+from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, Text, attribute, child, is_dict_like, pairs
 from tests.sampling import examples
@@ -243,7 +243,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_globals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FormatError, match="names a global by 2001 characters"):
         parse(b"c" + b"x" * 2000 + b"\ny\n.")
-    monkeypatch.setattr("ckptfix.formats.pickle_machine.MAX_GLOBALS", 10)
+    monkeypatch.setattr("ckptfix.formats.pickle_opcodes.MAX_GLOBALS", 10)
     with pytest.raises(FormatError, match="more than 10 globals"):
         parse(b"".join(b"cx\ny%d\n" % number for number in range(11)) + b".")
     assert len(parse(b"cx\ny\n" * 20 + b".").globals) == 1

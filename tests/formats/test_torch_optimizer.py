@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptfix.checkpoint.doubling import OptimizerFacts, read_optimizer
 from ckptfix.formats.torch_file import read_torch_file
-from ckptfix.formats.torch_optimizer import OptimizerFacts, read_optimizer
 from ckptfix.storage.reading import open_reader
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_stream import parse
-from ckptfix.formats.torch_compare import same_structure
+from ckptfix.formats.torch_file import same_structure
 from ckptfix.formats.torch_pickle import name_lists, state_dicts, tensor_infos
 from ckptfix.formats.torch_tensors import storages
 from tests.formats.making import Strip, model, nested_state_dict, parsed, saved, wrapped

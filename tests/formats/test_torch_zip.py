@@ -393,7 +393,7 @@ def test_without_an_end_record_both_causes_are_named(tmp_path: Path, monkeypatch
         parsed(tmp_path, data + b"x" * (17 << 20))
     with pytest.raises(TruncatedError, match="the last 70000 of which are zeros: it was cut"):
         parsed(tmp_path, data[:-100] + bytes(70_000))
-    monkeypatch.setattr("ckptfix.formats.zip_directory.MAX_ZEROS", 1 << 20)
+    monkeypatch.setattr("ckptfix.formats.torch_zip.MAX_ZEROS", 1 << 20)
     with pytest.raises(TruncatedError, match="are zeros"):
         parsed(tmp_path, data + bytes(17 << 20))
 

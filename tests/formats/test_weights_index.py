@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.errors import FormatError, UnsupportedFormat
-from ckptfix.formats.weights_index import format_index, is_plain_name, parse_index
+from ckptfix.formats.safetensors_file import format_index, is_plain_name, parse_index
 
 SHARD = "model-00001-of-00002.safetensors"
 

@@ -23,17 +23,13 @@ import click
 from ckptfix import check
 from ckptfix.cli import cli, run
 from ckptfix.cli.verb import Verb
-from ckptfix.operations.doctor import diagnose_environment
-from ckptfix.operations.doctor.catalogue import CODES as TOPICS
-from ckptfix.operations.findings import (
-    CODES,
-    Action,
-    Finding,
-    InterruptedRepair,
-    StagingFolder,
-    finding_lines,
-)
-from tests.operations.doctor.cases import CASES
+from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
+from ckptfix.diagnosis.findings.damaged import InterruptedRepair
+from ckptfix.diagnosis.findings.incomplete import StagingFolder
+from ckptfix.environment.doctor import CODES as TOPICS
+from ckptfix.environment.doctor import diagnose_environment
+from tests.environment.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "fixtures" / "golden"

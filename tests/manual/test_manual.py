@@ -9,9 +9,9 @@ import click
 import pytest
 
 from ckptfix.cli import cli, run
+from ckptfix.diagnosis.findings import CODES
+from ckptfix.environment.doctor import CODES as DOCTOR
 from ckptfix.manual import TOPICS, codes, explanation, page, section, summary, titles, wrap
-from ckptfix.operations.doctor.catalogue import CODES as DOCTOR
-from ckptfix.operations.findings import CODES
 from tests.manual.pages import DOCUMENTS, PAGES, ROOT, generated, matches
 
 HEADINGS = [

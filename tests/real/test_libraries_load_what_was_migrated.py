@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.operations.check import check
-from ckptfix.operations.diff import diff
-from ckptfix.operations.migrate import migrate
+from ckptfix.conversion.migrate import migrate
+from ckptfix.diagnosis.check import check
+from ckptfix.verification.diff import diff
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.simulated import HOST, Simulator, simulate
+from tests.simulated.simulator import HOST, Simulator, simulate
 
 pytestmark = pytest.mark.simulated(3)
 

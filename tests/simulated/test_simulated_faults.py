@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.simulated import Engine, Kind, Simulator
+from tests.simulated.library import Engine, Kind
+from tests.simulated.simulator import Simulator
 
 pytestmark = pytest.mark.simulated(3)
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.utils import get_max_memory
 
-from tests.simulated import Kind, Simulator
+from tests.simulated.library import Kind
 from tests.simulated.models import (
     THREE,
     Transformer,
@@ -22,6 +22,7 @@ from tests.simulated.models import (
     t5,
     transformer,
 )
+from tests.simulated.simulator import Simulator
 
 pytestmark = [pytest.mark.simulated(3), pytest.mark.usefixtures("each_accelerate")]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulated import Faults, building, requires_simulator, run_simulated, start_simulated
+from tests.simulated import building, requires_simulator
+from tests.simulated.processes import Faults, run_simulated, start_simulated
 from tests.simulated.simulator import ROOT, VARIABLE
 
 pytestmark = [requires_simulator, pytest.mark.slow]

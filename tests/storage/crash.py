@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from ckptfix.storage import renaming
+from ckptfix.storage import atomic as renaming
 
 WRITES = ("write", "pwrite", "writev", "pwritev")
 CALLS = (

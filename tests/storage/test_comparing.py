@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage import extents
+from ckptfix.storage import comparing as extents
 from ckptfix.storage.comparing import (
     Difference,
     Run,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.storage.edits import Edit, Move, Patch
-from ckptfix.storage.journal import State, transactions
+from ckptfix.storage.transactions import State, transactions
 from tests.sampling import is_exhaustive, sampled
 from tests.storage.crash import Fault, Outcome, points, strike
 from tests.storage.folders import (

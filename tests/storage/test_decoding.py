@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ckptfix.errors import JournalError, OperationError
-from ckptfix.storage.journal import State, transactions, undo
+from ckptfix.storage.journal import undo
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.transactions import State, transactions
 from tests.storage.folders import run_recovery, snapshot
 
 NOTE: dict[str, Any] = {"old": None, "metadata": None, "new": None, "digest": "", "tail": ""}

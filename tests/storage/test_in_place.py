@@ -98,7 +98,7 @@ def test_the_room_for_the_copy_of_a_linked_file_is_asked_for_first(
     class Full:
         f_bavail, f_frsize = 1, len(BODY)
 
-    monkeypatch.setattr("ckptfix.storage.undoable.supports_reflink", lambda path: False)
+    monkeypatch.setattr("ckptfix.storage.transactions.supports_reflink", lambda path: False)
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     before = snapshot(root)
     with pytest.raises(OperationError, match="free some"):

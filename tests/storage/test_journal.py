@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.journal import State, commit, recover, transactions, undo
+from ckptfix.storage.journal import commit, recover, undo
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
+from ckptfix.storage.transactions import State, transactions
 from tests.sampling import examples
 from tests.storage.crash import Outcome, in_child, intercepted
 from tests.storage.folders import BODY, P, all_edits, do, make_folder, run_recovery, snapshot, undo_last

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage.pieces import OpenFiles, Piece, page_buffer
+from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 
 
 def test_pieces_are_read_one_after_another(tmp_path: Path) -> None:

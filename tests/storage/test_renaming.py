@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.storage import renaming
-from ckptfix.storage.renaming import put_back, rename_to_free
+from ckptfix.storage import atomic as renaming
+from ckptfix.storage.atomic import put_back, rename_to_free
 
 
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSYS])

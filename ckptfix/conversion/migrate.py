@@ -1,0 +1,312 @@
+"""``migrate``: the same tensors in another format. Plan, show, write, prove, and one rename."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.conversion.migrate_receipt import MigrateReceipt, receipt_of
+from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel, make_options, make_plan
+from ckptfix.conversion.placing import check_paths, ensure_apart, ensure_as_planned, removed_at
+from ckptfix.conversion.producing import Produced, one_at_a_time, outdated, produce, record, source_manifest
+from ckptfix.conversion.sources import (
+    Recorded,
+    Watch,
+    ensure_complete,
+    ensure_finished,
+    files_read,
+    passed_on,
+)
+from ckptfix.conversion.staged_folder import put_in_place, staging_for
+from ckptfix.conversion.target_names import NAME
+from ckptfix.diagnosis.policy import Keys
+from ckptfix.errors import CkptfixError, OperationError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.comparing import Run, first_difference
+from ckptfix.storage.paths import command, existing
+from ckptfix.storage.reading import OpenFiles, page_buffer
+from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.stored import BLOCK, Format, StoredTensor, Weights, tensor_digest
+
+# What a user must know of a new checkpoint before relying on it, as it cannot be seen or mended here.
+
+
+def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
+    """Return in words what a plan leaves open. ``is_guarded``: the source has the manifest of a guarded save."""
+    words = []
+    if not plan.options.verify:
+        words.append("that the new files hold what the old ones do (--no-verify)")
+    names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
+    roles = {parsed.role for parsed in names if parsed is not None}
+    if plan.options.keys is not None and Role.OPTIMIZER in roles:
+        words.append(
+            "names of parameters inside of optimizers, which are copied unchanged; next: "
+            f"{command('repair', plan.output, '', '--keys', plan.options.keys.value)}"
+        )
+    if _may_lack_names(plan, is_guarded=is_guarded):
+        reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
+        words.append(
+            "whether tied weights had other names: safetensors files leave those out, there is no manifest of a "
+            f"guarded save that has them, and {reader} looks for every name; where one is missing: save the "
+            "source again with ckptfix.Accelerator, or load it into its model and save that"
+        )
+    return tuple(words)
+
+
+def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
+    """Whether the writer of the source left out names that the new format's readers look for.
+
+    ``save_state`` and ``save_pretrained`` do, and record nothing; readers of ``.bin`` files of the latter tie again.
+    """
+    source = plan.source
+    config = (*plan.carried, *(file.path for file in plan.rewritten))
+    is_pretrained = any(path.name == NAME.name for path in config)
+    if is_guarded or plan.options.to is Format.SAFETENSORS:
+        return False
+    reads_all = is_pretrained and plan.options.to is Format.DCP
+    return any(
+        one.format is Format.SAFETENSORS and not one.ties
+        for one in source.weights
+        if reads_all or (source.is_save_state and not one.home.parts)
+    )
+
+
+def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
+    """Yield in words which optimizers stay in a layout that the loader of the new models does not look for."""
+    if any(one.format is Format.DEEPSPEED for one in plan.source.weights):
+        return
+    to_dcp = plan.options.to is Format.DCP
+    found = sorted(
+        {
+            path.parts[0]
+            for path in plan.carried
+            for parsed in (parse_folder_name(path.parts[0]) or parse_file_name(path.parts[0]),)
+            if parsed is not None
+            and parsed.role is Role.OPTIMIZER
+            and (len(path.parts) == 1) is to_dcp
+            and not (isinstance(parsed, FileName) and parsed.is_of_trainer)
+        }
+    )
+    if found:
+        looks = (
+            "load_state under FSDP looks for optimizer_0/" if to_dcp else "load_state looks for optimizer.bin"
+        )
+        yield (
+            f"{', '.join(found[:3])}: copied in the layout of the source, and next to models in the new format "
+            f"{looks}: the models can be loaded, the complete state cannot"
+        )
+
+
+# Prove that a new checkpoint holds what the old one did: by opening it as any checkpoint, and reading every
+# byte.
+
+_MOST_THREADS = 8
+
+
+def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
+    """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of the plan.
+
+    Raises OperationError when a model is not found in the files that were written for it.
+    """
+    try:
+        found = {frozenset(map(str, one.files)): one for one in open_checkpoint(whole).weights}
+    except CkptfixError as error:
+        words = str(error).replace(str(whole), str(plan.output))
+        raise OperationError(
+            f"{plan.output}: what was written could not be opened, nothing is there: {words}"
+        ) from error
+    new = []
+    for model in plan.models:
+        written = frozenset(str(file.path) for file in model.files)
+        if written not in found:
+            raise OperationError(
+                f"{plan.output}: {model.label} became {sorted(written)[0]}, but other files would be loaded; nothing "
+                "was written there"
+            )
+        new.append(found[written])
+    return tuple(new)
+
+
+def prove(
+    plan: MigrationPlan, new: tuple[Weights, ...], folder: Path, produced: Produced, progress: Progress | None
+) -> None:
+    """Compare every tensor of the new checkpoint with what was read from the old one, and every copied file.
+
+    Raises OperationError naming the first that differs; OSError.
+    """
+    for model, weights, digests in zip(plan.models, new, produced.digests, strict=True):
+        _same_names(plan, model, weights)
+        _same_digests(plan, model, weights, digests, progress)
+    for path in plan.carried:
+        _same_file(plan.source.root / path, folder / path, progress)
+
+
+def _same_names(plan: MigrationPlan, model: PlannedModel, found: Weights) -> None:
+    planned = {name: (source.new.dtype, source.new.shape) for name, source in model.sources.items()}
+    planned |= {name: planned[kept] for name, kept in model.weights.ties.items()}
+    there = {name: (tensor.dtype, tensor.shape) for name, tensor in found.named().items()}
+    for name in (*planned, *there):
+        if planned.get(name) != there.get(name):
+            raise _differs(plan, model, f"{name!r} is {there.get(name)}, {planned.get(name)} was written")
+    if plan.options.to is not Format.DCP and dict(found.ties) != dict(model.weights.ties):
+        raise _differs(plan, model, "other tensors are tied than before")
+
+
+def _same_digests(
+    plan: MigrationPlan,
+    model: PlannedModel,
+    found: Weights,
+    digests: Mapping[str, str],
+    progress: Progress | None,
+) -> None:
+    stop = threading.Event()
+    ties = model.weights.ties
+
+    def work(tensors: Sequence[StoredTensor]) -> None:
+        buffer = page_buffer(BLOCK)
+        with OpenFiles(keep_cached=False) as files:
+            for tensor in tensors:
+                if stop.is_set():
+                    return
+                if tensor_digest(tensor, files, buffer) != digests[ties.get(tensor.fqn, tensor.fqn)]:
+                    raise _differs(
+                        plan, model, f"{tensor.fqn!r} has other bytes than were read from the source"
+                    )
+                if report is not None:
+                    report(tensor.nbytes)
+
+    report = one_at_a_time(progress)
+    count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    with ThreadPoolExecutor(count) as pool:
+        jobs = [pool.submit(work, share) for share in _shares(found.tensors, count)]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            stop.set()
+
+
+def _shares(tensors: Sequence[StoredTensor], count: int) -> Iterator[Sequence[StoredTensor]]:
+    """Yield stretches of about the same size: what one thread reads ahead, no other reads too."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    begin = done = 0
+    for number, tensor in enumerate(tensors, 1):
+        done += tensor.nbytes
+        if done * count >= total or number == len(tensors):
+            yield tensors[begin:number]
+            begin, total, count, done = number, total - done, max(1, count - 1), 0
+
+
+def _same_file(source: Path, copy: Path, progress: Progress | None) -> None:
+    one, other = os.open(source, os.O_RDONLY | os.O_CLOEXEC), os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sizes = os.fstat(one).st_size, os.fstat(other).st_size
+        if sizes[0] != sizes[1]:
+            raise OperationError(
+                f"{source} has {sizes[0]} bytes, its copy {sizes[1]}: it changed while it was copied"
+            )
+        found = first_difference(one, other, [Run(0, 0, sizes[0])], progress=progress) if sizes[0] else None
+        if found is not None:
+            raise OperationError(
+                f"{source} differs from its copy from byte {found.offset_a} on; nothing was written"
+            )
+    finally:
+        os.close(one)
+        os.close(other)
+
+
+def _differs(plan: MigrationPlan, model: PlannedModel, what: str) -> OperationError:
+    return OperationError(
+        f"{plan.output}: {model.label}: {what}: the source changed, or the disk is failing; nothing was written there"
+    )
+
+
+# ``migrate``: the same tensors in another format. Plan, show, write beside, prove, and one rename.
+#
+# ``options`` are the user's words, ``planning`` what will happen (with ``naming`` and ``renaming``),
+# ``producing`` writes it (with ``copying``, ``filling`` and ``hashing``), ``proving`` reads it back,
+# ``recording`` keeps the manifest true, ``staging`` puts it in its place.
+
+OnPlan = Callable[[MigrateReceipt], None]
+"""Called with the receipt of a dry run, before anything is written."""
+
+
+def migrate(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str | Format,
+    max_shard_size: int | str | None = None,
+    keys: str | Keys | None = None,
+    dtype: str | None = None,
+    drop_opaque: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    on_plan: OnPlan | None = None,
+) -> MigrateReceipt:
+    """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
+
+    ``src`` is not changed, and ``dst`` is there whole or not at all. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
+    new names, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
+    tensors; ``"original"``: of DeepSpeed, the weights as in training and not the fp32 ones of its optimizer.
+    ``verify``: read everything back and compare digests. ``progress`` gets byte counts.
+
+    Raises UsageError for words and paths that make no sense, OperationError when it could not finish, OSError; nothing
+    is left behind then.
+    """
+    options = make_options(
+        to=to,
+        max_shard_size=max_shard_size,
+        keys=keys,
+        dtype=dtype,
+        drop_opaque=drop_opaque,
+        verify=verify,
+        overwrite=overwrite,
+    )
+    path, output = existing(src), Path(dst)
+    with paused_gc():
+        check_paths(path, output, options)
+        watch = Watch(path)
+        source = open_checkpoint(path, original=options.original)
+        if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
+            raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
+        ensure_finished(source)
+        plan = make_plan(source, path, output, options)
+        warnings = (*passed_on(path, source.weights, options.keys), *unfit_optimizers(plan))
+    ensure_apart(plan)
+    plan = replace(plan, removed=removed_at(plan))
+    beside = source_manifest(plan)
+    manifest = (
+        None if source.only is not None or plan.is_file else beside
+    )  # what is written beside the new files
+    if manifest is not None:
+        plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
+    watch.check(files_read(plan))
+    recorded = Recorded(plan, beside)
+    is_guarded = manifest is not None and manifest.is_of_a_save
+    not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
+    warnings = (*warnings, *outdated(plan))
+    planned = receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
+    if on_plan is not None:
+        on_plan(planned)
+    if dry_run:
+        return planned
+    with staging_for(output, is_file=plan.is_file) as staging:
+        with_sha256 = manifest is not None and bool(manifest.sha256)
+        produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
+        new = open_new(plan, staging.whole)
+        if options.verify:
+            prove(plan, new, staging.new, produced, progress)
+        if manifest is not None:
+            warnings += record(plan, manifest, new, staging.new, produced)
+        watch.check(files_read(plan))
+        if options.overwrite:
+            ensure_as_planned(plan)
+        put_in_place(staging, overwrite=options.overwrite)
+    return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)

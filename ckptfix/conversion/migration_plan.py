@@ -1,0 +1,451 @@
+"""The plan of a migration: what is written, copied and left out, decided before anything is written."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.keys import (
+    DDP_CHAIN,
+    KeyMap,
+    collapse,
+    collisions,
+    common_wrappers,
+    is_nested,
+    without_private_wrappers,
+)
+from ckptfix.conversion.streaming import Source
+from ckptfix.conversion.target_names import (
+    NAME,
+    Config,
+    LeftOut,
+    becomes_file,
+    library_stem,
+    look_beside,
+    read_config,
+    stems,
+    why_one_file,
+)
+from ckptfix.diagnosis.policy import Keys
+from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.reading import Piece
+from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.new_dcp import dcp_files
+from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
+from ckptfix.tensors.new_torch_files import torch_files
+from ckptfix.tensors.single_files import unwritable
+from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
+from ckptfix.wording import count_of, list_names
+
+# New names for the tensors of a model, as ``repair --keys`` gives them.
+
+
+def renamed(weights: Weights, keys: Keys | None) -> Weights:
+    """Return the weights under the names asked for; ties and the versions of modules follow.
+
+    Raises UsageError when two names would become one.
+    """
+    if keys is None:
+        return weights
+    names = [tensor.fqn for tensor in weights.tensors] + list(weights.ties)
+    key_map = _key_map(names, keys)
+    if key_map is None:
+        return weights
+    for first, second, new in collisions(names, key_map):
+        raise UsageError(f"{weights.label}: {first!r} and {second!r} would both become {new!r}")
+    if key_map.inner and common_wrappers(map(key_map, names)) != key_map.insert:
+        raise UsageError(
+            f"{weights.label}: without its inner wrappers every name would begin with a wrapper again: what is real is "
+            "not clear; leave --keys out"
+        )
+    return replace(
+        weights,
+        tensors=tuple(tensor._replace(fqn=key_map(tensor.fqn)) for tensor in weights.tensors),
+        ties={key_map(name): key_map(kept) for name, kept in weights.ties.items()},
+        versions={key_map.module(name): version for name, version in weights.versions.items()},
+    )
+
+
+def _key_map(names: list[str], keys: Keys) -> KeyMap | None:
+    if keys is Keys.AUTO:
+        chain = common_wrappers(names)
+        return KeyMap(remove=chain, insert=collapse(chain)) if is_nested(chain) else None
+    inner = common_wrappers(map(without_private_wrappers, names))
+    return KeyMap(remove=inner, insert=DDP_CHAIN if keys is Keys.DDP else (), inner=True)
+
+
+# What the user asks of a migration, in values that make sense.
+
+TARGETS = (Format.SAFETENSORS, Format.TORCH, Format.DCP)
+"""The formats that are written."""
+
+FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"} | {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
+}  # fmt: skip
+"""Words for ``--dtype`` -> dtype in safetensors' nouns."""
+
+ORIGINAL = "original"
+"""The word for the dtype of training, of DeepSpeed checkpoints, whose weights are otherwise those of the optimizer."""
+
+CONVERTIBLE = frozenset(FLOATS.values()) | {
+    "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0",
+}  # fmt: skip
+"""The dtypes that ``--dtype`` converts."""
+
+PACKED = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+"""Floating point dtypes that it does not: several numbers share a byte."""
+
+DEFAULT_SHARD_SIZE = 5 * 10**9
+"""Bytes of tensors in a file of a from_pretrained folder, as ``save_pretrained`` had them until transformers 5."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """``most``: bytes of tensors in a file (None: as the kind of folder asks). ``keys``: None leaves names alone.
+
+    ``dtype``: of all floating point tensors, in safetensors' nouns; None leaves them as they are. ``original``: of
+    DeepSpeed, those in the dtype of training. ``drop_opaque``: leave out values that are no tensors. ``verify``: read
+    everything back. ``overwrite``: replace what is at DST.
+    """
+
+    to: Format
+    most: int | None = None
+    keys: Keys | None = None
+    dtype: str | None = None
+    original: bool = False
+    drop_opaque: bool = False
+    verify: bool = True
+    overwrite: bool = False
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``5GB`` (10**9 each, as save_pretrained has it), ``500MiB`` or ``1000``.
+
+    Raises UsageError for anything else, and for nothing at all.
+    """
+    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})?\s*([KMGT]i?B|B|)", text.strip(), re.IGNORECASE)
+    size = int(float(match[1] + (match[2] or "")) * _UNITS[match[3].upper()]) if match else 0
+    if size < 1:
+        raise UsageError(f"--max-shard-size {text}: write a size as 5GB, 500MiB, or a number of bytes")
+    return size
+
+
+def make_options(
+    *,
+    to: str | Format,
+    max_shard_size: int | str | None,
+    keys: str | Keys | None,
+    dtype: str | None,
+    drop_opaque: bool,
+    verify: bool,
+    overwrite: bool,
+) -> Options:
+    """Return the options that these words mean. Raises UsageError for a word that means nothing."""
+    words = [target.value for target in TARGETS]
+    if (to.value if isinstance(to, Format) else to) not in words:
+        raise UsageError(f"--to {to}: write one of {', '.join(words)}")
+    if dtype is not None and dtype not in (*FLOATS, ORIGINAL):
+        raise UsageError(f"--dtype {dtype}: write one of {', '.join((*FLOATS, ORIGINAL))}")
+    if keys is not None and keys not in [*Keys, *(one.value for one in Keys)]:
+        raise UsageError(f"--keys {keys}: write one of {', '.join(one.value for one in Keys)}")
+    return Options(
+        to=Format(to),
+        most=parse_size(str(max_shard_size)) if max_shard_size is not None else None,
+        keys=Keys(keys) if keys is not None else None,
+        dtype=FLOATS.get(dtype or ""),
+        original=dtype == ORIGINAL,
+        drop_opaque=drop_opaque,
+        verify=verify,
+        overwrite=overwrite,
+    )
+
+
+# What a migration will write, copy and leave out, before anything is written.
+
+_SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
+"""How the scales of quantized weights are called: ``weight_scale_inv``, ``input_scale``."""
+
+_MADE_PLAIN = {
+    "quantized": "call dequantize() on them",
+    "sparse": "call to_dense() on them",
+    "conjugated": "call resolve_conj().resolve_neg() on them",
+    "complex32": "convert them to complex64",
+    "float4": "view them as uint8",
+    "meta device": "give them their data",
+}
+_TO_PLAIN = "make plain tensors of them"
+
+_OF_INDEXES = {"metadata", "total_size", "total_parameters"}
+"""What every index says of itself, and what follows from the tensors."""
+
+_MOST_BYTES = 1 << 60
+"""A tensor of a few bytes can be expanded to any size; the formats count in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedModel:
+    """One model: ``before`` as it is stored, ``weights`` under their new names, and the files that they become.
+
+    ``sources``: new name -> where its bytes come from; ties are not in it.
+    """
+
+    label: str
+    before: Weights = field(repr=False)
+    weights: Weights
+    files: tuple[OutputFile, ...] = field(repr=False)
+    sources: Mapping[str, Source] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors as they are written, each tie once."""
+        return sum(source.new.nbytes for source in self.sources.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MigrationPlan:
+    """Everything that will happen. ``carried``: files that are copied as they are, relative to the source's folder.
+
+    ``rewritten``: files that are copied with changes, to say what is true of the new weights.
+    ``empty``: folders without anything in them, which are made again.
+    ``is_file``: the new checkpoint is one file. ``removed``: files at the output that go away, relative to it.
+    """
+
+    source: StoredCheckpoint
+    path: Path
+    output: Path
+    options: Options
+    is_file: bool
+    models: tuple[PlannedModel, ...]
+    carried: tuple[PurePosixPath, ...]
+    left_out: tuple[LeftOut, ...]
+    rewritten: tuple[OutputFile, ...] = ()
+    empty: tuple[PurePosixPath, ...] = ()
+    removed: tuple[str, ...] = ()
+
+    @property
+    def bytes_to_write(self) -> int:
+        """The size of all new files and of all copies."""
+        new = sum(file.size for model in self.models for file in model.files)
+        new += sum(file.size for file in self.rewritten)
+        return new + sum(os.stat(self.source.root / path).st_size for path in self.carried)
+
+
+def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
+    """Return what a migration will do; reads nothing but the sizes of files.
+
+    Raises UsageError for options that make no sense here, OperationError for what the new format cannot hold.
+    """
+    is_file = becomes_file(source, output, options.to)
+    configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
+    known = {home: library_stem(source, home, config) for home, config in configs.items()}
+    models = tuple(
+        _model(
+            weights,
+            stem,
+            options,
+            configs[weights.home],
+            _most(source, weights, options, is_file=is_file),
+            output.suffix if is_file else "",
+        )
+        for weights, stem in zip(
+            source.weights, stems(source, options.to, output, known, is_file=is_file), strict=True
+        )
+    )
+    new = [file.path for model in models for file in model.files]
+    if doubled := [path for path, count in Counter(new).items() if count > 1]:
+        raise UsageError(f"two models would both become {doubled[0]}; give one of them instead of the folder")
+    beside = look_beside(source, frozenset(new))
+    rewritten = {
+        home / NAME: data
+        for home, config in configs.items()
+        if options.dtype is not None
+        and (data := config.with_dtype(options.dtype)) != config.data
+        and home / NAME in beside.carried
+    }
+    return MigrationPlan(
+        source=source,
+        path=path,
+        output=output,
+        options=options,
+        is_file=is_file,
+        models=models,
+        carried=tuple(path for path in beside.carried if path not in rewritten),
+        rewritten=tuple(OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()),
+        empty=beside.empty,
+        left_out=(*_not_weights(source.weights), *_words(models, options.to), *beside.left_out),
+    )
+
+
+def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_file: bool) -> int | None:
+    """Return how many bytes a file of a model may hold. Raises UsageError where it must be one file."""
+    why = why_one_file(source, weights)
+    if options.most is None:
+        return None if why or is_file else DEFAULT_SHARD_SIZE
+    if options.to is Format.DCP:
+        why = ""
+    if not why and is_file:
+        why = "one file was asked for; name a folder"
+    if why:
+        raise UsageError(f"--max-shard-size: {why}")
+    return options.most
+
+
+def _model(
+    weights: Weights, stem: str, options: Options, config: Config, most: int | None, suffix: str
+) -> PlannedModel:
+    if weights.unread:
+        raise _not_carried(weights)
+    if weights.nested:
+        raise OperationError(
+            f"{weights.label}: {list_names(weights.nested)}: no tensors but dicts that hold some, next to tensors that "
+            "are taken for the model; next: load it with torch, and save the model's state dict alone"
+        )
+    if weights.opaque and not options.drop_opaque:
+        raise OperationError(
+            f"{weights.label}: {list_names(weights.opaque)}: no plain tensors but objects in a pickle, which cannot be "
+            "copied without running it; to leave them out: --drop-opaque"
+        )
+    if options.dtype is not None:
+        _ensure_no_codes(weights, config)
+    new = renamed(weights, options.keys)
+    if config.ties_nothing and options.to is Format.SAFETENSORS:
+        new = _with_copies(new)
+    sources = {
+        tensor.fqn: _checked(_source(tensor, options.dtype, weights.label), new.checksums)
+        for tensor in new.tensors
+    }
+    if len(sources) != len(new.tensors):
+        raise OperationError(f"{weights.label}: a name is in it more than once")
+    if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
+        raise OperationError(f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold")
+    try:
+        files = _files(options.to, stem, [source.new for source in sources.values()], new, most, suffix)
+    except UnsupportedFormat as error:
+        raise OperationError(f"{weights.label}: {error}") from error
+    files = tuple(replace(file, path=weights.home / file.path) for file in files)
+    return PlannedModel(label=weights.label, before=weights, weights=new, files=files, sources=sources)
+
+
+def _not_carried(weights: Weights) -> OperationError:
+    """Return the error of tensors that are kept in a way of torch's own; left out, they would be weights lost."""
+    kind = next(iter(weights.unread.values()))
+    names = [name for name, other in weights.unread.items() if other == kind]
+    more = len(weights.unread) - len(names)
+    also = f", and {count_of(more, 'tensor')} of other kinds" if more else ""
+    remedy = next((remedy for word, remedy in _MADE_PLAIN.items() if word in kind), _TO_PLAIN)
+    return OperationError(
+        f"{weights.label}: {list_names(names)}: {kind}, which only torch itself can store{also}; next: load it with "
+        f"torch, {remedy}, and save it again"
+    )
+
+
+def _with_copies(weights: Weights) -> Weights:
+    """Return weights whose ties are tensors of their own, as a reader needs that looks for every name."""
+    held = {tensor.fqn: tensor for tensor in weights.tensors}
+    copies = tuple(held[kept]._replace(fqn=name) for name, kept in weights.ties.items())
+    return replace(weights, tensors=(*weights.tensors, *copies), ties={})
+
+
+def _ensure_no_codes(weights: Weights, config: Config) -> None:
+    """Raise OperationError for 8-bit weights that mean nothing without their scales, which no conversion applies."""
+    coded = next((tensor for tensor in weights.tensors if tensor.dtype.startswith("F8_")), None)
+    scale = next((tensor.fqn for tensor in weights.tensors if _SCALE.search(tensor.fqn)), None)
+    if coded is not None and (scale is not None or config.is_quantized):
+        why = f"{scale!r} scales such" if scale is not None else f"{NAME} has a quantization_config"
+        raise OperationError(
+            f"{weights.label}: {coded.fqn!r} is of {coded.dtype}, and {why}: its numbers are codes, which --dtype "
+            "would convert without their scales; leave --dtype out"
+        )
+
+
+def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
+    """Return what a tensor becomes."""
+    if dtype is not None and tensor.dtype in PACKED:
+        raise OperationError(
+            f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
+        )
+    if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
+        return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
+    assert dtype is not None
+    from ckptfix.tensors.converting import Counting  # numpy takes 0.1 s
+
+    nbytes = prod(tensor.shape) * DTYPE_BITS[dtype] // 8
+    return Source(NewTensor(tensor.fqn, dtype, tensor.shape, nbytes), tensor, Counting(tensor.dtype, dtype))
+
+
+def _checked(source: Source, checksums: Mapping[Piece, int]) -> Source:
+    """Return a source with the CRC-32 that its file has for it."""
+    piece = source.piece if checksums else None
+    return source if piece is None else source._replace(crc=checksums.get(piece))
+
+
+def _files(
+    to: Format, stem: str, tensors: Sequence[NewTensor], weights: Weights, most: int | None, suffix: str
+) -> tuple[OutputFile, ...]:
+    if to is Format.SAFETENSORS:
+        return safetensors_files(
+            stem, tensors, weights.ties, most=most, metadata=weights.metadata, index_words=weights.index_words
+        )
+    if to is Format.TORCH:
+        return torch_files(
+            stem,
+            tensors,
+            weights.ties,
+            most=most,
+            versions=weights.versions,
+            suffix=suffix or ".bin",
+            index_words=weights.index_words,
+        )
+    return dcp_files(PurePosixPath(stem), tensors, weights.ties, most=most)
+
+
+def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
+    """Return what the files of the models hold besides their weights."""
+    left = []
+    for files, names in {one.files: one.left for one in all_weights}.items():
+        if names:
+            left.append(LeftOut(f"{files[0]}: {list_names(names)}", "no weights of a model"))
+    left += (
+        LeftOut(f"{one.label}: {list_names(one.opaque)}", "objects in a pickle, left out as asked")
+        for one in all_weights
+        if one.opaque
+    )
+    return left
+
+
+def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
+    """Yield the words in headers and indexes that the new files do not hold; "format" speaks of the old one."""
+    for model in models:
+        label, weights = model.label, model.weights
+        if weights.views:
+            yield LeftOut(
+                f"{label}: {list_names(weights.views)}",
+                "that they are parts of one storage: each gets one of its own; their bytes stay",
+            )
+        if weights.disputed:
+            yield LeftOut(
+                f"{label}: {list_names(weights.disputed)}", "metadata that differs from shard to shard"
+            )
+        if to is Format.SAFETENSORS:
+            words = unwritable(weights.metadata, weights.ties, model.sources)
+            why = "metadata that would be read as the name of a tied tensor"
+        else:
+            words = weights.metadata.keys() - {"format"}
+            why = "metadata, which only safetensors files have a place for"
+        if words:
+            yield LeftOut(f"{label}: {list_names(sorted(words))}", why)
+        if not any(file.path.suffix == ".json" for file in model.files):
+            metadata = weights.index_words.get("metadata")
+            said = {*weights.index_words, *(metadata if isinstance(metadata, Mapping) else ())} - _OF_INDEXES
+            if said:
+                yield LeftOut(
+                    f"{label}: {list_names(sorted(said))}",
+                    "what the index says besides: the new model has no index",
+                )

@@ -1,0 +1,372 @@
+"""Execution of a migration's plan in the staging folder, and the manifest of the new checkpoint."""
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
+from ckptfix.conversion.sources import Recorded, check_archive, check_record, loose_records, sha256_of
+from ckptfix.conversion.staged_folder import despite_interrupts
+from ckptfix.conversion.streaming import Stopped, stopping, write_file
+from ckptfix.diagnosis.contents import lasting_label, readable_manifest
+from ckptfix.errors import ChangedError, FormatError, OperationError
+from ckptfix.storage.atomic import DISK_FULL, create_file, sync_file, sync_folder
+from ckptfix.storage.copying import copy_range, supports_reflink
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
+from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.new_files import OutputFile
+from ckptfix.tensors.stored import Format, Weights, digest_head
+from ckptfix.wording import human_size
+
+# Carry a plan out in the staging folder: new files are written, the others copied, several at a time.
+
+_MOST_AT_ONCE = 4
+"""Files that are written at a time; each takes 32 MiB of buffers."""
+
+_MODE = 0o777
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """``digests``: of each model, in the order of the plan, tensor name -> digest; ``sha256``: of the new files.
+
+    Both are empty where they were not asked for.
+    """
+
+    digests: tuple[dict[str, str], ...]
+    sha256: dict[str, str] = field(default_factory=dict)
+
+
+def produce(
+    plan: MigrationPlan, folder: Path, recorded: Recorded, *, with_sha256: bool, progress: Progress | None
+) -> Produced:
+    """Write everything that is planned below ``folder``, durably, and compare what is read with what is recorded of it.
+
+    Raises OperationError when there is too little space or the source is damaged, ChangedError when it changed
+    meanwhile, OSError.
+    """
+    shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
+    _check_space(plan, folder, shares)
+    produced = Produced(digests=tuple({} for _ in plan.models))
+    with _workers() as (pool, stop):
+        work = _Work(
+            plan=plan,
+            folder=folder,
+            recorded=recorded,
+            with_digests=plan.options.verify or recorded.has_digests,
+            with_sha256=with_sha256,
+            shares=shares,
+            stop=stop,
+            report=one_at_a_time(progress),
+        )
+        sized = [
+            (file.size, number, file) for number, model in enumerate(plan.models) for file in model.files
+        ]
+        jobs: list[Future[None]] = []
+        for _, number, file in sorted(
+            sized, key=lambda item: -item[0]
+        ):  # the largest first, and none at the end
+            jobs.append(pool.submit(work.produce, number, file, produced))
+        for path in plan.carried:
+            jobs.append(pool.submit(work.carry, path))
+        for model in plan.models if plan.options.verify else ():
+            jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
+        jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
+        try:
+            _finish(jobs, stop)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise _full(plan, error) from error
+            raise
+    for path in plan.empty:
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    _keep_modes(plan, folder)
+    if work.with_digests:
+        _add_empty(plan, produced)
+    recorded.compare(produced.digests)
+    for where, _, _ in os.walk(folder):
+        sync_folder(Path(where))
+    return produced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What every thread needs to know. ``shares``: the disk can share blocks between files."""
+
+    plan: MigrationPlan
+    folder: Path
+    recorded: Recorded
+    with_digests: bool
+    with_sha256: bool
+    shares: bool
+    stop: threading.Event
+    report: Progress | None
+
+    def produce(self, number: int, file: OutputFile, produced: Produced) -> None:
+        """Write one file of a model, and note its digests."""
+        model = self.plan.models[number]
+        target = self.folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = write_file(
+            target,
+            file,
+            model.sources,
+            with_digests=self.with_digests,
+            with_sha256=self.with_sha256,
+            shares=self.shares,
+            stop=self.stop,
+            progress=self.report,
+        )
+        os.chmod(target, _mode_of(self.plan, model))
+        produced.digests[number].update(written.digests)
+        if self.with_sha256:
+            produced.sha256[str(file.path)] = written.sha256
+
+    def carry(self, path: PurePosixPath) -> None:
+        """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
+        source, target = self.plan.source.root / path, self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(read)
+            if not stat.S_ISREG(status.st_mode):
+                raise ChangedError(f"{source} is not a regular file any more")
+            written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                copy_range(read, 0, written, 0, status.st_size, progress=stopping(self.stop, self.report))
+                os.fchmod(written, stat.S_IMODE(status.st_mode) & _MODE)
+                os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
+                sync_file(written)
+            finally:
+                os.close(written)
+        finally:
+            os.close(read)
+        if self.recorded.speaks_of(str(path)):
+            self.recorded.compare_file(str(path), sha256_of(target, self.stop))
+        if self.plan.options.verify:
+            check_archive(source, self.stop)
+
+    def rewrite(self, file: OutputFile, produced: Produced) -> None:
+        """Write a small file that stands in for one of the source."""
+        source, target = self.plan.source.root / file.path, self.folder / file.path
+        self.recorded.compare_file(str(file.path), sha256_of(source, self.stop))
+        data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
+        create_file(target, data)
+        os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
+        if self.with_sha256:
+            produced.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
+
+
+def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
+    """Give the folders that are made again the permissions that they had; the owner may always go on."""
+    if plan.is_file or plan.source.only is not None:
+        return
+    made = {parent for path in plan.carried for parent in path.parents}
+    made |= {one for path in plan.empty for one in (path, *path.parents)}
+    for path in made | {PurePosixPath(".")}:
+        os.chmod(folder / path, stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU)
+
+
+def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
+    """Return the permissions of the first file that a model comes from: others may read what they could before.
+
+    Those that could not get into a folder that it lies in, and that is not made again, could not read it.
+    """
+    first = plan.source.root / model.weights.files[0]
+    mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
+    folders = [plan.source.root / parent for parent in model.weights.files[0].parents]
+    if not plan.is_file:
+        folders.pop()  # the folder itself, whose permissions the new one gets
+    for folder in folders if plan.source.only is None else ():
+        entered = os.stat(folder).st_mode
+        mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(0o006 if not entered & stat.S_IXOTH else 0)
+    return mode | stat.S_IRUSR
+
+
+def _add_empty(plan: MigrationPlan, produced: Produced) -> None:
+    """Add the digests of tensors without elements, whose bytes no file holds."""
+    for model, digests in zip(plan.models, produced.digests, strict=True):
+        for name, source in model.sources.items():
+            if source.new.nbytes == 0:
+                digests[name] = hashlib.sha256(digest_head(source.new.dtype, source.new.shape)).hexdigest()
+
+
+def _check_space(plan: MigrationPlan, folder: Path, shares: bool) -> None:
+    new = sum(file.size for model in plan.models for file in model.files)
+    need = new if shares else plan.bytes_to_write
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if need > free:
+        raise OperationError(
+            f"{plan.output}: {human_size(need)} are needed, {human_size(free)} are free on "
+            "that disk; nothing was written"
+        )
+
+
+def _full(plan: MigrationPlan, error: OSError) -> OperationError:
+    """Return the error of a disk that had room when the work began, and was filled by somebody else."""
+    need = plan.bytes_to_write
+    return OperationError(
+        f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was written there; "
+        "next: make room on that disk, or name a place on another one, and run it again"
+    )
+
+
+@contextmanager
+def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
+    """Yield threads, and what tells them to stop; they have ended when this returns."""
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+    try:
+        yield pool, stop
+    finally:
+        stop.set()
+        despite_interrupts(lambda: pool.shutdown(wait=True, cancel_futures=True))
+
+
+def _finish(jobs: list[Future[None]], stop: threading.Event) -> None:
+    """Wait for all; raise the first error that is not merely the end of the others."""
+    wait(jobs, return_when=FIRST_EXCEPTION)
+    failed = [job for job in jobs if job.done() and not job.cancelled() and job.exception() is not None]
+    if failed:
+        stop.set()
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
+        errors = [job.exception() for job in jobs if not job.cancelled() and job.exception() is not None]
+        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0]) or Stopped()
+
+
+def one_at_a_time(progress: Progress | None) -> Callable[[int], None] | None:
+    """Return a function that may be called from any thread."""
+    if progress is None:
+        return None
+    lock = threading.Lock()
+
+    def report(count: int) -> None:
+        with lock:
+            progress(count)
+
+    return report
+
+
+# The manifest of a migrated checkpoint: what the source's says, made true of the new files.
+
+_Value = TypeVar("_Value")
+
+
+def source_manifest(plan: MigrationPlan) -> Manifest | None:
+    """Return the manifest beside a source, None when there is none.
+
+    Raises OperationError, with what to do, for one that cannot be read: nothing could be compared with it.
+    """
+    path = plan.source.root / MANIFEST
+    try:
+        return readable_manifest(plan.source.root)
+    except OSError as error:
+        raise OperationError(
+            f"{path} cannot be read: {error.strerror}; next, to be allowed to: chmod u+rX "
+            f"{' '.join(map(shell_path, (path.parent, path)))}"
+        ) from error
+
+
+def record(
+    plan: MigrationPlan, old: Manifest, new: tuple[Weights, ...], folder: Path, produced: Produced
+) -> tuple[str, ...]:
+    """Write the manifest of the new checkpoint in ``folder``, durably. ``new``: its models as they were found there.
+
+    Digests of tensors are written when they are known: after a verified migration. Returns in words what was left out,
+    as a manifest that long would not be read. Raises OperationError when nothing that could be would help; OSError.
+    """
+    carried = set(map(str, plan.carried))
+    sizes = {str(file.path): file.size for model in plan.models for file in model.files}
+    sizes |= {str(file.path): file.size for file in plan.rewritten if str(file.path) in old.files}
+    manifest = replace(
+        old,
+        models=tuple(
+            _entry(model, replace(weights, label=lasting_label(weights, folder)), digests, old)
+            for model, weights, digests in zip(plan.models, new, produced.digests, strict=True)
+        ),
+        files=_kept(old.files, carried) | sizes if old.is_of_a_save else {},
+        sha256=_kept(old.sha256, carried) | produced.sha256 if old.sha256 else {},
+    )
+    words: tuple[str, ...] = ()
+    data = manifest.to_bytes()
+    if len(data) > MAX_MANIFEST:
+        data, words = _shortened(plan, manifest, len(data))
+    (folder / JOURNAL).mkdir()
+    create_file(folder / MANIFEST, data)
+    sync_folder(folder / JOURNAL)
+    sync_folder(folder)
+    return words
+
+
+def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[bytes, tuple[str, ...]]:
+    """Return a manifest without the digests of tensors, and in words that it has none."""
+    data = replace(manifest, models=tuple(replace(one, digests={}) for one in manifest.models)).to_bytes()
+    too_long = f"would take {length} bytes, {MAX_MANIFEST} are read at most"
+    if len(data) > MAX_MANIFEST:
+        raise OperationError(
+            f"{plan.output}: its manifest {too_long}, and {len(data)} without the digests of tensors; nothing was "
+            f"written; next, to migrate without it: mv {shell_path(plan.source.root / MANIFEST)} ELSEWHERE"
+        )
+    return data, (f"{plan.output / MANIFEST} has no digests of tensors: with them it {too_long}",)
+
+
+def outdated(plan: MigrationPlan) -> Iterator[str]:
+    """Yield in words which manifests above the output do not speak of what is written there, and what to type."""
+    output = plan.output.absolute()
+    names = ["."] if plan.is_file else [str(file.path) for model in plan.models for file in model.files]
+    for folder in output.parents:
+        manifest = None
+        with suppress(FormatError, OSError):  # who reads it next says so
+            manifest = read_manifest(folder)
+        if manifest is None:
+            continue
+        below = output.relative_to(folder)
+        written = {str(below / name) for name in (*names, *plan.removed)}
+        is_changed = not written.isdisjoint({*manifest.sha256, *manifest.files})
+        if manifest.sha256 or is_changed:
+            yield (
+                f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} what is written to "
+                f"{below}; next, to make it true: {command('seal', folder, '', *(['--force'] if is_changed else []))}"
+            )
+
+
+def _kept(recorded: Mapping[str, _Value], carried: set[str]) -> dict[str, _Value]:
+    return {name: value for name, value in recorded.items() if name in carried}
+
+
+def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: Manifest) -> ManifestEntry:
+    """Return what is recorded of one model. Names that the file holds are those that a reader of its header sees."""
+    is_apart = new.format is Format.SAFETENSORS
+    names = {name: source.new for name, source in model.sources.items()}
+    ties = dict(model.weights.ties)
+    held = names if is_apart else names | {name: names[kept] for name, kept in ties.items()}
+    return ManifestEntry(
+        index=new.index,
+        file=new.label,
+        type=_type(model.weights, old),
+        keys=key_fingerprint((name, one.dtype, one.shape) for name, one in held.items()),
+        aliases=ties if is_apart else {},
+        digests={name: digests[ties.get(name, name)] for name in held} if digests else {},
+    )
+
+
+def _type(weights: Weights, old: Manifest) -> str:
+    """Return the class of a model, "" when the old manifest does not list this one."""
+    for entry in old.models:
+        is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
+        is_it = entry.file == weights.label or (is_folder and entry.file not in old.files)
+        if entry.index == weights.index and is_it:
+            return entry.type
+    return ""

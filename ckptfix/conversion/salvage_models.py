@@ -1,0 +1,530 @@
+"""Intact tensors of damaged models: shards, files and DCP folders."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.dcp import belongs
+from ckptfix.checkpoint.entries import model_position
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.groups import ModelFiles, group_files
+from ckptfix.checkpoint.manifest import REPORT
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.conversion.salvage_sources import Files, PartOfModel, Place, Sealed, stems_of
+from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.dcp_items import dcp_problems
+from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
+from ckptfix.formats.dcp_names import model_names
+from ckptfix.formats.dcp_stream import StoredItem
+from ckptfix.formats.safetensors_file import METADATA_KEY
+from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.reading import open_reader
+from ckptfix.tensors.dcp_tensors import dcp_weights, read_metadata_of, whole_tensors
+from ckptfix.tensors.layouts import Contiguous
+from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import count_of
+
+# Put the state dicts of shards together: a name that the index lists comes from the file that it lists, or
+# is lost.
+
+
+def joined(
+    dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]
+) -> tuple[SavedDict, dict[str, str]]:
+    """Return the state dict that shards make up, each given with the name of its file, and name -> file of each copy.
+
+    ``listed``: name -> its file. A copy is what another file than that one holds, and not saved. A name that no index
+    lists is saved when one file alone holds it.
+    """
+    twice = _in_two(dicts, listed)
+    tensors: dict[str, StoredTensor] = {}
+    ties: dict[str, str] = {}
+    lost: list[Lost] = []
+    copies: dict[str, str] = {}
+    for file, one in dicts:
+        held = {tensor.fqn: tensor for tensor in one.tensors}
+        first: dict[str, str] = {}  # a tensor of this file -> the first of its names that is taken from here
+        for name, kept in {**{name: name for name in held}, **one.ties}.items():
+            if listed.get(name, file) != file:
+                copies.setdefault(name, file)
+            elif name in twice:
+                lost.append(
+                    Lost(file, name, f"{' and '.join(twice[name])} hold it, and no index says which counts")
+                )
+            elif first.setdefault(kept, name) == name:
+                tensors[name] = held[kept]._replace(fqn=name)
+            else:
+                ties[name] = first[kept]
+        lost += (gone for gone in one.lost if gone.name is None or listed.get(gone.name, file) == file)
+    metadata = {key: text for _, one in dicts for key, text in one.metadata.items()}
+    for file, one in dicts:
+        for key in [key for key, text in one.metadata.items() if metadata.get(key, text) != text]:
+            del metadata[key]
+            reason = f"what it says of {key!r} is not what other files of the model say"
+            lost.append(Lost(file, METADATA_KEY, reason))
+    whole = SavedDict(
+        tensors=tuple(tensors.values()),
+        ties=ties,
+        versions={name: version for _, one in dicts for name, version in one.versions.items()},
+        lost=tuple(_with_copy(gone, copies) for gone in lost),
+        unchecked=frozenset(name for _, one in dicts for name in one.unchecked),
+        metadata=metadata,
+        damaged=tuple(
+            damaged
+            for file, one in dicts
+            for damaged in one.damaged
+            if listed.get(damaged.name or "", file) == file
+        ),
+    )
+    return whole, copies
+
+
+def of_copy(name: str | None, copies: Mapping[str, str]) -> str:
+    """Say where another copy of a lost tensor is, "" when nowhere."""
+    file = copies.get(name or "")
+    return f"; {file} holds another copy, which may be of another save" if file is not None else ""
+
+
+def _in_two(dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names that no index lists and several files hold, with these."""
+    holders: dict[str, list[str]] = {}
+    for file, one in dicts:
+        gone = (lost.name for lost in one.lost if lost.name is not None)
+        for name in (*(tensor.fqn for tensor in one.tensors), *one.ties, *gone):
+            if name not in listed:
+                holders.setdefault(name, []).append(file)
+    return {name: files for name, files in holders.items() if len(files) > 1}
+
+
+def _with_copy(gone: Lost, copies: Mapping[str, str]) -> Lost:
+    return gone._replace(reason=gone.reason + of_copy(gone.name, copies))
+
+
+# Sort the models of a folder: whole ones are copied, of the others the whole tensors go into new files.
+
+_STRANGE = re.compile(r"[^A-Za-z0-9._-]")
+_LONGEST = 64  # characters of a key in the name of a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """What was taken out of the files of a model.
+
+    ``dicts``: each with what it is called in a manifest. ``unread``: files that cannot be read. ``copies``: name ->
+    another file than the index lists that holds it, too.
+    """
+
+    dicts: tuple[tuple[str, SavedDict], ...]
+    unread: Mapping[str, Lost]
+    copies: Mapping[str, str]
+
+
+class Models:
+    """One look at the models of a folder."""
+
+    def __init__(self, folder: CheckpointFolder, files: Files) -> None:
+        """Note what is found where ``files`` notes it."""
+        self._files = files
+        self._found = files.found
+        self._sealed = files.sealed
+        self._only = folder.only
+        self._groups = group_files(folder)
+        self._names = {str(one.path) for one in folder.components} | set(map(str, folder.strays))
+        self._names |= set(map(str, folder.subfolders)) | {REPORT}
+
+    def sort(self) -> None:
+        """Sort every file of the folder."""
+        for group in self._groups:
+            self.group(group)
+
+    def group(self, group: ModelFiles) -> None:
+        """Sort the files of one state dict, or a file of another kind."""
+        if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
+            for member in group.members:
+                self._files.state(member)
+            return
+        wrong = {
+            member.path: problem
+            for member in group.members
+            if (problem := self._files.problem(member)) is not None
+        }
+        if wrong or group.missing or absent(group):
+            self._part(group, self._judged(self._taken(group, wrong)))
+        elif self._is_sealed(group):
+            self._sealed_group(group)
+        else:
+            self._copy(group, proven=False)
+
+    def add(
+        self,
+        source: str,
+        stem: str,
+        found: SavedDict,
+        own: "set[str]",
+        *,
+        position: int | None,
+        is_folder: bool,
+    ) -> None:
+        """Plan a file for what is whole; its name is new among those that are there already, but for ``own``.
+
+        ``position``: that of the model, None for files that ``load_state`` never reads. Where another file of the model
+        is whole, the new one gets a name that no loader looks for.
+        """
+        self._found.lost += found.lost
+        if not found.tensors:
+            return
+        if (whole := self._whole_rival(position, own)) is not None:
+            stem, is_folder = f"{stem}-salvaged", False
+        stems = stems_of(stem, self._names - own, is_folder=is_folder)
+        self._names |= {f"{stems.safetensors}.safetensors", f"{stems.torch}.bin"}
+        self._found.damaged += found.damaged
+        places: dict[PurePosixPath, list[Place]] = {}
+        for one in found.tensors:
+            if one.fqn in found.unchecked and isinstance(one.layout, Contiguous):
+                for path, begin, length in one.layout.pieces:
+                    where = PurePosixPath(os.path.relpath(path, self._found.root))
+                    places.setdefault(where, []).append(Place(one.fqn, begin, begin + length))
+        for where, runs in places.items():
+            self._files.unchecked(where, runs)
+        self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
+        if whole is not None:
+            words = "holds a part of a model, and has a name that no loader looks for, as the model is complete in"
+            self._found.notes.append(f"what is saved of {source} {words} {whole}")
+
+    def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:
+        """Return what holds a whole model at this position, in files that are not ``own``; None for nothing."""
+        if position is None:
+            return None
+        for group in self._groups:
+            paths = [member.path for member in group.members]
+            if model_position(group) != position or own.intersection(map(str, paths)):
+                continue
+            is_whole = group.is_whole and not absent(group)
+            is_whole = is_whole and all(self._files.problem(member) is None for member in group.members)
+            if is_whole and not any(self._sealed.files(paths).values()):
+                return str(group.index_path or paths[0])
+        return None
+
+    def has_part(self, groups: Sequence[ModelFiles], here: PurePosixPath) -> bool:
+        """Whether a tensor could be saved of models that are not whole, in the folder ``here`` of this one."""
+        for group in groups:
+            if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
+                continue
+            members = [replace(member, path=here / member.path) for member in group.members]
+            if not group.missing and all(self._files.problem(member) is None for member in members):
+                continue
+            for member in members:
+                with suppress(FormatError, OSError):
+                    if any(one.tensors for one in self._read(member)):
+                        return True
+        return False
+
+    def _copy(self, group: ModelFiles, *, proven: bool) -> None:
+        for member in group.members:
+            self._files.whole(member, proven=proven)
+        self._copy_index(group)
+
+    def _copy_index(self, group: ModelFiles) -> None:
+        """Copy the index of shards, or note that they are without one."""
+        if group.index is not None and group.index.problem is None and group.index_path is not None:
+            self._found.copy(group.index_path)
+        elif group.index_path is not None and group.rivals == 1:
+            self._found.unindexed.append(group.index_path)
+
+    def _is_sealed(self, group: ModelFiles) -> bool:
+        paths = [member.path for member in group.members]
+        return bool(self._sealed.is_sealed(paths) or self._sealed.models(*_labels(group)))
+
+    def _sealed_group(self, group: ModelFiles) -> None:
+        """Sort files that are whole by their structure, and were sealed: by the digests of files, then of tensors."""
+        of_files = self._sealed.files(member.path for member in group.members)
+        differing = {path: why for path, why in of_files.items() if why}
+        if len(of_files) == len(group.members) and not differing:
+            self._copy(group, proven=True)
+            return
+        if not self._sealed.models(*_labels(group)):
+            for member in group.members:
+                if member.path in differing:
+                    self._files.damaged(member, Lost(str(member.path), None, differing[member.path]))
+                else:
+                    self._files.whole(member, proven=member.path in of_files)
+            self._copy_index(group)
+            return
+        taken = self._taken(group, {})
+        judged = self._judged(taken)
+        pairs = list(zip(taken.dicts, judged.dicts, strict=True))
+        if taken.unread or any(len(one.tensors) > len(other.tensors) for (_, one), (_, other) in pairs):
+            self._part(group, judged)
+            return
+        self._copy(group, proven=not any(one.unchecked for _, one in judged.dicts))
+        for _, one in judged.dicts:
+            self._found.damaged += one.damaged
+        if not any(one.damaged for _, one in judged.dicts):
+            words = "but every tensor of its model that was sealed has its own"
+            self._found.doubtful += [
+                Lost(str(path), None, f"{why}, {words}") for path, why in differing.items()
+            ]
+        self._found.lost += self._unfound(group, judged)
+
+    def _taken(self, group: ModelFiles, wrong: Mapping[PurePosixPath, Lost]) -> _Taken:
+        """Take the whole tensors out of the files of a model."""
+        dicts: list[tuple[str, SavedDict]] = []
+        unread: dict[str, Lost] = {}
+        for member in group.members:
+            try:
+                dicts += [(str(member.path), one) for one in self._read(member)]
+            except (FormatError, OSError) as error:
+                problem = wrong.get(member.path)
+                reason = problem.reason if problem is not None else str(error)
+                unread[str(member.path)] = Lost(str(member.path), None, reason)
+        if len(group.members) > 1 or group.index_path is not None:
+            whole, copies = joined(dicts, group.listed)
+            known = self._sealed.models(*_labels(group))
+            return _Taken(dicts=((next(iter(known), ""), whole),), unread=unread, copies=copies)
+        named = tuple((file + "".join(f"[{step!r}]" for step in one.path), one) for file, one in dicts)
+        return _Taken(dicts=named, unread=unread, copies={})
+
+    def _judged(self, taken: _Taken) -> _Taken:
+        """Return what was taken without what differs from its digest in the manifest, or with that as damaged."""
+        keep = self._files.keep_damaged
+        judged = tuple(
+            (label, self._sealed.judged(one, self._sealed.digests(label), keep_damaged=keep))
+            for label, one in taken.dicts
+        )
+        return _Taken(dicts=judged, unread=taken.unread, copies=taken.copies)
+
+    def _part(self, group: ModelFiles, taken: _Taken) -> None:
+        """Plan new files for what was taken out of a model, and note what is lost."""
+        self._found.lost += taken.unread.values()
+        found = [one for _, one in taken.dicts]
+        seen = _seen(found)
+        for name, file in group.listed.items():
+            if name not in seen:
+                reason = "its file cannot be read" if file in taken.unread else "the index promises it there"
+                reason = "its file is missing" if file in group.missing else reason
+                self._found.lost.append(Lost(file, name, reason + of_copy(name, taken.copies)))
+        self._found.lost += [
+            Lost(file, None, "missing; which tensors were in it is not known")
+            for file in group.missing
+            if file not in group.listed.values()
+        ]
+        self._found.lost += self._unfound(group, taken)
+        own = {str(member.path) for member in group.members} | {str(group.index_path)}
+        source = str(group.index_path or group.members[0].path)
+        stem = _stem(group)
+        for one in found:
+            keys = () if len(found) == 1 else (_STRANGE.sub("_", key)[:_LONGEST] for key in one.path)
+            position = model_position(group)
+            self.add(source, "-".join((stem, *keys)), one, own, position=position, is_folder=False)
+
+    def _unfound(self, group: ModelFiles, taken: _Taken) -> list[Lost]:
+        """Return what the manifest lists and no file holds; of a shard that was asked for alone nothing is."""
+        if self._only is not None and group.index_path is not None:
+            return []
+        dicts = dict(taken.dicts)
+        reason = "its file cannot be read" if taken.unread else "the manifest lists it, and no file holds it"
+        return [
+            Lost(label, name, reason)
+            for label in self._sealed.models(*_labels(group))
+            for name in sorted(self._sealed.expected(label))
+            if name not in group.listed and name not in _seen([dicts[label]] if label in dicts else [])
+        ]
+
+    def _read(self, member: Component) -> tuple[SavedDict, ...]:
+        path = self._found.root / member.path
+        if member.name.suffix == ".safetensors":
+            return (salvage_safetensors(path),)
+        return salvage_torch(path, keep_damaged=self._files.keep_damaged, progress=self._files.progress)
+
+
+def absent(group: ModelFiles) -> list[str]:
+    """Return the names that the index lists and no file holds."""
+    held = {tensor.fqn for member in group.members for tensor in member.tensors}
+    held |= {name for member in group.members for scope in member.scopes for name in scope.names}
+    return [name for name in group.listed if name not in held]
+
+
+def _seen(found: "list[SavedDict]") -> "set[str | None]":
+    names: set[str | None] = {name for one in found for name in (*(t.fqn for t in one.tensors), *one.ties)}
+    return names | {lost.name for one in found for lost in one.lost}
+
+
+def _labels(group: ModelFiles) -> tuple[str, ...]:
+    """Return what the model can be called in a manifest."""
+    alone = [str(member.path) for member in group.members] if len(group.members) == 1 else []
+    return (*alone, *([str(group.index_path)] if group.index_path is not None else []))
+
+
+def _stem(group: ModelFiles) -> str:
+    if group.members and group.members[0].name.shard is None and group.index_path is None:
+        return group.members[0].path.stem
+    if group.members and group.members[0].name.shard is not None:
+        return group.members[0].name.stem
+    name = parse_file_name(group.index_path.name) if group.index_path is not None else None
+    return name.stem if name is not None else "model"
+
+
+# What is whole in a folder of torch.distributed.checkpoint: every item there, in its length, with its
+# checksums.
+
+_BESIDE = "it is next to the model, which alone is saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedFolder:
+    """``reason``: why it cannot be copied as it is, "" for a whole one. ``found``: what is whole of its model, if so.
+
+    ``damaged``: what is kept in a copy although it is damaged, as was asked for. ``doubtful``: files that are not as
+    they were sealed, while all tensors of the model are. ``unchecked``: whether there are items without a checksum.
+    ``unnamed``: files of a save that no item is in.
+    """
+
+    reason: str = ""
+    found: SavedDict | None = field(default=None, repr=False)
+    damaged: tuple[Lost, ...] = ()
+    doubtful: tuple[Lost, ...] = ()
+    unchecked: bool = False
+    unnamed: tuple[str, ...] = ()
+
+
+def judge(
+    root: Path, where: PurePosixPath, sealed: Sealed, *, keep_damaged: bool, progress: Progress | None
+) -> JudgedFolder:
+    """Look at every item of a DCP folder; reads what has a checksum, or a digest in the manifest."""
+    folder = root / where
+    try:
+        metadata = read_metadata_of(folder)
+    except OperationError as error:
+        return JudgedFolder(reason=_said(error))
+    items = _Items(folder, metadata, progress)
+    own = [where / name for name in sorted(os.listdir(folder)) if belongs(name)]
+    of_files = sealed.files(path for path in own if (root / path).is_file())
+    unlike = tuple(Lost(str(path), None, why) for path, why in of_files.items() if why)
+    model = model_names(metadata)
+    digests = {name: one for found in sealed.models(str(where)).values() for name, one in found.items()}
+    unchecked = items.unchecked and not (len(of_files) == len(own) and not unlike)
+    if model is None or (unlike and not digests):  # which item it is cannot be told
+        reason = items.reason(keep_damaged) or ("" if keep_damaged or not unlike else str(unlike[0]))
+        if reason:
+            many = count_of(len(metadata.tensors) + len(metadata.items), "item")
+            reason = f"none of its {many} is saved, as not all of them are intact: {reason}"
+        damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
+        return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
+    if unlike or len(of_files) < len(own):
+        changed = sealed.changed(digests, whole_tensors(folder)[0]) if digests else {}
+        items.changed |= {fqn: changed[name] for fqn, name in model.names.items() if name in changed}
+        unchecked &= not digests.keys() >= set(model.names.values())
+    reason = items.reason(keep_damaged)
+    if not reason:
+        try:
+            dcp_weights(root, where, 0)
+        except OperationError as error:
+            reason = _said(error)
+    wrong = items.wrong(keep_damaged)
+    return JudgedFolder(
+        reason=reason,
+        found=_whole_part(folder, str(where), metadata, wrong, items.changed) if reason else None,
+        damaged=items.kept(str(where)) if keep_damaged else (),
+        doubtful=unlike if not items.changed else (),
+        unchecked=unchecked,
+        unnamed=tuple(
+            str(path.relative_to(where)) for path in own if not _is_used(path.relative_to(where), metadata)
+        ),
+    )
+
+
+def _is_used(path: PurePosixPath, metadata: DcpMetadata) -> bool:
+    return path.name == METADATA_NAME or path in metadata.files
+
+
+def _whole_part(
+    folder: Path, where: str, metadata: DcpMetadata, wrong: "dict[str, str]", changed: "dict[str, str]"
+) -> SavedDict:
+    """Return what is whole of the model; all that is beside it is lost, as the new file holds only the model."""
+    model = model_names(metadata)
+    assert model is not None, "it was looked for"
+    tensors, lost = whole_tensors(folder)
+    by_name = {name: fqn for fqn, name in model.names.items()}
+    wrong = wrong.copy()
+    for tensor in metadata.tensors:
+        if 0 in tensor.shape:  # nothing of its item is needed
+            wrong.pop(tensor.fqn, None)
+    lost |= {name: wrong[fqn] for name, fqn in by_name.items() if fqn in wrong and name not in lost}
+    every = (*(tensor.fqn for tensor in metadata.tensors), *(item.fqn for item in metadata.items))
+    beside = {fqn: wrong.get(fqn, _BESIDE) for fqn in every if fqn not in model.names}
+    kept = tuple(tensor for tensor in tensors if tensor.fqn not in lost)
+    return SavedDict(
+        tensors=kept,
+        lost=tuple(Lost(where, name, words) for name, words in (*lost.items(), *beside.items())),
+        damaged=tuple(
+            Lost(where, one.fqn, changed[by_name[one.fqn]]) for one in kept if by_name[one.fqn] in changed
+        ),
+    )
+
+
+class _Items:
+    """What is wrong with items: name -> words. ``gone``: not there. ``changed``: not with its checksum or digest."""
+
+    def __init__(self, folder: Path, metadata: DcpMetadata, progress: Progress | None) -> None:
+        self.gone = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
+        self.changed: dict[str, str] = {}
+        self.unchecked = False
+        by_file: dict[PurePosixPath, list[StoredItem]] = {}
+        for item in metadata.stored.values():
+            by_file.setdefault(item.path, []).append(item)
+        for path, items in sorted(by_file.items()):
+            try:
+                for item, problem, is_there in self._of_file(folder / path, items, progress):
+                    (self.changed if is_there else self.gone).setdefault(item.fqn, f"{path}: {problem}")
+            except OSError as error:
+                words = f"{path}, which holds parts of it, cannot be read: {error.strerror or error}"
+                self.gone |= {item.fqn: words for item in items if item.fqn not in self.gone}
+
+    def wrong(self, keep_damaged: bool) -> dict[str, str]:
+        """Return what is not to be kept."""
+        return self.gone if keep_damaged else {**self.changed, **self.gone}
+
+    def reason(self, keep_damaged: bool) -> str:
+        """Return why the folder cannot be copied as it is, "" when it can."""
+        return next((f"{fqn!r}: {words}" for fqn, words in self.wrong(keep_damaged).items()), "")
+
+    def kept(self, where: str) -> tuple[Lost, ...]:
+        """Return what a copy holds although it is damaged."""
+        return tuple(Lost(where, fqn, words) for fqn, words in self.changed.items())
+
+    def _of_file(
+        self, path: Path, items: "list[StoredItem]", progress: Progress | None
+    ) -> Iterator[tuple[StoredItem, str, bool]]:
+        """Yield the items that are not whole, why, and whether all their bytes are there."""
+        with open_reader(path) as reader:
+            for item in sorted(items, key=lambda one: one.offset):
+                end = item.offset + item.length
+                if end > reader.size:
+                    yield item, f"it has {reader.size} bytes, {end} are needed", False
+                    continue
+                window = reader.window(item.offset, item.length)
+                if item.transforms or window.read(0, min(4, item.length)) != b"PK\3\4":
+                    self.unchecked = True
+                    continue
+                try:
+                    archive = read_zip(window)
+                    self.unchecked |= not all(record.crc or not record.size for record in archive.records)
+                    wrong = next(crc_mismatches(archive, window, every_record=True, progress=progress), None)
+                except FormatError as error:
+                    yield item, f"the item at byte {item.offset}: {error}", False
+                    continue
+                if wrong is not None:
+                    yield (
+                        item,
+                        f"the record {wrong.name!r} at byte {item.offset} does not have its CRC-32",
+                        True,
+                    )
+
+
+def _said(error: OperationError) -> str:
+    return str(error).partition("; next:")[0]

@@ -1,0 +1,372 @@
+"""Intact and damaged files of a checkpoint, sorted one by one."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.folder import Component, ProblemKind
+from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.contents import Recorded
+from ckptfix.diagnosis.target import Target
+from ckptfix.errors import FormatError
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.torch_file import TorchFile, crc_mismatches
+from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, hash_all
+from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
+from ckptfix.tensors.stored import StoredTensor
+
+# What a new file of weights is called: as stock loaders look for it, where they looked for the old one.
+#
+# ``load_state`` and ``from_pretrained`` look for ``model.safetensors`` and ``pytorch_model.bin``,
+# ``load_state`` of FSDP with full state dicts for ``pytorch_model_fsdp.bin`` alone (accelerate 1.15,
+# ``checkpointing.py``, ``fsdp_utils.py``).
+
+_TORCH = re.compile(r"pytorch_model((?:_[0-9]+)?|\.[\w-]+)")
+_FULL = re.compile(r"pytorch_model_fsdp(?:_[0-9]+)?")
+_FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]+)")
+
+
+class Stems(NamedTuple):
+    """What the new file is called without its suffix, as safetensors and as a file of torch. ``is_torch``: the latter.
+
+    It is a file of torch, too, where safetensors lacks a dtype.
+    """
+
+    safetensors: str
+    torch: str
+    is_torch: bool = False
+
+
+def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> Stems:
+    """Return what the weights of a file ``stem`` become, or those of a DCP folder of this name.
+
+    ``taken``: names of files that stand there already, or will. A user's own name stays; where the name that loaders
+    look for is taken, too.
+    """
+    if is_folder and (match := _FOLDER.fullmatch(stem)):
+        number = f"_{int(match[1])}" if int(match[1]) else ""
+        return Stems(
+            _free(f"model{number}", ".safetensors", taken, stem),
+            _free(f"pytorch_model{number}", ".bin", taken, stem),
+        )
+    match = _TORCH.fullmatch(stem)
+    wanted = f"model{match[1]}" if match and not is_folder else stem
+    return Stems(
+        _free(wanted, ".safetensors", taken, stem),
+        _free(stem, ".bin", taken, stem),
+        is_torch=not is_folder and _FULL.fullmatch(stem) is not None,
+    )
+
+
+def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
+    """Return the first of the name that is wanted and the own one that is free, else a new one."""
+    for stem in (wanted, own):
+        if not _names(stem, suffix) & set(taken):
+            return stem
+    while _names(own, suffix) & set(taken):
+        own += "-salvaged"
+    return own
+
+
+def _names(stem: str, suffix: str) -> set[str]:
+    """Return the names that mean one model: its file, and the index of its shards, which loaders take instead."""
+    return {f"{stem}{suffix}", f"{stem}{suffix}.index.json"}
+
+
+# What was found in a damaged checkpoint: files that are whole, models of which a part is, and what is lost.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOfModel:
+    """One state dict that is not whole: where its tensors come from, and what the new file is called."""
+
+    source: str
+    stems: Stems
+    found: SavedDict
+
+
+@dataclass(slots=True)
+class Sorted:
+    """``copied``: files that are whole or none of ours, relative to the root. ``components``: how many are ours.
+
+    ``doubtful``: what is kept and ends in zeros, or is no longer as it was sealed and may be so on purpose.
+    ``left_out``: what is in the source and not meant for the new folder, in words. ``notes``: how what was saved is
+    called, in words. ``unindexed``: where the index of whole shards is missing, or cannot be used. ``advice``: what to
+    do when nothing is as the manifest says, "" else. ``unchecked``: whether something was kept that has no checksum.
+    """
+
+    root: Path
+    copied: list[PurePosixPath] = field(default_factory=list)
+    components: int = 0
+    parts: list[PartOfModel] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    doubtful: list[Lost] = field(default_factory=list)
+    damaged: list[Lost] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unindexed: list[PurePosixPath] = field(default_factory=list)
+    advice: str = ""
+    unchecked: bool = False
+
+    def copy(self, path: PurePosixPath) -> None:
+        """Take a file over as it is."""
+        self.copied.append(path)
+        self.components += 1
+
+
+# What the manifest of the source says: which files and tensors are still those that were sealed.
+#
+# A flipped bit in a safetensors file shows in no other way: the format has no checksums.
+
+OTHER = "its sha256 is not that of the manifest"
+
+
+class Sealed:
+    """The digests that the manifest has, none without one. ``problem``: why it cannot be understood, "" if it can.
+
+    ``equal``, ``unequal``: how many files and tensors had their digest, and had another one, up to now.
+    """
+
+    def __init__(self, target: Target, progress: Progress | None) -> None:
+        """Read the manifest. ``progress`` gets bytes that are hashed."""
+        self._root = target.root
+        self._progress = progress
+        self.problem = ""
+        self.equal = self.unequal = 0
+        manifest = None
+        try:
+            manifest = read_manifest(target.root)
+        except (FormatError, OSError) as error:  # damaged, too: all else is saved as without one
+            self.problem = str(error)
+        self._recorded = Recorded(manifest, target)
+
+    def files(self, paths: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
+        """Return file -> "" when it has its sha256, else why it has not; files that were not sealed are left out."""
+        found: dict[PurePosixPath, str] = {}
+        jobs: list[FileJob] = []
+        sealed: list[PurePosixPath] = []
+        for path in paths:
+            if str(path) in self._recorded.sha256:
+                try:
+                    jobs.append(FileJob(self._root / path, os.stat(self._root / path).st_size))
+                    sealed.append(path)
+                except OSError as error:
+                    found[path] = f"cannot be read: {error.strerror or error}"
+        for path, one in zip(sealed, hash_all(jobs, progress=self._progress), strict=True):
+            found[path] = self._unlike(one, self._recorded.sha256[str(path)])
+        return found
+
+    def is_sealed(self, paths: Iterable[PurePosixPath]) -> bool:
+        """Whether one of these files has a digest."""
+        return any(str(path) in self._recorded.sha256 for path in paths)
+
+    def digests(self, label: str) -> Mapping[str, str]:
+        """Return name -> digest of the tensors of one model."""
+        return self._recorded.tensors.get(label, {})
+
+    def models(self, *labels: str) -> dict[str, Mapping[str, str]]:
+        """Return what models are called that a file, index or folder holds -> name -> digest of each tensor."""
+        return {
+            label: digests
+            for label, digests in self._recorded.tensors.items()
+            if digests and (label in labels or label.startswith(tuple(f"{one}[" for one in labels)))
+        }
+
+    def expected(self, label: str) -> frozenset[str]:
+        """Return the names that were in the files of a model, without those of ties that are only in the manifest."""
+        return frozenset(self._recorded.tensors[label].keys() - self._recorded.aliases[label])
+
+    def changed(self, digests: Mapping[str, str], tensors: Iterable[StoredTensor]) -> dict[str, str]:
+        """Return name -> why, for the tensors that are not what was sealed. Reads all that have a digest."""
+        sealed = [one for one in tensors if one.fqn in digests]
+        hashed = hash_all([TensorJob(one) for one in sealed], progress=self._progress)
+        words = {
+            one.fqn: self._unlike(found, digests[one.fqn]) for one, found in zip(sealed, hashed, strict=True)
+        }
+        return {name: why for name, why in words.items() if why}
+
+    def judged(self, found: SavedDict, digests: Mapping[str, str], *, keep_damaged: bool) -> SavedDict:
+        """Return a state dict without what is not as it was sealed, or with that among the damaged."""
+        known = {one.name for one in found.damaged}
+        changed = self.changed(digests, (one for one in found.tensors if one.fqn not in known))
+        sound = frozenset(digests.keys() - changed.keys())
+        found = replace(found, unchecked=found.unchecked - sound)
+        if not changed:
+            return found
+        wrong = tuple(
+            Lost(self._home(one), one.fqn, changed[one.fqn]) for one in found.tensors if one.fqn in changed
+        )
+        if keep_damaged:
+            return replace(found, damaged=(*found.damaged, *wrong))
+        files = {one.name: one.file for one in wrong}
+        gone = (
+            Lost(files[kept], name, f"it is tied to {kept!r}, which is lost")
+            for name, kept in found.ties.items()
+            if kept in changed
+        )
+        return replace(
+            found,
+            tensors=tuple(one for one in found.tensors if one.fqn not in changed),
+            ties={name: kept for name, kept in found.ties.items() if kept not in changed},
+            lost=(*found.lost, *wrong, *gone),
+        )
+
+    def missing(self) -> Iterator[str]:
+        """Yield the files that the manifest lists and that are not there."""
+        recorded = self._recorded
+        for name in sorted(recorded.sha256.keys() | recorded.sizes.keys() | recorded.repaired):
+            if not os.path.lexists(self._root / name):
+                yield name
+
+    def _home(self, tensor: StoredTensor) -> str:
+        path = first_place(tensor.layout)[0]
+        return os.path.relpath(path, self._root) if path != Path() else ""
+
+    def _unlike(self, found: Hashed, recorded: str) -> str:
+        """Return why something is not what was recorded, "" when it is."""
+        if found.problem:
+            return f"it cannot be read: {found.problem}"
+        is_equal = found.digest == recorded
+        self.equal += is_equal
+        self.unequal += not is_equal
+        return "" if is_equal else OTHER
+
+
+# Which tensors end in zeros: after a crash the last pages of a file are often zeros that were never
+# written.
+
+PAGE = 4096
+"""Bytes that a file system writes, and loses, together."""
+
+_BLOCK = 1 << 20
+
+
+class Place(NamedTuple):
+    """A tensor that is one run of bytes, from ``begin`` to ``end`` of its file."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def zero_ends(path: Path, places: Iterable[Place]) -> dict[str, int]:
+    """Return name -> how many zero bytes a tensor ends in: a page or more of its own, or a part of the file's own end.
+
+    Reads the last page of every tensor, and of the others as much as is zero. Raises OSError, FormatError.
+    """
+    found = {}
+    with open_reader(path) as reader:
+        tail = _zeros_before(reader, 0, reader.size)
+        limit = reader.size - tail if tail >= PAGE else reader.size
+        for name, begin, end in places:
+            zeros = end - begin if begin >= limit else _zeros_before(reader, begin, end)
+            if zeros >= PAGE or end > max(begin, limit):
+                found[name] = zeros
+    return found
+
+
+def _zeros_before(reader: FileReader, begin: int, end: int) -> int:
+    """Return how many of the bytes from ``begin`` to ``end`` are zeros that reach up to ``end``."""
+    position, length = end, PAGE
+    while position > begin:
+        block = reader.read(max(begin, position - length), min(length, position - begin))
+        kept = len(block.rstrip(b"\0"))
+        position -= len(block) - kept
+        if kept:
+            break
+        length = _BLOCK
+    return end - position
+
+
+# Sort single files: whole ones are copied, others are lost, or kept although damaged.
+
+
+class Files:
+    """What is known of single files, and where it is noted."""
+
+    def __init__(self, found: Sorted, sealed: Sealed, keep_damaged: bool, progress: Progress | None) -> None:
+        """Note in ``found``. ``keep_damaged``: copy what is all there and fails its checksum, too."""
+        self.found = found
+        self.sealed = sealed
+        self.keep_damaged = keep_damaged
+        self.progress = progress
+
+    def state(self, member: Component) -> None:
+        """Sort a file that is no model of this folder: it is copied whole, or lost."""
+        problem = self.problem(member)
+        if problem is not None and member.path in self.found.unindexed:
+            self.found.left_out.append(
+                f"{problem}; its shards are intact, and repair writes it anew from them"
+            )
+            return
+        proven = False
+        if problem is None and (why := self.sealed.files([member.path]).get(member.path)) is not None:
+            problem = Lost(str(member.path), None, why) if why else None
+            proven = not why
+        if problem is None:
+            self.whole(member, proven=proven)
+        else:
+            self.damaged(member, problem)
+
+    def damaged(self, member: Component, problem: Lost) -> None:
+        """Note a file that is not whole: lost, or kept when that was asked for and all of it is there."""
+        if self.keep_damaged and member.problem is None:
+            self.found.copy(member.path)
+            self.found.damaged.append(problem)
+        else:
+            self.found.lost.append(problem)
+
+    def whole(self, member: Component, *, proven: bool) -> None:
+        """Take a whole file over. ``proven``: it has its sha256, or all its tensors have."""
+        self.found.copy(member.path)
+        if not proven and not _has_checksums(member):
+            places = (
+                Place(one.fqn, *one.data_offsets) for one in member.tensors if one.data_offsets is not None
+            )
+            self.unchecked(member.path, places)
+        if member.problem is not None:
+            self.found.not_checked.append(f"{member.path}, copied as it is: {member.problem.message}")
+
+    def unchecked(self, path: PurePosixPath, places: Iterable[Place]) -> None:
+        """Note what is kept of a file that has no checksums, and which of its tensors end in zeros."""
+        self.found.unchecked = True
+        for name, zeros in zero_ends(self.found.root / path, places).items():
+            self.found.doubtful.append(Lost(str(path), name, f"it ends in {zeros} bytes of zeros"))
+
+    def problem(self, member: Component) -> Lost | None:
+        """Return what is wrong with a file, None for a whole one, and for one of a kind that is not read."""
+        if isinstance(member.content, SafetensorsFile) and member.content.trailing:
+            return Lost(str(member.path), None, f"{member.content.trailing} {BEHIND}")
+        if member.problem is not None:
+            if member.problem.kind is ProblemKind.UNSUPPORTED:
+                return None
+            message = f"{member.problem.kind.value}: {member.problem.message}"
+            return Lost(str(member.path), None, message, member.problem.need, _have(member))
+        if not isinstance(member.content, TorchFile):
+            return None
+        with open_reader(self.found.root / member.path) as reader:
+            mismatches = crc_mismatches(member.content, reader, every_record=True, progress=self.progress)
+            wrong = [name for name, _ in mismatches]
+        if not wrong:
+            return None
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return Lost(str(member.path), None, f"the record {wrong[0]!r}{more} does not have its CRC-32")
+
+
+def _has_checksums(member: Component) -> bool:
+    """Whether every record of a file has a checksum, or it holds nothing whose values could change unseen."""
+    if isinstance(member.content, TorchFile):
+        container = member.content.container
+        return isinstance(container, TorchZip) and all(one.crc or not one.size for one in container.records)
+    return not isinstance(member.content, SafetensorsFile)
+
+
+def _have(member: Component) -> int | None:
+    return member.problem.have if member.problem is not None and member.problem.need is not None else None

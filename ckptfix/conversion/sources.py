@@ -1,0 +1,380 @@
+"""The source of a migration: intact before it is read, and unchanged afterwards."""
+
+import hashlib
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import Fingerprint, NameScope
+from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
+from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
+from ckptfix.conversion.streaming import Stopped, damaged, stopping
+from ckptfix.conversion.target_names import LeftOut
+from ckptfix.diagnosis import contents as sealing
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.contents import lasting_label
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.damaged import (
+    CrcMismatch,
+    IndexMismatch,
+    MalformedFile,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix
+from ckptfix.diagnosis.findings.incomplete import (
+    FlatParameters,
+    IncompleteTensor,
+    InterruptedSave,
+    MissingRank,
+)
+from ckptfix.diagnosis.policy import Keys
+from ckptfix.diagnosis.target import Target
+from ckptfix.diagnosis.wrapped_keys import STATE_DICT
+from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.storage.transactions import State, transactions
+from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
+from ckptfix.wording import count_of
+
+# What a source says of its own bytes, its manifest and its archives, compared with what is read of it.
+
+_BLOCK = 1 << 20
+_ZIP = b"PK\3\4"
+_OTHER_BYTES = "has other bytes than its manifest says"
+
+
+class Recorded:
+    """What the manifest beside a source says: tensor -> digest, of each model, and file -> sha256.
+
+    Raises OperationError when its names are not those of the tensors that are there.
+    """
+
+    def __init__(self, plan: MigrationPlan, manifest: Manifest | None) -> None:
+        root = plan.source.root
+        self._plan = plan
+        self._has_other_dtypes = plan.options.original
+        recorded = sealing.Recorded(manifest, Target(root, plan.source.only))
+        self._sha256 = recorded.sha256
+        labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
+        self._digests: list[dict[str, str]] = [{} for _ in labelled]
+        number = {one.label: position for position, one in enumerate(labelled)}
+        for place, digest in recorded.digests(labelled, ()).items():
+            if place.label not in number:
+                self._raise(f"{place.label} is in its manifest, and not there any more")
+            self._digests[number[place.label]][place.fqn] = digest
+        for one, digests in zip(labelled, self._digests, strict=True):
+            for name in sorted(digests.keys() ^ one.named().keys()) if digests else ():
+                what = "in its manifest, and not there any more" if name in digests else "not in its manifest"
+                self._raise(f"{one.label}: {name!r} is {what}")
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether it says anything of a tensor that is migrated."""
+        return any(self._digests) and not self._has_other_dtypes
+
+    def not_checked(self) -> Iterator[str]:
+        """Yield in words what it speaks of and is not compared."""
+        converted = sum(
+            model.sources[new].convert is not None or self._has_other_dtypes
+            for model, digests in zip(self._plan.models, self._digests, strict=True)
+            for old, new in _new_names(model).items()
+            if old in digests
+        )
+        if converted:
+            yield (
+                f"that {count_of(converted, 'tensor')} whose dtype changes were as their manifest says; next: "
+                f"{command('verify', self._plan.source.root)}"
+            )
+
+    def compare(self, digests: tuple[Mapping[str, str], ...]) -> None:
+        """Raise OperationError naming a tensor that was read and is not what was recorded."""
+        for model, recorded, read in zip(
+            self._plan.models, self._digests, digests if self.has_digests else (), strict=self.has_digests
+        ):
+            new = _new_names(model)
+            for name, digest in recorded.items():
+                source = new[model.before.ties.get(name, name)]
+                if model.sources[source].convert is None and read[source] != digest:
+                    self._raise(f"{model.label}: {name!r} {_OTHER_BYTES}")
+
+    def compare_file(self, name: str, sha256: str) -> None:
+        """Raise OperationError when a file that was carried over is not what was recorded."""
+        if self._sha256.get(name, sha256) != sha256:
+            self._raise(f"{name} {_OTHER_BYTES}")
+
+    def speaks_of(self, name: str) -> bool:
+        """Whether it has the sha256 of a file."""
+        return name in self._sha256
+
+    def _raise(self, what: str) -> None:
+        root = self._plan.source.root
+        raise OperationError(
+            f"{root}: {what}: damaged, or changed since; nothing was written; "
+            f"next: {command('verify', root)}, or, if it is as it should be: {command('seal', root, '', '--force')}"
+        )
+
+
+def _new_names(model: PlannedModel) -> dict[str, str]:
+    """Return old name -> new name of the tensors of a model; behind them may stand copies of ties."""
+    pairs = zip(model.before.tensors, model.weights.tensors, strict=False)
+    return {before.fqn: after.fqn for before, after in pairs}
+
+
+def loose_records(model: PlannedModel) -> Iterator[tuple[Piece, int]]:
+    """Yield the records of an archive, with their CRC-32, that no tensor is read from as a whole and unconverted."""
+    whole = {source.piece for source in model.sources.values()}
+    yield from ((piece, crc) for piece, crc in model.weights.checksums.items() if piece not in whole)
+
+
+def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
+    """Read a record. Raises OperationError when it has another CRC-32, OSError, ``Stopped``."""
+    found = 0
+    with OpenFiles() as files:
+        for block in files.blocks((piece,), page_buffer(min(_BLOCK, piece.length))):
+            if stop.is_set():
+                raise Stopped
+            found = zlib.crc32(block, found)
+    if found != crc:
+        raise damaged(piece, found, crc)
+
+
+def check_archive(path: Path, stop: threading.Event) -> None:
+    """Read a file that is carried over, if it is a zip file of torch.
+
+    Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
+    """
+    with open_reader(path) as reader:
+        if reader.size < len(_ZIP) or reader.read(0, len(_ZIP)) != _ZIP:
+            return
+        try:
+            archive = read_zip(reader)
+        except FormatError:
+            return  # some other archive, as custom objects may be
+        for record in crc_mismatches(archive, reader, every_record=True, progress=stopping(stop)):
+            raise OperationError(
+                f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
+                f"nothing was written; next: {command('check', path, '', '--data')}"
+            )
+
+
+def sha256_of(path: Path, stop: threading.Event) -> str:
+    """Return the sha256 of a file, in hex. Raises OSError, ``Stopped``."""
+    digest = hashlib.sha256()
+    buffer = page_buffer(_BLOCK)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while count := os.readv(fd, [buffer]):
+            if stop.is_set():
+                raise Stopped
+            digest.update(buffer[:count])
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+# That a source is whole before it is read, and the same afterwards.
+
+_CALLED_SO = re.compile(
+    r"(.+_)?config\.json|.*token.*\.(json|model)|vocab\.(json|txt)|merges\.txt|spiece\.model|"
+    r"(model_)?index\.json|chat_template.*|README\.md|LICENSE.*|\.gitattributes|training_args\.bin|"
+    r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_fp32\.py|"
+    r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
+)
+"""How libraries call what they put beside weights, and the files of DCP: rather too much than too little."""
+
+
+class Watch:
+    """What every file at a path was before any of it was read, to be compared at the end.
+
+    Raises OSError when a folder cannot be listed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._is_folder = path.is_dir()
+        self._root = path if self._is_folder else path.parent
+        self._names = self._listed()
+        looks = ((name, _look(self._root / name)) for name in self._names)
+        self._before = {name: look for name, look in looks if look is not None}
+        self._folders = {PurePosixPath(name).parent for name in self._names} | {PurePosixPath(".")}
+
+    def check(self, files: Iterable[str]) -> None:
+        """Raise ChangedError when one of these is no longer what it was: the result would be of neither.
+
+        Or when a file has come, since all were looked at, that a checkpoint consists of: the result would lack it.
+        """
+        for name in files:
+            now = _look(self._root / name)
+            if now is None or self._before.setdefault(name, now) != now:
+                raise self._changed(f"{self._root / name} changed while it was read")
+        for name in self._listed() - self._names if self._is_folder else ():
+            if self._belongs(PurePosixPath(name)):
+                raise self._changed(f"{self._root / name} came while the others were read")
+
+    def _belongs(self, path: PurePosixPath) -> bool:
+        """Whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
+        is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
+        return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
+
+    def _changed(self, what: str) -> ChangedError:
+        return ChangedError(f"{what}; nothing was written; run again when nothing writes to it")
+
+    def _listed(self) -> frozenset[str]:
+        if not self._root.is_dir():
+            return frozenset()  # whoever opens it says so
+        return frozenset(listed_files(self._root) if self._is_folder else os.listdir(self._root))
+
+
+def _is_called_as_a_part(name: str) -> bool:
+    return parse_file_name(name) is not None or _CALLED_SO.fullmatch(name) is not None
+
+
+def _look(path: str | Path) -> Fingerprint | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return Fingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def files_read(plan: MigrationPlan) -> Iterator[str]:
+    """Yield every file that a plan reads, relative to the root of its source."""
+    yield from {str(file): None for model in plan.source.weights for file in model.files}
+    yield from map(str, plan.carried)
+    yield from (str(file.path) for file in plan.rewritten)
+
+
+def ensure_finished(source: StoredCheckpoint) -> None:
+    """Raise OperationError, with what to type, when a repair or a save in the source's folder was interrupted."""
+    root = source.root
+    for one in transactions(root):
+        if one.state is State.PENDING or one.problem:
+            raise OperationError(
+                f"{root}: a repair was interrupted (transaction {one.number}), its files are partly changed; next: "
+                f"{command('undo', root)}"
+            )
+    if words := mixed(root):
+        raise OperationError(f"{words}; next: {command('check', root)}")
+
+
+def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
+    """Raise OperationError when files of the checkpoint that its manifest lists are gone, or have another size.
+
+    Returns the other files that were sealed and are gone: the user's own. A repair by a version that did not keep
+    sizes true leaves those of the save: then only names are compared.
+    """
+    wrong = [] if is_repaired(root) else missing_files(root, manifest)
+    gone = [name for name in manifest.sha256 if name not in manifest.files and not (root / name).exists()]
+    wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
+    if wrong:
+        raise OperationError(
+            f"{root}: {'; '.join(wrong[:3])}: not what its manifest says; next: {command('verify', root)}, or, if the "
+            f"folder is as it should be: rm {shell_path(root / MANIFEST)}"
+        )
+    return tuple(LeftOut(name, "its manifest lists it, and it is not there") for name in gone)
+
+
+def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
+    """Whether a file is one that a checkpoint consists of, by its name or by that of a folder that it lies in."""
+    if parse_file_name(path.name) is not None:
+        return True
+    return any(parse_folder_name(part) is not None for part in path.parts[:-1])
+
+
+# What ``check`` says of a source: damage is refused, as a new checkpoint would look whole; the rest is
+# passed on.
+
+_DAMAGE = (
+    CrcMismatch,
+    FlatParameters,
+    IncompleteTensor,
+    IndexMismatch,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
+
+
+def passed_on(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
+    """Return in words what is wrong with a source and will be with its copy: doubled models, nested names.
+
+    Models lie in sub-folders, too, into which ``check`` does not look from above.
+    Raises OperationError for damage, UsageError where ``keys`` asks for a decision that nothing in the source decides.
+    Checksums of records are compared while they are read, not here.
+    """
+    homes = sorted({PurePosixPath(), *(one.home for one in weights)})
+    findings = {home: _findings(path / home) for home in homes}
+    words = tuple(words for home in homes for words in _passed_on(path / home, findings[home]))
+    if keys is Keys.AUTO:
+        for one in weights:
+            _ensure_decided(path, one, findings[one.home])
+    return words
+
+
+def _ensure_decided(path: Path, weights: Weights, findings: Iterable[Finding]) -> None:
+    """Raise UsageError where every key has nested wrappers, and a repair of the source would not collapse them."""
+    chain = common_wrappers([tensor.fqn for tensor in weights.tensors] + list(weights.ties))
+    if not is_nested(chain):
+        return
+    scope = str(NameScope(weights.path, STATE_DICT, (), ()))
+    for finding in findings:
+        if (
+            isinstance(finding, NestedPrefix)
+            and finding.is_fixable
+            and weights.home / finding.path in weights.files
+            and (finding.scope == scope or weights.format is Format.DCP)
+            and finding.target == collapse(chain)
+        ):
+            return
+    raise UsageError(
+        f"{weights.label}: every key begins with {dotted(chain)!r}, and nothing in {path} decides which wrappers the "
+        f"script itself adds; nothing was written; next: give --keys bare for a model that is not wrapped, --keys ddp "
+        f"for one in DistributedDataParallel, or leave --keys out"
+    )
+
+
+def _findings(path: Path) -> tuple[Finding, ...]:
+    try:
+        return check(path).findings
+    except UsageError:
+        return ()  # what ``check`` does not look into was read to find the tensors
+
+
+def _passed_on(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
+    damage = [finding for finding in findings if isinstance(finding, _DAMAGE)]
+    if damage:
+        more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
+        raise OperationError(
+            f"{path}: {damage[0].code}: {damage[0]}{more}; what is made of it would look intact; nothing was written; "
+            f"next: {_next(path, damage[0])}"
+        )
+    return tuple(
+        f"the source has {finding.code}: {finding}; next: {command('check', path)}"
+        for finding in findings
+        if finding.severity is not Severity.NOTE
+    )
+
+
+def _next(path: Path, finding: Finding) -> str:
+    if isinstance(finding, IndexMismatch):
+        return command("repair", path)
+    if isinstance(finding, FlatParameters):
+        return "save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT in the run that wrote it"
+    if finding.is_salvageable:
+        return (
+            f"{command('check', path)}, or, to recover what is intact: {command('salvage', path)} NEW_FOLDER"
+        )
+    return command("check", path)

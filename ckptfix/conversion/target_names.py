@@ -1,0 +1,374 @@
+"""The names of the files in a migrated checkpoint, and the files that are copied unchanged."""
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
+from ckptfix.checkpoint.filenames import FileName, parse_file_name
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.lock import LOCK
+from ckptfix.storage.paths import JOURNAL, list_folder
+from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
+
+# What the files of a migrated checkpoint are called: as accelerate 1.15 and ``from_pretrained`` look for
+# them.
+#
+# ``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin`` and
+# ``pytorch_model_<i>.bin`` (``accelerate/checkpointing.py``), one file a model; for FSDP
+# ``pytorch_model_fsdp_<i>/``.
+
+SUFFIXES = {
+    Format.SAFETENSORS: (".safetensors",),
+    Format.TORCH: (".bin", ".pt", ".pth", ".ckpt", ".th"),
+    Format.DCP: (),
+}
+"""What a file of a format may end in; the first is the default. DCP has folders."""
+
+_STEMS = {
+    Format.SAFETENSORS: "model",
+    Format.TORCH: "pytorch_model",
+    Format.DCP: "pytorch_model_fsdp",
+}
+_LOADED = re.compile(r"(model(_[0-9]+)?\.safetensors|pytorch_model(_fsdp)?(_[0-9]+)?\.bin)(\.index\.json)?")
+_FOLDERS = (Format.DCP, Format.DEEPSPEED)
+_ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
+"""What libraries call an adapter -> the library, which looks for one file and no shards."""
+
+
+def is_lone(source: StoredCheckpoint) -> bool:
+    """Whether a path is the weights themselves, a file or a folder in a format of folders, and not what they lie in."""
+    if source.only is not None:
+        return True
+    return any(_fills(one, source.root) for one in source.weights)
+
+
+def _fills(weights: Weights, root: Path) -> bool:
+    """Whether a folder is one checkpoint of DCP or DeepSpeed, and not one in which such a folder lies."""
+    if weights.format is Format.DCP:
+        return any(len(path.parts) == 1 for path in weights.files)
+    return weights.format is Format.DEEPSPEED and not (root / weights.label).is_dir()
+
+
+def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
+    """Whether the new checkpoint is one file. Raises UsageError when its name does not fit the format or the source."""
+    every = {suffix: target for target, suffixes in SUFFIXES.items() for suffix in suffixes}
+    if output.suffix not in every:
+        return False
+    if every[output.suffix] is not to:
+        wanted = (
+            f"; name a file that ends in {SUFFIXES[to][0]}, or a folder"
+            if SUFFIXES[to]
+            else "; name a folder"
+        )
+        raise UsageError(f"{output} ends in {output.suffix}, which is not of the format {to.value!r}{wanted}")
+    if not is_lone(source):
+        raise UsageError(
+            f"{source.root} is a folder, so {output} becomes one, too: name it without {output.suffix}"
+        )
+    if len(source.weights) > 1:
+        raise UsageError(
+            f"{source.root / (source.only or '')} holds {len(source.weights)} models, {output} would hold one; name a "
+            "folder"
+        )
+    return True
+
+
+def stems(
+    source: StoredCheckpoint,
+    to: Format,
+    output: Path,
+    known: Mapping[PurePosixPath, str | None],
+    *,
+    is_file: bool,
+) -> list[str]:
+    """Return for each model what its files begin with; for DCP its folder, "." when that is the whole.
+
+    ``known``: folder -> what its library calls weights, by its config, as a DCP folder has Accelerate's name.
+    Raises UsageError when two models would get the same name.
+    """
+    if is_file:
+        return [output.stem]
+    lone = is_lone(source)
+    if lone and to is Format.DCP and len(source.weights) == 1:
+        return ["."]
+    found = []
+    for number, one in enumerate(source.weights):
+        name = _name_of(one)
+        if lone and not (name is not None and name.is_of_library):
+            found.append(_numbered(to, number))
+        elif to is not Format.DCP and one.format in _FOLDERS and not one.index and (stem := known[one.home]):
+            found.append(stem)
+        elif to is Format.DCP or _is_loaded(one):  # a folder of DCP is known by its name alone
+            found.append(_numbered(to, one.index))
+        else:
+            found.append(_own_stem(one, source.weights, to))
+    places = [(one.home, stem) for one, stem in zip(source.weights, found, strict=True)]
+    for number, (_, stem) in enumerate(places):
+        if places[number] in places[:number]:
+            first, second = source.weights[places.index(places[number])].label, source.weights[number].label
+            raise UsageError(
+                f"{first} and {second} would both become {stem}; give one of them instead of the folder"
+            )
+    return found
+
+
+def _is_loaded(weights: Weights) -> bool:
+    """Whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
+    label = weights.label.removeprefix(f"{weights.home}/")
+    return weights.format in _FOLDERS or _LOADED.fullmatch(label) is not None
+
+
+def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
+    """Return why a model cannot be in shards, as its loader reads one file; "" where it can."""
+    name = _name_of(weights)
+    model = name.model if name is not None and name.is_of_library else None
+    if model is not None and model.stem in _ADAPTERS:
+        return f"{weights.label} is an adapter, and {_ADAPTERS[model.stem]} reads one file an adapter"
+    if source.is_save_state and not weights.home.parts and (model is None or _is_loaded(weights)):
+        return f"{source.root} is a folder of save_state, and load_state reads one file a model"
+    return ""
+
+
+def _name_of(weights: Weights) -> FileName | None:
+    """Return what the name of a model says: of its index, else of its file."""
+    is_index = weights.label.endswith(".json")
+    return parse_file_name(PurePosixPath(weights.label).name if is_index else weights.files[0].name)
+
+
+def _numbered(to: Format, index: int) -> str:
+    return _STEMS[to] if index == 0 and to is not Format.DCP else f"{_STEMS[to]}_{index}"
+
+
+def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> str:
+    """Return the name of an adapter, a variant or a script's own file, without what says its format.
+
+    ``from_pretrained(variant="fp16")`` looks for ``model.fp16.safetensors`` and ``pytorch_model.fp16.bin``.
+    """
+    path = weights.files[0]
+    name = _name_of(weights)
+    if name is not None and name.is_of_library and (model := name.model) is not None:
+        stem = _STEMS[to] if model.stem == _STEMS[Format.SAFETENSORS] else model.stem
+        return f"{stem}.{model.variant}" if model.variant else stem
+    stem = name.stem if name is not None else path.name
+    if sum(1 for other in all_weights if other.files == weights.files) > 1:  # several in one training dict
+        stem += "." + ".".join(re.findall(r"[\w-]+", weights.label.removeprefix(str(path))))
+    return stem
+
+
+# What lies in a folder beside the weights: what is carried over, and what is not, and why.
+
+_SHARDED = re.compile(r"pytorch_model_fsdp_[0-9]+")
+"""Where FSDP keeps a model; what is left in one is of a model that is converted from elsewhere."""
+
+_NOWHERE = {
+    errno.ENOENT: "a symbolic link to nothing",
+    errno.ENOTDIR: "a symbolic link to nothing",
+    errno.ELOOP: "a symbolic link in a circle",
+}
+
+
+class LeftOut(NamedTuple):
+    """What is in the source and will not be in the new checkpoint, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """``carried``: files to copy; ``empty``: folders to make; relative to the source's folder."""
+
+    carried: tuple[PurePosixPath, ...] = ()
+    empty: tuple[PurePosixPath, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Beside:
+    """Return what becomes of all that holds no weights of the source. ``new``: the files that are written.
+
+    Folders behind links are carried as folders; what ckptfix keeps in a folder below goes with it where every file of
+    that folder is carried. Raises OperationError for a folder that cannot be listed: what it
+    holds would be lost without a word.
+    """
+    if source.only is not None:
+        return Beside()
+    used = {str(file) for one in source.weights for file in one.files}
+    listing = list_folder(source.root)
+    listed = {PurePosixPath(name): why for name, why in listing.files.items() if name not in used}
+    if is_lone(source):
+        reason = "no weights of a model, and only those are migrated here"
+        return Beside(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
+    homes = {folder for one in source.weights for folder in (one.home, *one.home.parents)}
+    folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath("."), *homes}
+    taken = partial(_taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders)
+    carried: list[PurePosixPath] = []
+    left: list[LeftOut] = []
+    for path, unlisted in listed.items():
+        why = taken(path) or unlisted or _not_a_file(source.root / path)
+        if why is None:
+            carried.append(path)
+        elif unlisted and why is unlisted and not (source.root / path).is_symlink():
+            raise OperationError(
+                f"{source.root / path} {unlisted}, so what is in it would be lost; nothing was written; allow it, or "
+                "move it away"
+            )
+        else:
+            left.append(LeftOut(str(path), why))
+    changed = {
+        parent for name in {*listing.files} - set(map(str, carried)) for parent in PurePosixPath(name).parents
+    }
+    for journal in map(PurePosixPath, listing.journals):
+        files = _journal_files(source.root, journal)
+        if files is not None and journal.parent not in changed and taken(journal) is None:
+            carried += files
+        else:
+            why = "it lists the files of its folder, which are not copied as they are"
+            left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
+    empty = [path for path in _empty_folders(source.root) if taken(path) is None]
+    return Beside(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
+
+
+def _taken(
+    path: PurePosixPath,
+    *,
+    source: StoredCheckpoint,
+    rivals: frozenset[PurePosixPath],
+    new: frozenset[PurePosixPath],
+    folders: frozenset[PurePosixPath],
+) -> str | None:
+    """Return why something has no place in the new checkpoint, None when it has."""
+    if path in rivals or _SHARDED.fullmatch(path.parts[0]):
+        return "weights of a model that is converted from other files"
+    if path in new or path in folders or not new.isdisjoint(path.parents):
+        return "a new file takes its place"
+    if folders.intersection(path.parents):
+        return "a new folder takes its place"
+    if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):
+        return "it is for the DeepSpeed folder that is converted"
+    if path in BESIDE and any(is_deepspeed_file(one.name) for one in rivals):
+        return "it is for the DeepSpeed folder, which is not copied"
+    return None
+
+
+def _not_a_file(path: Path) -> str | None:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in _NOWHERE:
+            raise
+        return _NOWHERE[error.errno]
+    return None if stat.S_ISREG(mode) else "not a regular file"
+
+
+def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:
+    """Return the files of what ckptfix keeps in a folder below, but for a lock; None when it made not all of them.
+
+    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for what cannot be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    if (root / journal).is_symlink():
+        return None
+    found = []
+    for where, folders, names in os.walk(root / journal, onerror=fail):
+        if any(os.path.islink(os.path.join(where, name)) for name in folders):
+            return None
+        paths = [PurePosixPath(os.path.relpath(os.path.join(where, name), root)) for name in sorted(names)]
+        if not all(stat.S_ISREG(os.lstat(root / path).st_mode) for path in paths):
+            return None
+        found += [path for path in paths if path != journal / LOCK]
+    return found
+
+
+def _empty_folders(root: Path) -> Iterator[PurePosixPath]:
+    for where, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name != JOURNAL)
+        if not folders and not names and (path := PurePosixPath(os.path.relpath(where, root))).parts:
+            yield path
+
+
+# The config.json of a ``from_pretrained`` folder: what it says of ties, dtypes and quantized weights.
+
+NAME = PurePosixPath("config.json")
+
+_LONGEST = 16 << 20
+_DTYPE = re.compile(rb'("(?:torch_)?dtype"\s*:\s*")(?:float64|float32|float16|bfloat16|float8_\w+)(")')
+_WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``data``: the file, empty when there is none that can be understood; ``values``: what it says."""
+
+    data: bytes = field(default=b"", repr=False)
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ties_nothing(self) -> bool:
+        """Whether the model looks for both names of shared weights: transformers ties them only when told to.
+
+        Without a word it ties (``PretrainedConfig.tie_word_embeddings``, True until transformers 5 writes it always).
+        """
+        return self.values.get("tie_word_embeddings") is False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are codes that need their scales."""
+        return bool(self.values.get("quantization_config"))
+
+    def with_dtype(self, dtype: str) -> bytes:
+        """Return the file with another dtype of its weights, in safetensors' nouns; every other byte stays."""
+        return _DTYPE.sub(lambda match: match[1] + _WORDS[dtype] + match[2], self.data)
+
+
+def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
+    """Return the config of a folder, or of a model in its sub-folder. Raises OSError when it cannot be read."""
+    if source.only is not None or is_lone(source):
+        return Config()
+    try:
+        found = json_object(source.root / home / NAME)
+    except FileNotFoundError:
+        return Config()
+    return Config(*found) if found is not None else Config()
+
+
+def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) -> str | None:
+    """Return what the library that wrote a config calls the weights next to it; None for what ``load_state`` finds.
+
+    None also where other weights have that name: the Trainer saves an adapter next to the folder of DeepSpeed.
+    """
+    folder = source.root / home
+    if "_diffusers_version" in config.values:
+        stem = "diffusion_pytorch_model"
+    elif not config.data and (folder / "adapter_config.json").exists():
+        stem = "adapter_model"
+    else:
+        return None
+    return None if any((folder / f"{stem}{suffix}").exists() for suffix in (".safetensors", ".bin")) else stem
+
+
+def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
+    """Return a small JSON file and what it says; None for what is no regular file, too long, or no object of JSON.
+
+    Raises OSError when it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        data = file.read(_LONGEST + 1)
+    try:
+        values = json.loads(data) if len(data) <= _LONGEST else None
+    except (ValueError, RecursionError):
+        return None
+    return (data, values) if isinstance(values, dict) else None

@@ -1,0 +1,121 @@
+"""What torch says of itself and of its devices, asked in a process of its own: a broken driver can crash or hang it.
+
+Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is plain values, as it
+comes out of the other process: as far as that process came, and why it came no further.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ckptfix.devices.probe.hints import graphics, linked
+from ckptfix.hardware import run_limited
+
+PATIENCE = 120.0
+"""Seconds for importing torch and initialising every device: slow file systems, and drivers that load firmware."""
+
+_MAX_WARNINGS = 20
+_DOING = {
+    "start": "while Python started",
+    "import": "while torch was imported",
+    "devices": "while torch looked for its devices",
+    "verdicts": "while the probe's verdicts were read",
+}
+"""Step -> what a process that came no further was doing."""
+
+# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
+_BEGIN = (
+    "import sys; sys.path[:] = sys.argv[1:]; from ckptfix.devices.environment_of_torch import main; main()"
+)
+
+
+def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, Any]:
+    """Return what torch says, as plain values.
+
+    ``version``; ``builds`` (what it was built for); ``kind`` of accelerator; ``devices`` (index, name, pci);
+    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``bus``: see ``graphics``. ``links``: pairs
+    of PCI addresses with a direct link, or None where nobody could say. ``stage``: what it was doing last, "done" at
+    the end; ``problem``: why it came no further, "" when it did.
+
+    ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in this process, without
+    any protection.
+    """
+    said: dict[str, Any] = {"stage": "start", "problem": ""}
+    if in_process:
+        for part in _answers():
+            said.update(part)
+    else:
+        ended = run_limited((sys.executable, "-c", _BEGIN, *sys.path), patience)
+        for part in _parts(ended.out):
+            said.update(part)
+        if said["stage"] != "done" and not said["problem"]:
+            said["problem"] = f"{ended.problem or 'it ended early'} ({_DOING[said['stage']]})"
+    said["bus"] = graphics()
+    said["links"] = linked() if len(said["bus"]["gpus"]) > 1 else None
+    return said
+
+
+def main() -> None:
+    """Answer in the process that ``look`` started: one JSON object a line, so that a crash loses only the rest."""
+    for part in _answers():
+        sys.stdout.write(json.dumps(part) + "\n")
+        sys.stdout.flush()
+
+
+def _answers() -> Iterator[dict[str, Any]]:
+    """Yield what torch says, step by step; what is raised becomes the problem of the step."""
+    stage = "import"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for stage, answer in _steps():
+                yield {"stage": stage, **answer}
+        except Exception as error:  # torch's own errors for a broken driver share no class
+            yield {"stage": stage, "problem": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        texts = list(dict.fromkeys(" ".join(str(item.message).split())[:300] for item in caught))
+    yield {"warnings": texts[:_MAX_WARNINGS]}
+
+
+def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of the step that comes next, with the answer of the one before."""
+    yield "import", {}
+    import torch
+
+    version = torch.version
+    built_for = {name: getattr(version, name, None) for name in ("cuda", "hip", "xpu")}
+    builds = [f"{name} {built}" for name, built in built_for.items() if built]
+    yield "devices", {"version": str(torch.__version__), "builds": builds}
+    from ckptfix.devices.pairs import device_type
+    from ckptfix.devices.probe.cache import this_machine
+
+    machine = this_machine()
+    devices = [
+        {"index": index, "name": name, "pci": pci}
+        for index, (name, pci) in enumerate(zip(machine.names, machine.pci, strict=True))
+    ]
+    yield "verdicts", {"kind": device_type(), "devices": devices}
+    yield "done", {"verdicts": _verdicts() if len(devices) > 1 else None}
+
+
+def _verdicts() -> list[dict[str, Any]] | None:
+    """Return what the probe found on this very hardware before, None when it has not been run."""
+    from ckptfix.devices.probe import cached_report
+
+    report = cached_report()
+    if report is None:
+        return None
+    return [
+        {"pair": list(pair), "verdict": found.verdict.value, "kind": found.kind}
+        for pair, found in report.pairs.items()
+    ]
+
+
+def _parts(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with suppress(ValueError):
+            part = json.loads(line)
+            if isinstance(part, dict):
+                yield part

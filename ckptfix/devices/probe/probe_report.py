@@ -1,0 +1,452 @@
+"""The results of a probe, pair by pair: values, their JSON, a matrix for people, and the kind of damage seen."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptfix.wording import count_of
+
+if TYPE_CHECKING:
+    from ckptfix.devices.pairs import Pair
+
+
+# What a probe found, pair by pair: values, their JSON, and a matrix for people. Free of torch.
+
+_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+STRICTEST = "full"
+"""Name of the plan that exercises most."""
+
+SAMPLED = "sample"
+"""Name of the plan that only looks whether a pair that was found healthy still is."""
+
+
+class Verdict(Enum):
+    """What the copies of one ordered pair of devices are.
+
+    HEALTHY: every copy that the plan holds was made and arrived bit for bit; no more than that. WRONG: a copy delivered
+    other bytes, delivered them late, raised, or killed the process. HANG: a copy did not end. INCONCLUSIVE: not all of
+    the plan was done, so nothing is proven. UNUSABLE: a device of the pair fails in its own exchange with the host.
+    """
+
+    HEALTHY = "healthy"
+    WRONG = "wrong"
+    HANG = "hang"
+    INCONCLUSIVE = "inconclusive"
+    UNUSABLE = "unusable"
+
+
+_PROVING = (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
+"""Verdicts of a pair that nothing speaks against."""
+
+
+def seconds_since_boot() -> float:
+    """Return a time that can be compared with others of the same boot, whatever is done to the calendar."""
+    return time.clock_gettime(_SINCE_BOOT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReport:
+    """One ordered pair of devices.
+
+    ``kind``: of the damage, in words ("zeros", "late", ...); "" where there is none. ``first_offset``: its first wrong
+    byte, from the start of the payload. ``trials``: copies made and compared, ``failures``: those that were wrong.
+    ``seed``: of the whole probe; the same seed sends the same bits in the same order. ``detail``: what the verdict
+    rests on. ``peer_access``: whether the driver offers it; None where torch cannot tell. ``plan``: the name of what
+    was to be exercised, "full" for the strictest. ``blind``: something in the environment hid faults from the probe.
+
+    ``done``: cases of each section that were done and need not be done again, by the section's name. ``tried``: the
+    copies of each kind, by the seed of the probe that made them: probes with different seeds sent different bits, so
+    their copies add up, and one that is counted twice is counted once. ``began`` and ``measured``: when the probe that
+    gave the verdict began, and when copies were made last, in seconds since the boot; 0 where that is not known.
+    """
+
+    pair: Pair
+    verdict: Verdict
+    kind: str = ""
+    first_offset: int | None = None
+    trials: int = 0
+    failures: int = 0
+    seed: int
+    detail: str = ""
+    peer_access: bool | None = None
+    plan: str = ""
+    blind: bool = False
+    done: Mapping[str, int] = field(default_factory=dict)
+    tried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    began: float = 0.0
+    measured: float = 0.0
+
+    def trials_by_kind(self) -> Mapping[str, int]:
+        """Return how many copies of each kind were made and compared, in all probes that count."""
+        total: Counter[str] = Counter()
+        for counts in self.tried.values():
+            total.update(counts)
+        return total
+
+    def over(self, older: PairReport | None) -> PairReport | None:
+        """Return what to know of a pair from now on, where ``older`` was known (None: nothing).
+
+        What is proven stays: an inconclusive probe takes nothing back. What several probes did of a plan adds up,
+        whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays until a full
+        plan that began later finds the pair healthy: of two probes that run at once and differ, the one that saw it is
+        right. A blind probe proves nothing, and a sample nothing that was not proven before.
+        """
+        if older is not None and older._is_damage:
+            if self.verdict in _PROVING:
+                return self if self._is_strict_proof and self.began >= older.measured else older
+            return self if self._is_damage and self.measured >= older.measured else older
+        if older is not None and self._is_damage and older._is_strict_proof and older.began > self.measured:
+            return older
+        if self.verdict not in _PROVING:
+            return self
+        if self.plan == SAMPLED and (older is None or older.verdict not in _PROVING):
+            return older
+        if self.blind and (older is not None or self.verdict is Verdict.HEALTHY):
+            return older
+        return self._added_to(older) if older is not None and older.verdict in _PROVING else self
+
+    @property
+    def _is_damage(self) -> bool:
+        return self.verdict in (Verdict.WRONG, Verdict.HANG)
+
+    @property
+    def _is_strict_proof(self) -> bool:
+        return self.verdict is Verdict.HEALTHY and self.plan == STRICTEST and not self.blind
+
+    def _added_to(self, older: PairReport) -> PairReport:
+        best, other = (self, older) if self._weight >= older._weight else (older, self)
+        tried = {
+            seed: max(
+                (one.tried.get(seed, {}) for one in (older, self)), key=lambda counts: sum(counts.values())
+            )
+            for seed in {**older.tried, **self.tried}
+        }
+        done = {
+            name: max(best.done.get(name, 0), other.done.get(name, 0)) for name in {**best.done, **other.done}
+        }
+        measured = max(best.measured, other.measured) if best.verdict is other.verdict else best.measured
+        began = max(best.began, other.began) if best._weight == other._weight else best.began
+        trials = max(best.trials, other.trials)
+        return replace(best, trials=trials, done=done, tried=tried, began=began, measured=measured)
+
+    @property
+    def _weight(self) -> tuple[bool, bool, bool]:
+        return self.plan != SAMPLED, self.verdict is Verdict.HEALTHY, self.plan == STRICTEST
+
+    def __str__(self) -> str:
+        source, destination = self.pair
+        kind = f": {self.kind}" if self.kind not in ("", self.verdict.value) else ""
+        offset = f" from byte {self.first_offset}" if self.first_offset is not None else ""
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{source} -> {destination} {self.verdict.value}{kind}{offset}{detail}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "pair": list(self.pair),
+            "verdict": self.verdict.value,
+            "kind": self.kind,
+            "first_offset": self.first_offset,
+            "trials": self.trials,
+            "failures": self.failures,
+            "seed": self.seed,
+            "detail": self.detail,
+            "peer_access": self.peer_access,
+            "plan": self.plan,
+            "blind": self.blind,
+            "done": dict(self.done),
+            "tried": {seed: dict(counts) for seed, counts in self.tried.items()},
+            "began": round(self.began, 3),
+            "measured": round(self.measured, 3),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PairReport:
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        source, destination = (int(index) for index in values["pair"])
+        offset, access = values["first_offset"], values["peer_access"]
+        return cls(
+            pair=(source, destination),
+            verdict=Verdict(values["verdict"]),
+            kind=str(values["kind"]),
+            first_offset=None if offset is None else int(offset),
+            trials=int(values["trials"]),
+            failures=int(values["failures"]),
+            seed=int(values["seed"]),
+            detail=str(values["detail"]),
+            peer_access=None if access is None else bool(access),
+            plan=str(values["plan"]),
+            blind=bool(values["blind"]),
+            done=_counts(values["done"]),
+            tried={str(seed): _counts(counts) for seed, counts in values["tried"].items()},
+            began=float(values["began"]),
+            measured=float(values["measured"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ProbeReport:
+    """All ordered pairs. ``str()`` is a matrix, what is behind it, and what was not exercised.
+
+    ``seconds``: of measuring; ``starting``: seconds that starting the worker took on top. ``devices``: their names, by
+    index. ``identity``: hardware, driver, boot and torch that the verdicts hold for; empty where they cannot be told
+    from others, so that nothing of it may be remembered. ``hosts``: devices whose own exchange with the host was
+    proven, and when, in seconds since the boot.
+    """
+
+    pairs: Mapping[Pair, PairReport]
+    seed: int
+    seconds: float = 0.0
+    starting: float = 0.0
+    devices: tuple[str, ...] = ()
+    exercised: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    hosts: Mapping[int, float] = field(default_factory=dict)
+
+    def with_verdict(self, *verdicts: Verdict) -> frozenset[Pair]:
+        """Return the pairs that got one of these verdicts."""
+        return frozenset(pair for pair, report in self.pairs.items() if report.verdict in verdicts)
+
+    @property
+    def unproven(self) -> frozenset[Pair]:
+        """The pairs that are anything but HEALTHY: those that a safe transfer takes through the host."""
+        return frozenset(self.pairs) - self.with_verdict(Verdict.HEALTHY)
+
+    def renewed_by(self, newer: ProbeReport) -> ProbeReport:
+        """Return what is known with ``newer`` taken in: of each pair what ``PairReport.over`` says."""
+        pairs = dict(self.pairs)
+        for pair, report in newer.pairs.items():
+            now = report.over(pairs.get(pair))
+            if now is not None:
+                pairs[pair] = now
+        failed = {index for pair in newer.with_verdict(Verdict.UNUSABLE) for index in pair}
+        hosts = {
+            index: max(self.hosts.get(index, 0.0), newer.hosts.get(index, 0.0))
+            for index in sorted({**self.hosts, **newer.hosts})
+            if index not in failed
+        }
+        return replace(
+            newer,
+            pairs=pairs,
+            hosts=hosts,
+            exercised=tuple(dict.fromkeys((*self.exercised, *newer.exercised))),
+        )
+
+    def only(self, pairs: Iterable[Pair]) -> ProbeReport:
+        """Return this report without all pairs but these."""
+        wanted = frozenset(pairs)
+        return replace(self, pairs={pair: self.pairs[pair] for pair in self.pairs if pair in wanted})
+
+    def __repr__(self) -> str:
+        counts = Counter(report.verdict.value for report in self.pairs.values())
+        verdicts = ", ".join(f"{counts[one]} {one}" for one in counts)
+        return f"<ProbeReport {count_of(len(self.pairs), 'pair')}{f': {verdicts}' if verdicts else ''}>"
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterable[str]:
+        if self.pairs:
+            yield from _matrix(self.pairs)
+            yield from (
+                str(report) for report in self.pairs.values() if report.verdict is not Verdict.HEALTHY
+            )
+        if self.with_verdict(Verdict.HEALTHY):
+            yield "healthy: the copies named here arrived bit for bit; no more than that is said"
+        yield from (f"exercised: {line}" for line in self.exercised)
+        yield from (f"NOT exercised: {line}" for line in self.not_exercised)
+        yield from (f"hint: {line}" for line in self.hints)
+        yield f"seed {self.seed}; {self.seconds:.1f} s, and {self.starting:.1f} s to start"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values; ``from_json`` takes them back."""
+        return {
+            "pairs": [report.to_json() for report in self.pairs.values()],
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "starting": round(self.starting, 3),
+            "devices": list(self.devices),
+            "exercised": list(self.exercised),
+            "not_exercised": list(self.not_exercised),
+            "hints": list(self.hints),
+            "identity": dict(self.identity),
+            "hosts": [[index, round(when, 3)] for index, when in self.hosts.items()],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ProbeReport:
+        """Return the report that ``to_json`` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        reports = tuple(PairReport.from_json(item) for item in values["pairs"])
+        return cls(
+            pairs={report.pair: report for report in reports},
+            seed=int(values["seed"]),
+            seconds=float(values["seconds"]),
+            starting=float(values["starting"]),
+            devices=tuple(str(name) for name in values["devices"]),
+            exercised=tuple(str(line) for line in values["exercised"]),
+            not_exercised=tuple(str(line) for line in values["not_exercised"]),
+            hints=tuple(str(line) for line in values["hints"]),
+            identity=dict(values["identity"]),
+            hosts={int(index): float(when) for index, when in values["hosts"]},
+        )
+
+
+def _counts(values: Mapping[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in values.items()}
+
+
+def _matrix(pairs: Mapping[Pair, PairReport]) -> Iterable[str]:
+    indexes = sorted({index for pair in pairs for index in pair})
+    words = {pair: report.kind or report.verdict.value for pair, report in pairs.items()}
+    corner = "from \\ to"
+    width = max(len(word) for word in (*words.values(), corner)) + 2
+    yield corner.ljust(width) + "".join(f"{index}".ljust(width) for index in indexes).rstrip()
+    for source in indexes:
+        cells = (words.get((source, index), "-").ljust(width) for index in indexes)
+        yield f"{source}".ljust(width) + "".join(cells).rstrip()
+
+
+# What happened to bytes on their way, told from the bytes that arrived.
+#
+# All tensors here are uint8, of one dimension and on the host. Random payloads make the answers unambiguous
+# from some dozens of bytes on: a piece of one is found at another place only if it was moved there.
+
+
+class Kind(Enum):
+    """A kind of damage. The value is the word used in reports."""
+
+    ZEROS = "zeros"
+    UNWRITTEN = "not written"  # the destination still holds what it held before
+    STALE = "stale"  # what an earlier copy of this pair carried
+    PARTIAL = "partial"  # one part is missing
+    HOLES = "holes"  # several parts are missing
+    BIT_FLIP = "bit flip"
+    SHIFT = "shift"  # the right bytes at a displaced address
+    SWAP = "swap"  # the two halves in each other's place
+    LATE = "late"  # right after the host has waited, wrong for the kernel queued behind the copy
+    OUTSIDE = "outside"  # memory beside the destination was written
+    GARBAGE = "garbage"
+    ERROR = "error"  # the copy raised
+    CRASH = "crash"  # the process died in the copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the payload.
+
+    None where no byte of the payload is wrong in the end: it came late, or the memory beside it was written.
+    """
+
+    kind: Kind
+    first_offset: int | None
+    wrong_bytes: int
+
+
+_FLIPPED_BITS = 8
+"""At most so many wrong bits count as flipped ones."""
+
+_BLOCK = 64
+"""Bytes. Two wrong bytes this near belong to one run: a lost byte is right by chance once in 256."""
+
+_NEEDLE = 32
+"""Bytes of the payload that are looked for at another place."""
+
+_REACH = 1 << 20
+"""Bytes to either side within which a displaced payload is looked for."""
+
+
+def classify(
+    arrived: Any, sent: Any, *, held: Any | None = None, earlier: Sequence[Any] = ()
+) -> Damage | None:
+    """Return what is wrong with ``arrived``, or None when it equals ``sent``.
+
+    ``held``: what the destination held before. ``earlier``: payloads, or their beginnings, that the same pair carried.
+    """
+    wrong = arrived != sent
+    count = int(wrong.sum())
+    if not count:
+        return None
+    first = int(wrong.to(torch.uint8).argmax())
+    return Damage(
+        kind=_kind(arrived, sent, held, earlier, wrong, first, count), first_offset=first, wrong_bytes=count
+    )
+
+
+def _kind(
+    arrived: Any, sent: Any, held: Any | None, earlier: Sequence[Any], wrong: Any, first: int, count: int
+) -> Kind:
+    if held is not None and torch.equal(arrived, held):
+        return Kind.UNWRITTEN
+    if not bool(arrived.any()):
+        return Kind.ZEROS
+    if any(_repeats(arrived, payload) for payload in earlier):
+        return Kind.STALE
+    if count <= _FLIPPED_BITS and _bits(arrived[wrong] ^ sent[wrong]) <= _FLIPPED_BITS:
+        return Kind.BIT_FLIP
+    if _swapped(arrived, sent):
+        return Kind.SWAP
+    if _displaced(arrived, sent, wrong, first, count):
+        return Kind.SHIFT
+    return _by_extent(wrong, first, count)
+
+
+def _bits(flipped: Any) -> int:
+    return sum(value.bit_count() for value in flipped.tolist())
+
+
+def _repeats(arrived: Any, payload: Any) -> bool:
+    size = min(arrived.numel(), payload.numel())
+    return size >= 8 and bool(torch.equal(arrived[:size], payload[:size]))
+
+
+def _swapped(arrived: Any, sent: Any) -> bool:
+    half = sent.numel() // 2
+    exchanged = ((arrived[:half], sent[-half:]), (arrived[-half:], sent[:half]))
+    return half > 0 and all(bool(torch.equal(one, other)) for one, other in exchanged)
+
+
+def _displaced(arrived: Any, sent: Any, wrong: Any, first: int, count: int) -> bool:
+    """Return whether nearly all wrong bytes are right ones from one other distance."""
+    size = sent.numel()
+    for ahead in (0, 16, 256, 4096, 65536):
+        at = first + ahead
+        needle = _bytes(arrived[at : at + _NEEDLE])
+        if len(needle) < _NEEDLE or len(set(needle)) < 4:
+            continue
+        start = max(0, at - _REACH)
+        found = _bytes(sent[start : at + _REACH]).find(needle)
+        distance = at - (start + found)
+        if found < 0 or not distance:
+            continue
+        inside = slice(max(distance, 0), size + min(distance, 0))
+        moved = arrived[inside] == sent[inside.start - distance : inside.stop - distance]
+        if int((moved & wrong[inside]).sum()) >= 0.9 * (count - abs(distance)) > 0:
+            return True
+    return False
+
+
+def _bytes(tensor: Any) -> bytes:
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _by_extent(wrong: Any, first: int, count: int) -> Kind:
+    size = wrong.numel()
+    block = _BLOCK if size >= 8 * _BLOCK else 8 if size >= 64 else 1
+    padded = torch.nn.functional.pad(wrong, (0, -size % block))
+    blocks = padded.view(-1, block).any(dim=1)
+    runs = int(blocks[0]) + int((blocks[1:] & ~blocks[:-1]).sum())
+    if runs > 1:
+        return Kind.HOLES
+    return Kind.GARBAGE if bool(blocks.all()) and count > size // 2 else Kind.PARTIAL

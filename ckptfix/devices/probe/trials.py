@@ -1,0 +1,321 @@
+"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the host's own path."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptfix.devices.pairs import Pair, device
+from ckptfix.devices.probe import payload
+from ckptfix.devices.probe.cases import Case, Route, exact_size
+from ckptfix.devices.probe.payload import Memory, bits, compared, same
+from ckptfix.devices.probe.probe_report import Damage, Kind, classify
+from ckptfix.devices.probe.task import Failure
+from ckptfix.errors import CkptfixError
+
+# Side streams on any accelerator.
+
+
+def side_streams_exist() -> bool:
+    """Return whether this torch can put work on another stream of any accelerator (from 2.6 on)."""
+    return hasattr(torch, "accelerator") and hasattr(torch.Stream, "wait_stream")
+
+
+@contextmanager
+def on_side_streams(*devices: Any) -> Iterator[None]:
+    """Put what is queued on these devices in the block on a stream of its own for each.
+
+    It waits for what was queued before, and what is queued afterwards waits for it.
+    """
+    accelerator = torch.accelerator
+    current = accelerator.current_device_index()
+    usual = [accelerator.current_stream(device) for device in devices]
+    aside = [torch.Stream(device=device) for device in devices]
+    try:
+        for before, stream in zip(usual, aside, strict=True):
+            stream.wait_stream(before)
+            accelerator.set_stream(stream)  # makes its device the current one
+        accelerator.set_device_index(current)
+        yield
+    finally:
+        for before, stream in zip(usual, aside, strict=True):
+            before.wait_stream(stream)
+            accelerator.set_stream(before)
+        accelerator.set_device_index(current)
+
+
+# A device's own exchange with the host. All that the probe knows of a pair comes over it, so it is proven
+# first.
+#
+# With larger payloads it is proven where they are put on the device: see ``large.Row``.
+
+_SIZES = (65541, 1, 4097, 70001, (8 << 20) + 5, *(4096 + 5 * index for index in range(50)))
+_AGAIN = 3
+_LARGE = 1 << 20
+"""Bytes from which one more round trip has to do."""
+
+
+class UnusableDevice(CkptfixError):
+    """The device ``index`` fails in its own exchange with the host, so nothing can be said about its pairs."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"device {index}: {reason}")
+        self.index = index
+
+
+def prove(index: int, seed: int, memory: Memory, tell: Callable[[str | None], None]) -> Iterator[None]:
+    """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others come back."""
+    for number, size in enumerate(_SIZES):
+        tell(f"host round trip of {exact_size(size)}")
+        _round_trip(index, size, payload.seed_of(seed, "host", index, number), memory)
+        tell(None)
+        yield
+
+
+def prove_again(index: int, size: int) -> None:
+    """Look once more, when a copy was wrong, with payloads of its size."""
+    for number in range(_AGAIN if size < _LARGE else 1):
+        _round_trip(index, size, payload.seed_of(size, "again", index, number), Memory())
+
+
+def still_holds(index: int, block: Any, sent: Any) -> None:
+    """Raise UnusableDevice unless the bytes on a device are those that the host sent there."""
+    back = torch.bitwise_not(sent)
+    back.copy_(block)
+    if not same(back, sent):
+        raise UnusableDevice(
+            index, f"{exact_size(sent.numel())} sent from the host are not what it gives back"
+        )
+
+
+def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
+    sent = payload.fill(memory.on_host(size, "after"), seed)
+    complement = torch.bitwise_not(sent, out=memory.on_host(size, "before"))
+    there = memory.upload(complement, device(index), "block")
+    there.copy_(sent)
+    seen = bool(compared(there, memory.upload(sent, device(index), "reference")))
+    back = complement.copy_(there)  # into memory in which every byte is wrong
+    if not same(back, sent):
+        wrong = int((back != sent).sum())
+        raise UnusableDevice(
+            index, f"{wrong} of {exact_size(size)} are wrong after a round trip from the host and back"
+        )
+    if not seen:
+        raise UnusableDevice(
+            index, f"its kernel finds {exact_size(size)} from the host unequal to themselves"
+        )
+
+
+# A copy was seen to be wrong: is it the pair, or a device's own exchange with the host?
+
+REMEMBERED = 1 << 20
+"""Bytes of earlier payloads that are kept, to know them when they arrive again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Blocks of bytes around one copy, on their devices and on the host.
+
+    ``source`` on the source device is what the host ``sent`` there. ``block`` is the destination, ``arrived`` what the
+    host read of it; ``reference`` on the destination device and ``expected`` on the host are what it should be.
+    """
+
+    source: Any
+    sent: Any
+    block: Any
+    arrived: Any
+    reference: Any
+    expected: Any
+
+
+def judge(
+    pair: Pair,
+    evidence: Evidence,
+    payload_of: Callable[[Any], Any] = lambda block: block,
+    earlier: Sequence[Any] = (),
+) -> Damage:
+    """Return the damage that the pair did. ``payload_of``: gives the payload's bytes in a block of the destination.
+
+    Raises UnusableDevice when it is a device that lost bytes on their way from or to the host.
+    """
+    source, destination = pair
+    still_holds(source, evidence.source, evidence.sent)
+    still_holds(destination, evidence.reference, evidence.expected)
+    prove_again(destination, evidence.block.numel())
+    arrived, expected = (bits(payload_of(block)) for block in (evidence.arrived, evidence.expected))
+    damage = classify(arrived, expected, held=~expected, earlier=earlier)
+    if damage is not None:
+        return damage
+    if not same(evidence.arrived, evidence.expected):
+        beside = evidence.arrived != evidence.expected
+        return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(beside.sum()))
+    if not bool(compared(evidence.block, evidence.reference)):
+        raise UnusableDevice(destination, "its kernel finds equal bytes unequal")
+    return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)
+
+
+# One copy over one ordered pair: poisoned before, compared twice after.
+#
+# The destination's memory first holds the complement of what will arrive, in the very block that the copy
+# writes to: a caching allocator hands back blocks that still hold the right bytes, and then a copy that
+# writes nothing looks right. The first comparison is a kernel, queued on the destination behind the copy
+# before the host waits for anything: it sees a late arrival. The second is the host's, against the bits
+# that it sent.
+
+_GUARD = 64
+"""Bytes to either side of a destination that no copy may write to. Keeps every dtype aligned."""
+
+_KERNELS_BEFORE = 8
+"""An even number, so that as many complements of the payload are the payload."""
+
+
+class Sent(NamedTuple):
+    """One payload on the host: the source's elements, and the destination's block before and after the copy."""
+
+    source: Any
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """Where in a block of bytes the payload lands: past a guard, and in every second element where ``strided``."""
+
+    case: Case
+
+    @property
+    def whole(self) -> bool:
+        """Whether the copy itself makes the block, so that there is nothing beside it."""
+        return self.case.route is Route.TO
+
+    @property
+    def strided(self) -> bool:
+        """Whether elements that are not written lie between those that are."""
+        return self.case.route is Route.STRIDED_DESTINATION
+
+    @property
+    def _used(self) -> int:
+        return self.case.size * (2 if self.strided else 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block; with guards, of 64-bit words."""
+        return self.case.size if self.whole else _GUARD + self._used + -self._used % 8 + _GUARD
+
+    def view(self, block: Any) -> Any:
+        """Return the destination in a block."""
+        elements = block if self.whole else block[_GUARD : _GUARD + self._used]
+        elements = elements.view(payload.dtype_of(self.case.dtype))
+        if self.case.route is Route.TRANSPOSED:
+            return elements.view(*_rectangle(self.case.count))
+        return elements[::2] if self.strided else elements
+
+    def bytes_of(self, block: Any) -> Any:
+        """Return the destination's bytes in a block, as a view of uint8."""
+        if not self.strided:
+            return block if self.whole else block[_GUARD : _GUARD + self._used]
+        return block[_GUARD : _GUARD + self._used].view(self.case.count, 2, -1)[:, 0]
+
+
+class PairTrials:
+    """Copies over one ordered pair. ``tell`` is called with a case before its copy, and with None when all is back.
+
+    ``earlier`` remembers what this pair carried.
+    """
+
+    def __init__(
+        self, pair: Pair, memory: Memory, earlier: "deque[Any]", tell: Callable[[str | None], None]
+    ) -> None:
+        self.pair = pair
+        self._memory = memory
+        self.source, self.destination = (device(index) for index in pair)
+        self.unpoisoned = 0
+        self._earlier = earlier
+        self._tell = tell
+
+    def run(self, case: Case, seed: int) -> Failure | None:
+        """Make one copy and return what is wrong with it, or None.
+
+        Raises UnusableDevice when it is a device's exchange with the host that is wrong, and whatever the copy raises.
+        """
+        landing = Landing(case=case)
+        sent = _sent(landing, seed, self._memory)
+        reference = self._memory.upload(sent.after, self.destination, "reference")
+        source = self._laid_out(case, self._memory.upload(bits(sent.source), self.source, "source"))
+        block = self._poisoned(landing, sent.before)
+        address = block.data_ptr()
+        self._tell(str(case))
+        with self._streams(case):
+            if landing.whole:
+                del block
+                block = bits(source.to(self.destination))
+                self.unpoisoned += block.data_ptr() != address
+            else:
+                landing.view(block).copy_(source, non_blocking=case.route is Route.NON_BLOCKING)
+            seen = compared(block, reference)
+        in_time = bool(seen)
+        back = sent.before.copy_(block)  # into host memory that holds no right byte either
+        self._tell(None)
+        failure = None
+        if not in_time or not same(back, sent.after):
+            evidence = Evidence(
+                source=bits(source),
+                sent=bits(sent.source),
+                block=block,
+                arrived=back,
+                reference=reference,
+                expected=sent.after,
+            )
+            damage = judge(self.pair, evidence, landing.bytes_of, tuple(self._earlier))
+            failure = Failure.of(self.pair, damage, case.size, str(case))
+        self._earlier.append(bits(landing.view(sent.after))[:REMEMBERED].clone())
+        return failure
+
+    def _poisoned(self, landing: Landing, before: Any) -> Any:
+        """Return the destination's block; for ``to()``, one that the allocator will hand out again at once."""
+        if landing.whole:
+            return before.to(self.destination)
+        return self._memory.upload(before, self.destination, "block")
+
+    def _laid_out(self, case: Case, payload_bytes: Any) -> Any:
+        """Return the payload on the source device in the layout that the case asks for."""
+        dense = payload_bytes.view(payload.dtype_of(case.source_dtype or case.dtype))
+        if case.route is Route.STRIDED_SOURCE:
+            wide = torch.empty((case.count, 2), dtype=dense.dtype, device=dense.device)
+            wide[:, 0].copy_(dense)
+            return wide[:, 0]
+        if case.route is Route.TRANSPOSED:
+            return dense.view(*_rectangle(case.count)).t().contiguous().t()
+        if case.route is Route.AFTER_KERNELS:
+            for _ in range(_KERNELS_BEFORE):
+                dense = dense.bitwise_not()
+        return dense
+
+    def _streams(self, case: Case) -> AbstractContextManager[None]:
+        if case.route is Route.SIDE_STREAMS:
+            return on_side_streams(self.source, self.destination)
+        return nullcontext()
+
+
+def _rectangle(count: int) -> tuple[int, int]:
+    """Return two factors of ``count``, as near to each other as small ones allow."""
+    rows = max(factor for factor in range(1, 513) if count % factor == 0)
+    return rows, count // rows
+
+
+def _sent(landing: Landing, seed: int, memory: Memory) -> Sent:
+    case = landing.case
+    after = payload.fill(memory.on_host(landing.size, "after"), seed)
+    elements = landing.view(after)
+    if case.source_dtype:
+        source = payload.small_integers(memory.on_host(case.count, "integers"), case.source_dtype, seed)
+        elements.copy_(source)
+    else:
+        payload.make_values(elements)
+        source = elements.reshape(-1)
+    before = memory.on_host(landing.size, "before").copy_(after)
+    landing.bytes_of(before).bitwise_not_()
+    return Sent(source, before, after)

@@ -1,0 +1,407 @@
+"""Tensors compared with their files' bytes: after reading, after the disk, on their device, one hop further."""
+
+import hashlib
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import load_offloaded_weight, offload_weight
+
+from ckptfix.devices.offloaded import EmptySlot, Slot, find_slots
+from ckptfix.devices.pairs import Pair, device
+from ckptfix.devices.reload.device_maps import (
+    CPU,
+    DISK,
+    Device,
+    DeviceMap,
+    answers,
+    device_of,
+    is_out_of_memory,
+)
+from ckptfix.devices.reload.filling import holds, tensors_of
+from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, hop, host_bytes
+from ckptfix.devices.reload.reload_report import Outcome, Proof, Subject
+from ckptfix.devices.reload.stored_weights import StoredTensor, Weights, file_bytes
+from ckptfix.devices.reload.user_model import Built
+from ckptfix.errors import OperationError
+from ckptfix.wording import count_of, human_size, list_names
+
+# Counting what was proven of many tensors, and putting it into one or two lines.
+
+_SHOWN = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Tensors that went one way: how many arrived with equal bytes, which did not, and which were not sent, and why.
+
+    ``what``: the way, in words. ``converted``: how many of the right ones are held in a wider dtype than the file's.
+    ``wrong``: a sentence for each tensor that failed.
+    """
+
+    subject: Subject
+    what: str
+    is_transfer: bool = False
+    right: int = 0
+    converted: int = 0
+    nbytes: int = 0
+    wrong: list[str] = field(default_factory=list)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+    def arrived(self, nbytes: int, *, converted: bool = False) -> None:
+        """Count a tensor that is equal in every byte, or was converted first and is then equal."""
+        self.right += 1
+        self.converted += converted
+        self.nbytes += nbytes
+
+    def differs(self, name: str, what: object) -> None:
+        """Count a tensor that is not."""
+        self.wrong.append(f"{name!r}: {what}")
+
+    def skip(self, name: str, reason: str) -> None:
+        """Count a tensor that could not be sent."""
+        self.skipped.setdefault(reason, []).append(name)
+
+    def proofs(self) -> list[Proof]:
+        """Return a line for what failed, or else what arrived, and one for what was not sent."""
+        found = []
+        total = self.right + len(self.wrong)
+        if self.wrong:
+            some = "; ".join(self.wrong[:_SHOWN])
+            more = f"; and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
+            text = f"{self.what}: {len(self.wrong)} of {count_of(total, 'tensor')} differ: {some}{more}"
+            found.append(self._proof(Outcome.FAILED, text))
+        elif total:
+            text = f"{self.what}: {count_of(total, 'tensor')} ({human_size(self.nbytes)}), {self._how()}"
+            found.append(self._proof(Outcome.PROVEN if self.nbytes else Outcome.NOT_EXERCISED, text))
+        for reason, names in self.skipped.items():
+            text = f"{self.what}: {count_of(len(names), 'tensor')} ({list_names(names)}): {reason}"
+            found.append(self._proof(Outcome.NOT_EXERCISED, text))
+        return found
+
+    def _how(self) -> str:
+        if not self.nbytes:
+            return "without an element: no byte could differ"
+        if not self.converted:
+            return "equal in every byte"
+        if self.converted == self.right:
+            return "converted to a wider dtype"
+        return f"{self.converted} converted to a wider dtype, the others equal in every byte"
+
+    def _proof(self, outcome: Outcome, text: str) -> Proof:
+        return Proof(subject=self.subject, outcome=outcome, text=text, is_transfer=self.is_transfer)
+
+
+# Every tensor against its file's bytes: as a library reads it, after the disk, on its device, one hop
+# further.
+
+Progress = Callable[[int], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Hops:
+    """Copies of this checkpoint's tensors from accelerator to accelerator.
+
+    ``avoid``: pairs that hang or kill a process, which are not tried. ``made`` and ``wrong`` count tensors by pair.
+    """
+
+    count: int
+    avoid: frozenset[Pair] = frozenset()
+    made: Counter[Pair] = field(default_factory=Counter)
+    wrong: Counter[Pair] = field(default_factory=Counter)
+    tally: Tally = field(
+        default_factory=lambda: Tally(
+            subject=Subject.PEER_HOPS, what="tensors over one peer hop", is_transfer=True
+        )
+    )
+    _dead: set[int] = field(default_factory=set)
+
+    def make(self, name: str, tensor: torch.Tensor, expected: Callable[[], Iterator[Bytes]]) -> None:
+        """Copy a tensor that is on an accelerator to another, each time to the next one, and compare it there."""
+        if not tensor.nbytes:
+            return
+        source = int(tensor.device.index or 0)
+        others = [(source, index) for index in range(self.count) if index != source]
+        pairs = [pair for pair in others if pair not in self.avoid and not self._dead & set(pair)]
+        if not pairs:
+            if others:
+                self.tally.skip(name, f"no copy from device {source} ends well enough to be tried again")
+            return
+        pair = min(pairs, key=lambda pair: self.made[pair])
+        self.made[pair] += 1
+        try:
+            found = hop(tensor, expected(), device(pair[1]))
+        except RuntimeError as error:
+            self._failed(name, pair, error)
+            return
+        if found is None:
+            self.tally.arrived(tensor.nbytes)
+        else:
+            self.wrong[pair] += 1
+            self.tally.differs(name, f"{pair[0]} -> {pair[1]}: {found}")
+
+    def proofs(self) -> list[Proof]:
+        """Return the lines of the table; where there are several accelerators, there is always one."""
+        found = self.tally.proofs()
+        if not found and self.count > 1:
+            text = f"{self.tally.what}: no tensor was on an accelerator"
+            found = [
+                Proof(subject=Subject.PEER_HOPS, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
+            ]
+        return found
+
+    def look_for_dead(self) -> None:
+        """Find out which devices no longer answer, so that no pair is blamed for what happened before."""
+        self._dead |= {index for index in range(self.count) if not answers(device(index))}
+
+    def _failed(self, name: str, pair: Pair, error: RuntimeError) -> None:
+        if is_out_of_memory(error):
+            self.tally.skip(name, f"no room for it on device {pair[1]}")
+            return
+        self._dead |= {index for index in pair if not answers(device(index))}
+        self.wrong[pair] += 1
+        self.tally.differs(name, f"{pair[0]} -> {pair[1]} raised {type(error).__name__}: {error}")
+
+
+@dataclass(slots=True, kw_only=True)
+class FileProofs:
+    """What is proven of the files themselves, model class or not."""
+
+    read: Tally = field(
+        default_factory=lambda: Tally(subject=Subject.FILE_BYTES, what="file bytes -> tensors")
+    )
+    offload: Tally = field(
+        default_factory=lambda: Tally(subject=Subject.DISK_OFFLOAD, what="offload to disk and back")
+    )
+    placement: Tally = field(
+        default_factory=lambda: Tally(
+            subject=Subject.PLACEMENT, what="file -> device -> host", is_transfer=True
+        )
+    )
+
+    def proofs(self) -> list[Proof]:
+        """Return the lines of the table."""
+        return [*self.read.proofs(), *self.offload.proofs(), *self.placement.proofs()]
+
+
+def prove_files(
+    weights: Weights,
+    placed: Callable[[str], Device] | None,
+    proofs: FileProofs,
+    hops: Hops,
+    progress: Progress,
+) -> None:
+    """Read every tensor, and compare it with its file: as read, after the disk, and where ``placed`` puts it.
+
+    ``placed``: name -> device, None to leave devices out; tensors for the CPU and the disk go to device 0 and back,
+    as every forward pass takes them there. One tensor is in memory at a time. Raises OperationError, OSError.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
+    try:
+        for name, stored in weights.tensors.items():
+            shown = weights.prefix + name
+            if not stored.has_bytes:
+                proofs.read.skip(shown, "its bytes are compressed in the file")
+                continue
+            try:
+                value = weights.read(name)
+            except OperationError as error:
+                proofs.read.differs(shown, error)
+                continue
+            if (found := first_mismatch(value, file_bytes(stored, CHUNK))) is not None:
+                proofs.read.differs(shown, found)
+                continue
+            proofs.read.arrived(stored.nbytes)
+            on_disk = placed is not None and placed(name) == DISK
+            _through_the_disk(shown, value, folder, proofs.offload, must=on_disk)
+            if placed is not None and hops.count:
+                _onto_a_device(shown, value, placed(name), weights, stored, proofs.placement, hops)
+            progress(stored.nbytes)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in weights.opaque:
+        proofs.read.skip(weights.prefix + name, "no plain tensor")
+
+
+def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally, *, must: bool) -> None:
+    # A file that is mapped and grows beyond its disk ends the process, with SIGBUS; nothing is raised.
+    if shutil.disk_usage(folder).free <= value.nbytes:
+        tally.skip(name, f"no room for it in {folder.parent}; next: set TMPDIR to a folder that has it")
+        return
+    # The file's own name for the tensor is never used: it could lead out of the folder.
+    try:
+        index = offload_weight(value, "tensor", str(folder), index={})
+        back = load_offloaded_weight(str(folder / "tensor.dat"), index["tensor"])
+    except Exception as error:  # of accelerate's and numpy's, for a dtype that they do not know
+        reason = f"accelerate cannot offload it: {error}"
+        if must:
+            tally.differs(name, reason)
+        else:
+            tally.skip(name, reason)
+        return
+    if (found := first_mismatch(back, host_bytes(value))) is None and back.shape == value.shape:
+        tally.arrived(value.nbytes)
+    else:
+        tally.differs(name, found or f"its shape was {list(value.shape)}, now {list(back.shape)}")
+
+
+def _onto_a_device(
+    name: str, value: torch.Tensor, place: Device, weights: Weights, stored: StoredTensor, tally: Tally, hops: Hops
+) -> None:  # fmt: skip
+    index = place if isinstance(place, int) else 0
+    if index >= hops.count:
+        tally.skip(name, f"device {index} is not on this machine")
+        return
+    try:
+        there = value.to(device(index))
+        found = first_mismatch(there, file_bytes(stored, CHUNK))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            tally.skip(name, f"no room for it on device {index}")
+        else:
+            tally.differs(name, f"on device {index}: {type(error).__name__}: {error}")
+        return
+    if found is not None:
+        tally.differs(name, f"on device {index}: {found}")
+        return
+    tally.arrived(stored.nbytes)
+    hops.make(name, there, lambda: file_bytes(stored, CHUNK))
+
+
+def bytes_on(devices: Mapping[str, Device], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return device -> bytes of the tensors on it, accelerators first."""
+    found: dict[Device, int] = defaultdict(int)
+    for name, place in devices.items():
+        found[place] += sizes[name]
+    order = sorted(found, key=lambda place: (isinstance(place, str), place))
+    return {str(place): found[place] for place in order}
+
+
+# What a dispatched model really holds: every tensor on the device that the map says, with the file's bytes.
+#
+# Tensors that a loader renamed or merged stand for no single one of the file. They are compared with the
+# loaded model's own, by a digest: a copy of them would double the memory.
+
+
+class Held(NamedTuple):
+    """A tensor of a model: its name there, and where its value is; None when no hook keeps one."""
+
+    name: str
+    value: torch.Tensor | None
+
+
+Loaded = Mapping[str, bytes]
+"""Name in the model -> sha256 of its bytes on the CPU, of the tensors that no name of the file stands for."""
+
+
+def remember_loaded(built: Built) -> Loaded:
+    """Return the digests of a model on the CPU, before it is dispatched."""
+    return {
+        name: _digest(value)
+        for name, value in tensors_of(built.model).items()
+        if name not in built.filled.names and not value.is_meta
+    }
+
+
+def prove_held(built: Built, device_map: DeviceMap, tally: Tally, *, main: Device) -> None:
+    """Compare every tensor of a dispatched model with its file, where it is; what is offloaded on device ``main``."""
+    _prove(built, list(built.filled.names), {}, device_map, tally, main)
+
+
+def prove_loaded(built: Built, loaded: Loaded, device_map: DeviceMap, tally: Tally, *, main: Device) -> None:
+    """Compare the tensors of a dispatched model that have no name in the file with those of the loaded model."""
+    _prove(built, list(loaded), loaded, device_map, tally, main)
+
+
+def _prove(
+    built: Built, names: Sequence[str], loaded: Loaded, device_map: DeviceMap, tally: Tally, main: Device
+) -> None:
+    for held in _held(built, names):
+        wanted = device_of(held.name, device_map)
+        value = held.value
+        if value is None:
+            tally.differs(held.name, f"it should be on {wanted}, and is nowhere")
+            continue
+        if isinstance(wanted, int) and (value.device.type == CPU or value.device.index != wanted):
+            tally.differs(held.name, f"it should be on device {wanted}, and is on {value.device}")
+            continue
+        if wanted in (CPU, DISK) and isinstance(main, int):
+            value = value.to(device(main))
+        found = _difference(built, held.name, value, loaded)
+        if found is None:
+            tally.arrived(value.nbytes, converted=held.name in built.filled.converted)
+        else:
+            tally.differs(held.name, f"on {wanted}: {found}")
+
+
+def hop_held(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
+    """Copy every tensor of a dispatched model to another accelerator, and compare it there.
+
+    It begins where it is; what is offloaded begins on ``main``, as in a forward pass. Without an accelerator in the
+    map, nothing is copied.
+    """
+    hops.look_for_dead()
+    for held in _held(built, [*built.filled.names, *loaded]):
+        value = held.value
+        if value is None or (value.device.type == CPU and isinstance(main, str)):
+            continue
+        try:
+            if value.device.type == CPU and isinstance(main, int):
+                value = value.to(device(main))
+            is_right = _difference(built, held.name, value, loaded) is None
+        except RuntimeError:
+            is_right = False
+        if is_right:
+            hops.make(held.name, value, partial(_expected, built, held.name, value, loaded))
+        else:
+            hops.tally.skip(held.name, "after the runs it is no longer what was placed, or cannot be read")
+
+
+def _difference(built: Built, name: str, value: torch.Tensor, loaded: Loaded) -> Mismatch | str | None:
+    if name in loaded:
+        return None if _digest(value) == loaded[name] else "other bytes than in the loaded model"
+    return first_mismatch(value, expected_bytes(built, name, value.dtype))
+
+
+def _expected(built: Built, name: str, value: torch.Tensor, loaded: Loaded) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor that has been found to be right where it is."""
+    return host_bytes(value) if name in loaded else expected_bytes(built, name, value.dtype)
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    digest = hashlib.sha256()
+    for part in host_bytes(value):
+        digest.update(part)
+    return digest.digest()
+
+
+def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Bytes]:
+    """Yield the bytes that a tensor of the model must have: the file's own, unless the model holds a wider dtype.
+
+    Its loader may have widened it, or its own forward pass: routers of Switch Transformers do that.
+    """
+    stored = built.weights.tensors[built.filled.names[name]]
+    value = built.weights.read(stored.fqn)
+    if not stored.has_bytes or (value.dtype != dtype and holds(dtype, value.dtype)):
+        return host_bytes(value.to(dtype), CHUNK)
+    return file_bytes(stored, CHUNK)
+
+
+def _held(built: Built, wanted: Sequence[str]) -> Iterator[Held]:
+    state = tensors_of(built.model)
+    names = [name for name in wanted if name in state]
+    meta = [name for name in names if state[name].is_meta]
+    slots: Mapping[str, Slot] = find_slots(built.model, meta, torch.device(CPU))[0] if meta else {}
+    for name in names:
+        if not state[name].is_meta:
+            yield Held(name, state[name].detach())
+        else:
+            slot = slots.get(name)
+            is_kept = slot is not None and not isinstance(slot, EmptySlot)
+            yield Held(name, slot.read() if is_kept and slot is not None else None)

@@ -1,0 +1,339 @@
+"""One model planned onto a device map, dispatched, run, and taken back."""
+
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import find_tied_parameters, get_balanced_memory, retie_parameters, send_to_device
+
+from ckptfix.devices.pairs import device_count, device_type
+from ckptfix.devices.reload.device_maps import (
+    CPU,
+    DISK,
+    MOST,
+    Device,
+    DeviceMap,
+    Spread,
+    block_of,
+    device_of,
+    free_memory,
+    natural_order,
+    split_ties,
+    spread_blocks,
+)
+from ckptfix.devices.reload.filling import tensors_of
+from ckptfix.devices.reload.outputs import ANYTHING, in_words, taken
+from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
+from ckptfix.devices.reload.stored_weights import Weights
+from ckptfix.devices.reload.user_model import SEED, Built, Inputs, fresh
+from ckptfix.wording import count_of, list_names
+
+# One model, dispatched and taken back: onto a device map, onto one device from host memory, onto the disk.
+#
+# It is the same model each time, so its weights are in host memory once, whatever is tried with it.
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+class ModelLost(Exception):
+    """The model cannot be read back: after a device-side assertion, say, every call on its device fails."""
+
+
+def map_model(built: Built, spread: Spread, limits: Mapping[Device, int]) -> dict[str, Device]:
+    """Return the map that accelerate makes for a model, as ``from_pretrained(device_map=...)`` gets it."""
+    order = sorted(limits, key=lambda device: (isinstance(device, str), device))
+    memory: Any = {device: limits[device] for device in order}
+    whole = list(built.no_split)
+    with quiet_accelerate():
+        if spread is not Spread.SEQUENTIAL:
+            low = spread is Spread.LOW_0
+            memory = get_balanced_memory(built.model, memory, no_split_module_classes=whole, low_zero=low)
+        made = infer_auto_device_map(built.model, max_memory=memory, no_split_module_classes=whole)
+    return {str(name): device if isinstance(device, int) else str(device) for name, device in made.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A map to try. ``places``: the devices that something of the model is really on, as ``places_of`` gives them.
+
+    ``is_asked``: by the user; otherwise it is there to exercise the host's memory and disk.
+    """
+
+    device_map: DeviceMap
+    places: frozenset[Device]
+    is_asked: bool
+
+    @property
+    def accelerators(self) -> frozenset[int]:
+        """The accelerators among the places."""
+        return frozenset(place for place in self.places if isinstance(place, int))
+
+    @property
+    def main(self) -> Device:
+        """Where inputs go and outputs come from: the first accelerator, else the CPU."""
+        return min(self.accelerators, default=CPU)
+
+    def __str__(self) -> str:
+        order = sorted(self.places, key=lambda place: (isinstance(place, str), place))
+        return ", ".join(map(str, order))
+
+
+def places_of(model: Any, device_map: DeviceMap) -> frozenset[Device]:
+    """Return the devices that a map gives to tensors of a model, or to its modules without any: those run there."""
+    names = list(tensors_of(model))
+    owners = {name.rpartition(".")[0] for name in names}
+    owners |= {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+    bare = [name for name, _ in model.named_modules() if name in device_map and name not in owners]
+    found = [device_of(name, device_map) for name in names] + [device_map[name] for name in bare]
+    return frozenset(place for place in found if place is not None)
+
+
+@contextmanager
+def dispatched(built: Built, trial: Trial, folder: Path) -> Iterator[None]:
+    """Have the model on a device map inside the block, on the CPU after it. ``folder``: for what goes to the disk."""
+    with _restored(built), quiet_accelerate():
+        preload = None if trial.is_asked else _taken_whole(built)
+        if trial.places == {DISK}:
+            where = torch.device(CPU)
+            disk_offload(built.model, str(folder), execution_device=where, preload_module_classes=preload)
+        else:
+            dispatch_model(
+                built.model,
+                dict(trial.device_map),
+                main_device=trial.main,
+                offload_dir=str(folder) if DISK in trial.device_map.values() else None,
+                skip_keys=list(built.skip_keys) or None,
+                preload_module_classes=preload,
+            )
+        yield
+
+
+@contextmanager
+def on_one_device(built: Built, where: torch.device, *, whole: bool) -> Iterator[None]:
+    """Have the model on one device inside the block; no copy goes from accelerator to accelerator.
+
+    ``whole``: all of it; otherwise each block's weights are brought there from host memory when they are needed, so
+    that a model of any size fits.
+    """
+    with _restored(built), quiet_accelerate():
+        if whole or where.type == CPU:
+            built.model.to(where)
+        else:
+            cpu_offload(built.model, execution_device=where, preload_module_classes=_taken_whole(built))
+        yield
+
+
+def _taken_whole(built: Built) -> list[str]:
+    """Return the classes whose weights come as one: some use a part's weight without calling the part."""
+    return [*built.no_split, torch.nn.MultiheadAttention.__name__]
+
+
+@contextmanager
+def _restored(built: Built) -> Iterator[None]:
+    ties = find_tied_parameters(built.model)
+    try:
+        yield
+    finally:
+        try:
+            remove_hook_from_module(built.model, recurse=True)
+            built.model.to(CPU)
+        except ANYTHING as error:  # accelerate's hooks raise whatever a wrong weight makes torch raise
+            raise ModelLost(in_words(error)) from error
+        retie_parameters(built.model, ties)
+
+
+def run(model: Any, inputs: Inputs, where: torch.device) -> Outputs:
+    """Run one forward pass with inputs on a device, and return its tensors on the host.
+
+    Random numbers begin at the same seed each time; the process's own generators stay as they were.
+    """
+    args, kwargs = send_to_device(fresh(inputs), where)
+    with _seeded(), torch.no_grad():
+        return taken(model(*args, **kwargs))
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    name = device_type()
+    module = torch.get_device_module(name) if name is not None else None
+    keeps_state = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") and name != "mps"
+    devices: Sequence[int] = range(device_count()) if keeps_state else ()
+    with torch.random.fork_rng(list(devices), device_type=name if devices and name else "cuda"):
+        torch.manual_seed(SEED)
+        yield
+
+
+@contextmanager
+def quiet_accelerate() -> Iterator[None]:
+    """Keep accelerate's advice about offloaded parameters and strange names to itself: the report says both."""
+    logger = logging.getLogger("accelerate")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The following device_map keys do not match")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+# Where every tensor of a checkpoint goes: the map made or given, and whether it covers all and splits no
+# tie.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapPlan:
+    """A device map for one model. ``devices``: tensor name -> device, for what the map covers.
+
+    ``is_sound``: it covers every tensor and splits no tied weights. ``absent``: devices that this machine lacks.
+    """
+
+    source: str
+    device_map: DeviceMap
+    devices: Mapping[str, Device]
+    proofs: tuple[Proof, ...]
+    is_sound: bool
+    absent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the user asked for: a map or a way to make one, what names it, and limits in bytes; None: what is free."""
+
+    given: Spread | DeviceMap
+    source: str
+    limits: Mapping[Device, int] | None
+
+    def limits_on(self, machine: Machine) -> Mapping[Device, int]:
+        """Return device -> bytes that may lie on it."""
+        if self.limits is not None:
+            return self.limits
+        return free_memory() if machine.count else {CPU: MOST}
+
+
+def plan_for_weights(weights: Weights, wish: Wish, machine: Machine) -> MapPlan:
+    """Plan without a model class: blocks and sizes come from the files' headers."""
+    source, ties = wish.source, weights.ties
+    names = list(weights.tensors)
+    if isinstance(wish.given, Spread):
+        source = f"{source}, blocks from the files' headers"
+        device_map = _from_headers(weights, wish.given, wish.limits_on(machine))
+    else:
+        device_map = dict(wish.given)
+    places = {place for name in names if (place := device_of(name, device_map)) is not None}
+    tied = [name for group in ties for name in group]
+    said = _strange(
+        device_map, [*names, *tied], "the files", "a module that owns no tensor, or a misspelt name"
+    )
+    return _judged(source, device_map, names, ties, machine, places, said)
+
+
+def plan_for_model(built: Built, wish: Wish, machine: Machine) -> MapPlan:
+    """Plan for a model: accelerate makes the map, blocks that the model names stay whole."""
+    source, model = wish.source, built.model
+    names = list(tensors_of(model))
+    ties = find_tied_parameters(model)
+    if not isinstance(wish.given, Spread):
+        device_map = dict(wish.given)
+        modules = [name for name, _ in model.named_modules()]
+        said = _strange(device_map, [*names, *modules], type(model).__name__, "misspelt")
+        return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
+    whole = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
+    source = f"{source}, made by accelerate{whole}"
+    limits = wish.limits_on(machine)
+    try:
+        device_map = {"": CPU} if limits == {CPU: MOST} else map_model(built, wish.given, limits)
+    except ANYTHING as error:  # accelerate walks through the user's own modules
+        text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
+        failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
+        return MapPlan(source=source, device_map={}, devices={}, proofs=(failed,), is_sound=False, absent=())
+    return _judged(source, device_map, names, ties, machine, places_of(model, device_map), ())
+
+
+def _strange(device_map: DeviceMap, names: Sequence[str], where: str, why: str) -> tuple[Proof, ...]:
+    """Return a line for the names of a map that stand for nothing: accelerate takes them without a word."""
+    parts = {""} | {
+        ".".join(steps[:depth])
+        for name in names
+        for steps in (name.split("."),)
+        for depth in range(1, len(steps) + 1)
+    }
+    unknown = [name for name in device_map if name not in parts]
+    if not unknown:
+        return ()
+    text = f"{count_of(len(unknown), 'name')} of the map not in {where}: {list_names(unknown)}: {why}, moves nothing"
+    is_transfer = any(isinstance(device_map[name], int) for name in unknown)
+    line = Proof(
+        subject=Subject.DEVICE_MAP, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=is_transfer
+    )
+    return (line,)
+
+
+def _from_headers(weights: Weights, spread: Spread, limits: Mapping[Device, int]) -> dict[str, Device]:
+    first = {name: group[0] for group in weights.ties for name in group if group[0] in weights.tensors}
+    sizes: dict[str, int] = {}
+    for name in natural_order(weights.tensors):
+        is_tied_to_other = first.get(name, name) != name
+        block = block_of(name)
+        sizes[block] = sizes.get(block, 0) + (0 if is_tied_to_other else weights.tensors[name].nbytes)
+    mapped = spread_blocks(sizes, limits, spread)
+    placed = dict(mapped)
+    for name, kept in first.items():
+        if name in weights.tensors and mapped[block_of(kept)] != mapped[block_of(name)]:
+            placed[name] = mapped[block_of(kept)]
+    return placed
+
+
+def _judged(
+    source: str, device_map: dict[str, Device], names: Sequence[str], ties: Sequence[Sequence[str]], machine: Machine,
+    places: Collection[Device], said: Sequence[Proof],
+) -> MapPlan:  # fmt: skip
+    devices = {name: place for name in names if (place := device_of(name, device_map)) is not None}
+    uncovered = [name for name in names if name not in devices]
+    broken = split_ties(ties, device_map)
+    proofs = list(said)
+    if not names:
+        text = "the device map: there is no tensor that it could place"
+        proofs.append(
+            Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
+        )
+    elif uncovered:
+        text = f"the map gives no device to {count_of(len(uncovered), 'tensor')}: {list_names(uncovered)}"
+        proofs.append(Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text))
+    else:
+        text = f"the map covers every tensor: {count_of(len(names), 'name')}"
+        proofs.append(Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.PROVEN, text=text))
+    for (one, here), (other, there) in broken:
+        text = (
+            f"the map splits tied weights: {one!r} is on {here}, {other!r} on {there}, and both are one tensor; "
+            f"put both on {here}"
+        )
+        proofs.append(Proof(subject=Subject.TIES, outcome=Outcome.FAILED, text=text))
+    if ties and not broken:
+        text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of names"
+        proofs.append(Proof(subject=Subject.TIES, outcome=Outcome.PROVEN, text=text))
+    absent = tuple(sorted(place for place in places if isinstance(place, int) and place >= machine.count))
+    for place in absent:
+        text = f"device {place} of the map is not on this machine: {_tensors_on(place, devices)} not placed"
+        proofs.append(
+            Proof(subject=Subject.PLACEMENT, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
+        )
+    return MapPlan(
+        source=source,
+        device_map=device_map,
+        devices=devices,
+        proofs=tuple(proofs),
+        is_sound=not uncovered and not broken,
+        absent=absent,
+    )
+
+
+def _tensors_on(place: Device, devices: Mapping[str, Device]) -> str:
+    return count_of(sum(1 for device in devices.values() if device == place), "tensor")

@@ -1,0 +1,258 @@
+"""The proof with a model class: names, what the dispatched model holds, and the runs."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from ckptfix.devices.pairs import Pair, device
+from ckptfix.devices.reload.arrivals import (
+    Hops,
+    Loaded,
+    Tally,
+    hop_held,
+    prove_held,
+    prove_loaded,
+    remember_loaded,
+)
+from ckptfix.devices.reload.device_maps import CPU, DISK, Device, DeviceMap, Spread, device_of
+from ckptfix.devices.reload.dispatched import (
+    MapPlan,
+    ModelLost,
+    Outputs,
+    Trial,
+    dispatched,
+    map_model,
+    places_of,
+)
+from ckptfix.devices.reload.filling import size_of, tensors_of
+from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty
+from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
+from ckptfix.devices.reload.three_way import Runs, baseline, compare_split
+from ckptfix.devices.reload.user_model import Built, Inputs
+from ckptfix.wording import count_of, human_size, list_names
+
+_LOADED_FIRST = (
+    "loading straight onto devices: the model is filled on the CPU and then dispatched; "
+    "from_pretrained(device_map=...) and load_checkpoint_and_dispatch read each tensor onto its device"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelProof:
+    """What was proven of one model: lines of the table, and the runs of the split with peer copies.
+
+    ``ran``: how often the model ran each way, at most.
+    """
+
+    proofs: list[Proof] = field(default_factory=list)
+    runs: Runs = field(default_factory=Runs)
+    ran: int = 0
+
+    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+        """Add a line of the table."""
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+
+def verify_model(
+    built: Built, plan: MapPlan, machine: Machine, repeats: int, *, hops: Hops, hangs: frozenset[Pair]
+) -> ModelProof:
+    """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError."""
+    proof = ModelProof()
+    _prove_names(proof, built)
+    in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
+    prove_held(built, {"": CPU}, in_memory, main=CPU)
+    proof.proofs += in_memory.proofs()
+    for text in (*built.beyond, _LOADED_FIRST):
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+    loaded = remember_loaded(built)
+    trials = _trials(built, plan, machine)
+    single = _one_device(proof, built, trials, machine)
+    if not plan.is_sound:
+        text = "the model on its map: the map is refused"
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    try:
+        for trial in trials:
+            _on_a_map(proof, built, trial, single, loaded, machine, repeats, hops, hangs)
+    except ModelLost as error:
+        if not any(one.outcome is Outcome.FAILED for one in proof.proofs):  # which would be why
+            text = f"the model could not be read back from its devices: {error}"
+            proof.add(Subject.PLACEMENT, Outcome.FAILED, text, is_transfer=True)
+    return proof
+
+
+def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Machine) -> Outputs | None:
+    """Return the output on the device where the maps begin, or add why there is none."""
+    where = _begin(trials[0].main) if trials else torch.device(CPU)
+    reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
+    if not reason:
+        single, unreached = baseline(built, where)
+        if isinstance(single, str):
+            is_given = isinstance(built.inputs, Inputs) and built.inputs.is_given
+            outcome = Outcome.FAILED if is_given else Outcome.NOT_EXERCISED
+            whose = "the factory's inputs" if is_given else "the inputs made from its config"
+            reason = f"the model does not run on {where} with {whose}: {single}"
+        elif is_empty(single):
+            reason = "what the forward pass returns holds no tensor with an element: nothing can be compared"
+        else:
+            _say_unreached(proof, unreached)
+            return single
+    proof.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
+    if machine.count > 1:
+        text = "direct copies against staged ones: the model is not run"
+        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    return None
+
+
+def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
+    """Name the parts of a model that no input reached: the vision tower of a model that was given tokens alone."""
+    if unreached is None:
+        text = "which parts of the model no input reached: not known, as its weights came block by block"
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+    elif unreached:
+        text = (
+            f"parts of the model that no input reached: {list_names(unreached)}; next: give --model a factory that "
+            "returns (model, inputs)"
+        )
+        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+
+
+def _on_a_map(
+    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded, machine: Machine,
+    repeats: int, hops: Hops, hangs: frozenset[Pair],
+) -> None:  # fmt: skip
+    used = trial.accelerators
+    with _room(built, trial) as (folder, needs):
+        if folder is None:
+            text = (
+                f"the model offloaded to disk: no room for {human_size(needs)} in "
+                f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
+            )
+            proof.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used))
+            return
+        is_there = False
+        try:
+            with dispatched(built, trial, folder):
+                is_there = True
+                _prove_placed(proof, built, trial, loaded, machine)
+                if single is not None:
+                    runs = compare_split(built, trial, single, _begin(trial.main), repeats, hangs)
+                    proof.proofs += [_named(one, trial) for one in runs.proofs]
+                    proof.runs = runs if len(used) > 1 else proof.runs
+                    proof.ran = max(proof.ran, repeats if used else 1)
+                hop_held(built, loaded, hops, trial.main)
+        except ModelLost:
+            raise
+        except ANYTHING as error:  # no room on a device, most of all
+            what = "cannot be read on" if is_there else "does not get onto"
+            text = f"the model {what} {trial}: {in_words(error)}"
+            outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
+            proof.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
+
+
+def _prove_placed(proof: ModelProof, built: Built, trial: Trial, loaded: Loaded, machine: Machine) -> None:
+    """Compare what is where, and say which transfers this map cannot exercise."""
+    used = trial.accelerators
+    held = Tally(subject=Subject.PLACEMENT, what=f"file -> {trial} -> host", is_transfer=bool(used))
+    prove_held(built, trial.device_map, held, main=trial.main)
+    proof.proofs += held.proofs()
+    renamed = Tally(
+        subject=Subject.PLACEMENT, what=f"loaded model -> {trial} -> host", is_transfer=bool(used)
+    )
+    prove_loaded(built, loaded, trial.device_map, renamed, main=trial.main)
+    proof.proofs += renamed.proofs()
+    if machine.count and not used:
+        text = f"the way to an accelerator: the map has none of the model on one, but on {trial}"
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    elif machine.count > 1 and len(used) < 2:
+        text = f"direct copies against staged ones: the map has the model on one accelerator, {trial.main}"
+        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+
+
+def _begin(main: Device) -> torch.device:
+    return torch.device(CPU) if isinstance(main, str) else device(main)
+
+
+def _trials(built: Built, plan: MapPlan, machine: Machine) -> list[Trial]:
+    """Return the maps to try: the user's own, and on a machine with less than two accelerators one that offloads."""
+    if any(value.is_meta for value in tensors_of(built.model).values()):
+        return []  # what was not filled cannot be placed; the names that are missing are a failure already
+    own = _trial(built, plan.device_map, is_asked=True)
+    trials = [own] if plan.is_sound and not plan.absent else []
+    if machine.count == 0:
+        offloads = bool(trials) and DISK in own.places
+        return trials if offloads else [_trial(built, {"": DISK}, is_asked=False)]
+    if machine.count == 1 and trials and not {CPU, DISK} & own.places:
+        split = _trial(built, _half(built), is_asked=False)
+        if len(split.places) > 1:
+            trials.append(split)
+    return trials
+
+
+def _half(built: Built) -> DeviceMap:
+    """Return a map with half of a model in the host's memory; the whole on device 0 where accelerate makes none."""
+    try:
+        return map_model(built, Spread.SEQUENTIAL, {0: size_of(built.model) // 2, CPU: 1 << 62})
+    except ANYTHING:
+        return {"": 0}
+
+
+def _trial(built: Built, device_map: DeviceMap, *, is_asked: bool) -> Trial:
+    own = {str(name): place for name, place in device_map.items()}
+    return Trial(device_map=own, places=places_of(built.model, own), is_asked=is_asked)
+
+
+def _prove_names(proof: ModelProof, built: Built) -> None:
+    filled, kind = built.filled, type(built.model).__name__
+    for text in filled.differences:
+        proof.add(Subject.NAMES, Outcome.FAILED, text)
+    for one, other in filled.untied:
+        text = (
+            f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader that ties them loses "
+            'one of them; where both are meant, set "tie_word_embeddings": false in config.json'
+        )
+        proof.add(Subject.TIES, Outcome.FAILED, text)
+    for text in filled.unproven:
+        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
+    if not filled.differences:
+        wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""
+        names = len(tensors_of(built.model))
+        text = (
+            f"names and shapes: {count_of(names, 'name')} of {kind} filled by "
+            f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left over{wider}"
+        )
+        proof.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
+
+
+def _no_runs(built: Built) -> str:
+    """Return why the model cannot be run, "" when it can."""
+    if built.filled.differences:
+        return "the weights do not fill the model"
+    return built.inputs if isinstance(built.inputs, str) else ""
+
+
+def _named(proof: Proof, trial: Trial) -> Proof:
+    return replace(proof, text=proof.text.replace("split", f"split over {trial}", 1))
+
+
+@contextmanager
+def _room(built: Built, trial: Trial) -> Iterator[tuple[Path | None, int]]:
+    """Yield a folder for what a map sends to the disk, None when there is no room for it, and the bytes it takes.
+
+    accelerate maps the files that it writes, and a write beyond the disk ends the process. It writes tied tensors once
+    for each name.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ckptfix-verify-"))
+    try:
+        needs = sum(
+            value.nbytes
+            for name, value in tensors_of(built.model).items()
+            if device_of(name, trial.device_map) == DISK
+        )
+        yield (folder if not needs or shutil.disk_usage(folder).free > needs else None), needs
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,261 @@
+"""Outputs and tensors compared bit by bit or by size, and errors of code that is not ours in one line."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from math import inf, isfinite
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from ckptfix.devices.routing import bypassed
+
+# What a forward pass returned: taken apart into tensors, kept on the host, compared bit by bit or by size.
+
+_DEPTH = 8
+"""How deep in containers tensors are looked for; a cache of keys and values is four deep."""
+
+_NO_RESULTS = (nn.Module, ModuleType, FunctionType)
+"""Their attributes are weights and globals, which no forward pass computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far outputs lie apart: the largest difference, the largest value, and the dtype where it was found.
+
+    ``difference`` is infinite where a shape, a name, a NaN or a whole number differs.
+    """
+
+    difference: float = 0.0
+    scale: float = 0.0
+    epsilon: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The difference as a part of the largest value."""
+        return self.difference / self.scale if self.scale else (inf if self.difference else 0.0)
+
+    @property
+    def limit(self) -> float:
+        """The largest ``relative`` that other kernels explain: the square root of the dtype's machine epsilon.
+
+        float32 3.5e-4, float16 3.1e-2, bfloat16 8.8e-2: half of the digits are lost to another order of sums.
+        """
+        return float(self.epsilon**0.5)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the difference is what other kernels make."""
+        return self.relative <= self.limit
+
+    def __str__(self) -> str:
+        if not isfinite(self.difference):
+            return "a shape, a NaN or a whole number differs"
+        return (
+            f"max |difference| {self.difference:.3g} where the largest value is {self.scale:.3g}: "
+            f"{self.relative:.2g} of it, limit {self.limit:.2g}"
+        )
+
+
+def taken(output: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are their parts."""
+    found: dict[str, torch.Tensor] = {}
+    for place, value in tensors_in(output):
+        for name, part in _plain(value.detach()):
+            found[f"{place}{name}"] = part.to("cpu", copy=True).resolve_conj().resolve_neg()
+    return found
+
+
+def is_empty(output: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an output has no element that could differ: two of them are equal, and prove nothing."""
+    return not any(value.numel() for value in output.values())
+
+
+def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in mappings, sequences, dataclasses and the attributes of other objects, each by its place."""
+    seen: dict[int, Any] = {}  # with the values: an id is another's when its value is gone
+
+    def walk(value: Any, place: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield place, value
+        elif depth < _DEPTH and id(value) not in seen:
+            seen[id(value)] = value
+            for name, part in _parts(value):
+                yield from walk(part, f"{place}{name}", depth + 1)
+
+    return walk(output, "output", 0)
+
+
+def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two outputs are equal in every bit, NaNs included."""
+    return one.keys() == other.keys() and all(_same_bits(one[place], other[place]) for place in one)
+
+
+def spread(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Spread:
+    """Return how far two outputs lie apart: of the tensor in which it is farthest beyond its limit."""
+    if one.keys() != other.keys():
+        return Spread(difference=inf)
+    worst = Spread()
+    for place, left in one.items():
+        right = other[place]
+        if _same_bits(left, right):
+            continue
+        found = _apart(left, right)
+        if found.relative - found.limit > worst.relative - worst.limit or worst.epsilon == 0.0:
+            worst = found
+    return worst
+
+
+def _apart(left: torch.Tensor, right: torch.Tensor) -> Spread:
+    if left.is_complex() and left.dtype == right.dtype:
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    if left.shape != right.shape or left.dtype != right.dtype or not left.dtype.is_floating_point:
+        return Spread(difference=inf)
+    wide, other = left.to(torch.float64), right.to(torch.float64)
+    if not torch.equal(wide.isfinite(), other.isfinite()):
+        return Spread(difference=inf)
+    finite = wide.isfinite()
+    difference = (wide - other)[finite].abs()
+    return Spread(
+        difference=float(difference.max()) if difference.numel() else 0.0,
+        scale=max(float(one[finite].abs().max()) for one in (wide, other)) if difference.numel() else 0.0,
+        epsilon=float(torch.finfo(left.dtype).eps),
+    )
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    flat = [value.contiguous().reshape(-1).view(torch.uint8).numpy() for value in (left, right)]
+    return bool(numpy.array_equal(*flat))
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{one.name}", getattr(value, one.name)) for one in fields(value))
+    elif not isinstance(value, _NO_RESULTS) and not isinstance(value, type):
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _plain(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors of which one of another layout is made."""
+    if value.is_nested:
+        yield from ((f"[{index}]", part) for index, part in enumerate(value.unbind()))
+    elif value.layout is torch.sparse_coo:
+        yield from ((".indices", value._indices()), (".values", value._values()))
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (
+            (".rows", value.crow_indices()),
+            (".columns", value.col_indices()),
+            (".values", value.values()),
+        )
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (
+            (".columns", value.ccol_indices()),
+            (".rows", value.row_indices()),
+            (".values", value.values()),
+        )
+    elif value.is_quantized:
+        yield ".integers", value.int_repr()
+    else:
+        yield "", value
+
+
+# What code that is not ours raises: a factory, the module that it is in, a forward pass, accelerate's
+# hooks.
+
+ANYTHING = (Exception, SystemExit)
+"""``sys.exit`` in a script that is imported as a module would end the verification with the script's own status."""
+
+
+_LONGEST = 400
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error's class and message in one line, of a long message the beginning."""
+    return f"{type(error).__name__}: {one_line(str(error))}"
+
+
+def one_line(text: str) -> str:
+    """Return a text without its line breaks, of a long one the beginning."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+
+
+# Tensors against bytes: after a load, after a placement, after one hop from an accelerator to another.
+
+CHUNK = 64 << 20
+"""Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller than that."""
+
+Bytes = Any
+"""A one-dimensional numpy array of uint8."""
+
+
+class Mismatch(NamedTuple):
+    """The first byte that differs: its offset in the tensor, what is there and what should be; None: other lengths."""
+
+    offset: int
+    have: int | None
+    want: int | None
+
+    def __str__(self) -> str:
+        if self.have is None or self.want is None:
+            return f"it ends at byte {self.offset}"
+        return f"byte {self.offset} is {self.have:#04x}, should be {self.want:#04x}"
+
+
+def host_bytes(tensor: torch.Tensor, chunk: int = CHUNK) -> Iterator[Bytes]:
+    """Yield the bytes of a tensor's elements in order, read back to the host, at most ``chunk`` at a time."""
+    raw = _flat(tensor).view(torch.uint8)
+    for begin in range(0, len(raw), chunk):
+        yield raw[begin : begin + chunk].cpu().numpy()
+
+
+def first_mismatch(tensor: torch.Tensor, expected: Iterable[Bytes]) -> Mismatch | None:
+    """Return the first byte in which a tensor differs from ``expected``, None when it is equal in every byte."""
+    raw = _flat(tensor).view(torch.uint8)
+    position = 0
+    for want in expected:
+        got = raw[position : position + len(want)].cpu().numpy()
+        if not numpy.array_equal(got, want):
+            shared = min(len(got), len(want))
+            different = numpy.flatnonzero(got[:shared] != want[:shared])
+            if not len(different):
+                return Mismatch(position + shared, None, None)
+            first = int(different[0])
+            return Mismatch(position + first, int(got[first]), int(want[first]))
+        position += len(want)
+    return Mismatch(position, None, None) if position != len(raw) else None
+
+
+def hop(
+    tensor: torch.Tensor, expected: Iterable[Bytes], destination: torch.device,
+) -> Mismatch | None:  # fmt: skip
+    """Copy a tensor to another accelerator, directly, and return the first byte that arrived wrong; None for none.
+
+    What the destination holds before is the complement of what should arrive: a caching allocator hands back blocks
+    that still hold the right bytes, and a copy that writes nothing would pass (pytorch #87363).
+    """
+    flat = _flat(tensor)
+    step = max(1, CHUNK // max(1, flat.element_size()))
+    position = 0
+    for begin, want in zip(range(0, flat.numel(), step), expected, strict=True):
+        part = flat[begin : begin + step]
+        there = torch.empty(part.shape, dtype=part.dtype, device=destination)
+        there.view(torch.uint8).copy_(torch.from_numpy(numpy.bitwise_not(want)))
+        with bypassed():
+            there.copy_(part)
+        if (found := first_mismatch(there, (want,))) is not None:
+            return found._replace(offset=position + found.offset)
+        position += len(want)
+    return None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -1,0 +1,271 @@
+"""What a verification of a reload found: proofs, the matrix of ordered pairs, the first divergence.
+
+A proof has one of four outcomes, and "not exercised" is never shown as anything else.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar
+
+from ckptfix.devices.pairs import Pair
+from ckptfix.reports import Serialized
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
+
+_BLOCKS = 8  # names of blocks that are shown of a device
+
+
+class Outcome(Enum):
+    """PROVEN: equal in every bit. TOLERANCE: different bits, within the limit that the text states."""
+
+    PROVEN = "proven"
+    TOLERANCE = "TOLERANCE"
+    FAILED = "failed"
+    NOT_EXERCISED = "not exercised"
+
+
+_COLOURS = {
+    Outcome.PROVEN: "green",
+    Outcome.TOLERANCE: "yellow",
+    Outcome.FAILED: "red",
+    Outcome.NOT_EXERCISED: None,
+}
+
+
+class Subject(Enum):
+    """What a proof is about. The value is a stable name for programs."""
+
+    FILE_BYTES = "file-bytes"
+    LOADING = "loading"
+    NAMES = "names"
+    DEVICE_MAP = "device-map"
+    TIES = "ties"
+    DISK_OFFLOAD = "disk-offload"
+    PLACEMENT = "placement"
+    PEER_PROBE = "peer-probe"
+    PEER_HOPS = "peer-hops"
+    SPLIT = "split"
+    OUTPUTS = "outputs"
+    BEYOND = "beyond"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(Serialized):
+    """One line of the table. ``is_transfer``: it is about bytes that move to or between accelerators."""
+
+    json_keys: ClassVar = "subject outcome is_transfer message=text"
+
+    subject: Subject
+    outcome: Outcome
+    text: str
+    is_transfer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.outcome.value}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFacts(Serialized):
+    """What is known of the copies from one accelerator to another.
+
+    ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"), None when it did not
+    run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the probe's own words. ``hops``, ``hops_wrong``:
+    copies of this checkpoint's tensors, and how many arrived with other bytes. ``moves``: copies in one forward pass of
+    the split model. ``alone_wrong``: of ``alone_runs`` passes in which this pair alone copied directly, how many gave
+    another output.
+    """
+
+    json_keys: ClassVar = (
+        "source destination outcome probe probe_kind probe_detail hops hops_wrong moves alone_runs "
+        "alone_wrong"
+    )
+
+    pair: Pair
+    probe: str | None = None
+    probe_kind: str = ""
+    probe_detail: str = ""
+    hops: int = 0
+    hops_wrong: int = 0
+    moves: int = 0
+    alone_runs: int = 0
+    alone_wrong: int = 0
+
+    @property
+    def outcome(self) -> Outcome:
+        """FAILED when any copy was wrong or could not be made, PROVEN when some were right and none was wrong."""
+        if self.hops_wrong or self.alone_wrong or self.probe in ("wrong", "hang", "unusable"):
+            return Outcome.FAILED
+        if self.probe == "healthy" or (self.probe is None and self.hops):
+            return Outcome.PROVEN
+        return Outcome.NOT_EXERCISED
+
+    @property
+    def word(self) -> str:
+        """The outcome in one word or two, for a matrix: of a failed pair the kind of damage, where it is known."""
+        if self.outcome is not Outcome.FAILED:
+            return str(self.outcome.value)
+        stopped = self.probe if self.probe in ("hang", "unusable") else ""
+        return self.probe_kind or stopped or "wrong"
+
+    @property
+    def source(self) -> int:
+        """The accelerator from which was copied."""
+        return self.pair[0]
+
+    @property
+    def destination(self) -> int:
+        """The accelerator to which was copied."""
+        return self.pair[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence(Serialized):
+    """Where a split model first computed with other bytes than were sent.
+
+    ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``, ``block`` and the rest
+    are those of the first wrong copy that tracing saw. ``vanishes_when_traced``: it saw none, so a race is likely;
+    then ``pair`` is the only suspect, or None. ``first_offset`` counts bytes from the begin of the tensor.
+    """
+
+    json_keys: ClassVar = (
+        "message=__str__ runs wrong_runs suspects vanishes_when_traced pair block operation dtype shape "
+        "first_offset"
+    )
+
+    runs: int
+    wrong_runs: int
+    suspects: tuple[Pair, ...] = ()
+    vanishes_when_traced: bool = False
+    pair: Pair | None = None
+    block: str = ""
+    operation: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    first_offset: int | None = None
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{source} -> {destination}" for source, destination in self.suspects)
+        alone = f"; wrong with this pair alone copying directly: {pairs}" if pairs else ""
+        if self.vanishes_when_traced:
+            return (
+                f"{self.wrong_runs} of {self.runs} runs wrong, and right when traced: a race, bytes that arrive late"
+                f"{alone or '; no ordered pair alone shows it'}"
+            )
+        if self.pair is None:
+            return f"{self.wrong_runs} of {self.runs} runs wrong; no copy was seen to be{alone}"
+        return (
+            f"{self.pair[0]} -> {self.pair[1]} at {self.block or 'the model itself'}: a {self.dtype} tensor of shape "
+            f"{list(self.shape)} arrived with other bytes, the first at offset {self.first_offset}{alone}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine(Serialized):
+    """The accelerators here: their type ("cuda"), and the name that each reports."""
+
+    json_keys: ClassVar = "accelerator devices=names"
+
+    accelerator: str | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "CPU only"
+        kinds = ", ".join(dict.fromkeys(self.names))
+        number = "one" if self.count == 1 else str(self.count)
+        return f"{number} {self.accelerator} device{'s' if self.count > 1 else ''} ({kinds})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReloadReport(Printable, Serialized):
+    """What ``verify_reload`` proved, what failed, and what it did not exercise.
+
+    ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
+    ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
+    """
+
+    json_keys: ClassVar = (
+        "path machine model map_source device_map device_bytes tensors bytes=nbytes repeats proofs pairs "
+        "divergence require_transfer_proof"
+    )
+
+    path: Path
+    machine: Machine
+    model: str
+    map_source: str
+    device_map: Mapping[str, str]
+    device_bytes: Mapping[str, int]
+    tensors: int
+    nbytes: int
+    repeats: int
+    proofs: tuple[Proof, ...]
+    pairs: tuple[PairFacts, ...] = ()
+    divergence: Divergence | None = None
+    require_transfer_proof: bool = False
+
+    @property
+    def unproven_transfers(self) -> tuple[Proof, ...]:
+        """The proofs about transfers that were not exercised."""
+        return tuple(
+            proof for proof in self.proofs if proof.is_transfer and proof.outcome is Outcome.NOT_EXERCISED
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was exercised at all."""
+        return all(proof.outcome is Outcome.NOT_EXERCISED for proof in self.proofs)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 when anything failed, or transfers were to be proven and were not; else 0."""
+        if any(proof.outcome is Outcome.FAILED for proof in self.proofs):
+            return 1
+        return int(self.require_transfer_proof and bool(self.unproven_transfers))
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the map, the table of proofs, the matrix of pairs, and the verdict."""
+        size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.nbytes)}"
+        yield line(f"{self.path}: {size}; {self.machine}", bold=True)
+        yield line(f"model: {self.model or 'no class'}; device map: {self.map_source}")
+        yield from self._map_lines()
+        for proof in self.proofs:
+            is_open = proof.outcome is Outcome.NOT_EXERCISED
+            label = proof.outcome.value.upper() if is_open else proof.outcome.value
+            yield line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome])
+        yield from self._pair_lines()
+        if self.status == 0 and self.is_empty:
+            yield line("nothing was exercised, and nothing is proven", bold=True)
+        elif self.status == 0:
+            yield line("no fault found in what was exercised", colour="green")
+        elif self.require_transfer_proof and self.unproven_transfers:
+            count = count_of(len(self.unproven_transfers), "line")
+            yield line(f"--require-transfer-proof: {count} about transfers above not exercised", colour="red")
+
+    def _map_lines(self) -> Iterator[Line]:
+        by_device: dict[str, list[str]] = {}
+        for name, device in self.device_map.items():
+            # With a dot behind it, the number at the end of a block's name counts, too.
+            by_device.setdefault(device, []).append(f"{name}.")
+        for device, names in by_device.items():
+            blocks = [name.removesuffix(".") or "the whole model" for name in collapse_layers(names)]
+            more = f" and {len(blocks) - _BLOCKS} more" if len(blocks) > _BLOCKS else ""
+            size = human_size(self.device_bytes.get(device, 0))
+            yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
+
+    def _pair_lines(self) -> Iterator[Line]:
+        """Yield one word for each ordered pair of accelerators: rows copy to columns."""
+        if not self.pairs:
+            return
+        words = {facts.pair: facts.word for facts in self.pairs}
+        indexes = sorted({index for pair in words for index in pair})
+        width = max(9, *(len(word) + 2 for word in words.values()))
+        yield line("from \\ to".ljust(11) + "".join(f"{index}".ljust(width) for index in indexes).rstrip())
+        for source in indexes:
+            cells = (words.get((source, index), "-").ljust(width) for index in indexes)
+            yield line(f"{source}".ljust(11) + "".join(cells).rstrip())

@@ -1,0 +1,491 @@
+"""The three-way proof: one device, the split with direct copies, the same split with staged copies; and where it
+fails.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import find_tied_parameters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ckptfix.devices.interception import can_override
+from ckptfix.devices.pairs import Pair, device
+from ckptfix.devices.reload.device_maps import CPU, DISK, answers, has_room
+from ckptfix.devices.reload.dispatched import Outputs, Trial, on_one_device, run
+from ckptfix.devices.reload.filling import size_of
+from ckptfix.devices.reload.outputs import (
+    ANYTHING,
+    Spread,
+    equal_bits,
+    first_mismatch,
+    host_bytes,
+    in_words,
+    spread,
+)
+from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proof, Subject
+from ckptfix.devices.reload.user_model import Built, Inputs
+from ckptfix.devices.routing import bypassed
+from ckptfix.devices.transfers import safe_transfers
+from ckptfix.wording import count_of
+
+# After a direct run gave another output than a staged one: which ordered pair, and where in the model.
+#
+# Reading tensors back synchronises, and a race does not happen while one looks. So the pairs are told apart
+# first without looking, by letting one alone copy directly; only then are copies traced.
+
+
+class Moved(NamedTuple):
+    """One tensor that an operation moves from an accelerator to another."""
+
+    source: torch.Tensor
+    pair: Pair
+    place: int
+
+
+def alone(run: Callable[[], Outputs], reference: Outputs, pair: Pair, repeats: int) -> int:
+    """Return how many of ``repeats`` runs differ from ``reference`` when only this pair copies directly."""
+    wrong = 0
+    with safe_transfers("always"):
+        for _ in range(repeats):
+            try:
+                with _OneDirect(pair):
+                    wrong += not equal_bits(run(), reference)
+            except ANYTHING:  # of what the model makes of wrong bytes, no staged run raises it
+                wrong += 1
+    return wrong
+
+
+def localise(
+    model: Any, run: Callable[[], Outputs], wrong_runs: int, repeats: int, suspects: Sequence[Pair]
+) -> Divergence:
+    """Trace direct runs until a copy is seen to deliver other bytes, at most ``repeats`` of them."""
+    ended_well = True
+    for _ in range(repeats):
+        trace = _Trace()
+        try:
+            with bypassed(), _blocks(model, trace), trace:
+                run()
+        except ANYTHING:  # the copy itself, or what the model makes of wrong bytes
+            ended_well = False
+        if trace.first is not None:
+            return Divergence(runs=repeats, wrong_runs=wrong_runs, suspects=tuple(suspects), **trace.first)
+    return Divergence(
+        runs=repeats,
+        wrong_runs=wrong_runs,
+        suspects=tuple(suspects),
+        vanishes_when_traced=ended_well,
+        pair=suspects[0] if len(suspects) == 1 else None,
+    )
+
+
+class _OneDirect(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """Copies of one pair pass the staging; nothing is read back."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(moved.pair == self.pair for moved in _moves(func, args, kwargs)):
+            with bypassed():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """Every copy between accelerators is compared on the host with what was sent; the first wrong one is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] | None = None
+        self.modules: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for moved in () if self.first is not None else _moves(func, args, kwargs):
+            there = _destination(func, args, result, moved.place)
+            sent = moved.source.cpu().to(there.dtype).expand(there.shape)
+            found = first_mismatch(there, host_bytes(sent))
+            if found is not None:
+                self.first = {
+                    "pair": (moved.pair[0], int(there.device.index or 0)),
+                    "block": self.modules[-1] if self.modules else "",
+                    "operation": str(func),
+                    "dtype": str(there.dtype).removeprefix("torch."),
+                    "shape": tuple(there.shape),
+                    "first_offset": found.offset,
+                }
+                break
+        return result
+
+
+def _moves(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Moved]:
+    """Yield what an operation moves between accelerators: ``.to``, ``copy_`` and ``_foreach_copy_``."""
+    name = func.overloadpacket if hasattr(func, "overloadpacket") else func
+    if name is torch.ops.aten._to_copy:
+        yield from _move(args[0], kwargs.get("device"), 0)
+    elif name is torch.ops.aten.copy_:
+        yield from _move(args[1], args[0].device, 0)
+    elif name is torch.ops.aten._foreach_copy_:
+        for place, (into, source) in enumerate(zip(args[0], args[1], strict=True)):
+            yield from _move(source, into.device, place)
+
+
+def _move(source: torch.Tensor, target: torch.device | None, place: int) -> Iterator[Moved]:
+    start = source.device
+    if target is None or start.type != target.type or start.type in ("cpu", "meta"):
+        return
+    end = target.index
+    if end is None:
+        end = torch.get_device_module(target).current_device()
+    if start.index != end:
+        yield Moved(source, (int(start.index or 0), int(end)), place)
+
+
+def _destination(func: Any, args: Sequence[Any], result: Any, place: int) -> torch.Tensor:
+    if func.overloadpacket is torch.ops.aten._foreach_copy_:
+        return args[0][place]
+    return result
+
+
+@contextmanager
+def _blocks(model: Any, trace: _Trace) -> Iterator[None]:
+    """Have the trace know the module that runs: accelerate moves a block's arguments inside of the block's forward."""
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(_entering(trace.modules, name)))
+        handles.append(module.register_forward_hook(_leaving(trace.modules)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _entering(modules: list[str], name: str) -> Callable[..., None]:
+    def enter(module: Any, args: Any) -> None:
+        modules.append(name)
+
+    return enter
+
+
+def _leaving(modules: list[str]) -> Callable[..., None]:
+    def leave(module: Any, args: Any, output: Any) -> None:
+        modules.pop()
+
+    return leave
+
+
+def exercised(moves: Mapping[Pair, int]) -> Iterable[Pair]:
+    """Return the pairs that a forward pass copies over."""
+    return [pair for pair, count in moves.items() if count]
+
+
+# The parts of a model that a forward pass uses: a text model's vision tower gets no input, and proves
+# nothing.
+
+
+def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[str, ...] | None:
+    """Return the outermost modules, or the parameters, that a forward pass does not use; None where it cannot be told.
+
+    Runs the model once more: what watches it must not take part in a run that is compared.
+    """
+    watch = _Watch()
+    try:
+        with _called(model, watch), watch:
+            run(model, inputs, where)
+    except ANYTHING:  # a model that does not run while it is watched, as a compiled one may
+        return None
+    reached = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in watch.used or name.rpartition(".")[0] in watch.called
+    }
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    touched = {part for name in reached for part in _around(name)}
+    parts = {
+        next(part for part in (*_around(name), name) if part not in touched)
+        for name in every
+        if name not in reached
+    }
+    return tuple(sorted(parts))
+
+
+class _Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed, so its classes are Any
+    """Notes every parameter that a function of torch is given, and every module that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self.called: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # a look at its dtype or device is no use of it
+            self.used.update(
+                id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.nn.Parameter)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _called(model: Any, watch: _Watch) -> Iterator[None]:
+    handles = [
+        module.register_forward_pre_hook(_noting(watch.called, name))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _noting(called: set[str], name: str) -> Callable[..., None]:
+    def note(module: Any, args: Any) -> None:
+        called.add(name)
+
+    return note
+
+
+def _around(name: str) -> list[str]:
+    """Return the modules around a parameter, the outermost first."""
+    steps = name.split(".")
+    return [".".join(steps[:depth]) for depth in range(1, len(steps))]
+
+
+# The three-way proof: one device, the split with direct copies, the same split with staged copies.
+#
+# Direct against staged, with one map and the same kernels, tells transfers; staged against one device tells
+# kernels; staged against itself tells non-determinism. Runs that decide are never traced.
+
+_NOISE = 10.0
+"""How much farther than the staged runs lie from each other a direct run must lie to be no noise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Runs:
+    """What the runs of one split said."""
+
+    proofs: list[Proof] = field(default_factory=list)
+    moves: Mapping[Pair, int] = field(default_factory=dict)
+    alone_runs: int = 0
+    alone_wrong: dict[Pair, int] = field(default_factory=dict)
+    divergence: Divergence | None = None
+
+    def add(self, subject: Subject, outcome: Outcome, text: str) -> None:
+        """Add a line of the table."""
+        is_transfer = subject is Subject.SPLIT
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+
+def baseline(built: Built, where: torch.device) -> tuple[Outputs | str, tuple[str, ...] | None]:
+    """Return the output of the model on one device, without a copy between accelerators; or why there is none.
+
+    The whole model where it fits, else with its weights brought from host memory block by block. The second value: the
+    parts of the model that no input reached, None where that is not known.
+    """
+    assert not isinstance(built.inputs, str)
+    ways = (True, False) if where.type == CPU or has_room(where, size_of(built.model)) else (False,)
+    problem = ""
+    for whole in ways:
+        try:
+            with on_one_device(built, where, whole=whole):
+                output = run(built.model, built.inputs, where)
+                return output, unreached_parts(built.model, built.inputs, where) if whole else None
+        except ANYTHING as error:  # the model's own forward
+            problem = problem or in_words(error)
+    return problem, ()
+
+
+def _hint(built: Built, trial: Trial) -> str:
+    """Return what is known of maps like this one on which a model fails, "" for nothing."""
+    if DISK not in trial.device_map.values() or not find_tied_parameters(built.model):
+        return ""
+    # accelerate keeps tied weights by the address of a tensor that may be freed, and the disk's next one can lie there.
+    return "; accelerate can give a weight from the disk the values of tied ones: use a map without disk"
+
+
+def compare_split(
+    built: Built, trial: Trial, single: Outputs, where: torch.device, repeats: int, hangs: frozenset[Pair]
+) -> Runs:
+    """Run a dispatched model ``repeats`` times each way and say what the outputs prove.
+
+    ``single``: the output on one device. ``hangs``: pairs whose direct copies do not end. A map with one accelerator
+    has one way only, and one without any runs once. What the model raises is in the lines; only ``ModelLost`` is not.
+    """
+    runs = Runs()
+    inputs = built.inputs
+    accelerators = trial.accelerators
+    assert not isinstance(inputs, str)
+
+    def once() -> Outputs:
+        return run(built.model, inputs, where)
+
+    try:
+        if len(accelerators) < 2:
+            many = repeats if accelerators else 1
+            _compare_repeated(
+                runs, once, single, many, f"{where} alone", is_asked=trial.is_asked or bool(accelerators)
+            )
+            return runs
+        staged = _staged(runs, once, repeats)
+    except ANYTHING as error:  # the model's own forward
+        text = f"split: the model does not run on this map: {in_words(error)}{_hint(built, trial)}"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
+        if len(accelerators) > 1:
+            text = "direct copies against staged ones: the model does not run"
+            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        return runs
+    first, noise = staged
+    blocked = sorted(hangs & set(exercised(runs.moves)))
+    if not any(runs.moves.values()):
+        text = "direct copies against staged ones: the forward pass copies nothing between accelerators"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    elif blocked:
+        named = ", ".join(f"{source} -> {destination}" for source, destination in blocked)
+        text = f"direct runs of the split: copies {named} do not end in the probe, and the split needs them"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    else:
+        _compare_direct(runs, built, trial, once, first, noise, repeats)
+    _compare_kernels(runs, first, single, noise, f"{where} alone")
+    return runs
+
+
+def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Spread | None]:
+    """Return the first staged output, and how far the others lie from it; None when all are equal in every bit."""
+    worst: Spread | None = None
+    with safe_transfers("always") as transfers:
+        first = once()
+        runs.moves = {pair: count.staged + count.direct for pair, count in transfers.counters().items()}
+        for _ in range(repeats - 1):
+            output = once()
+            if not equal_bits(output, first):
+                found = spread(output, first)
+                worst = found if worst is None or found.relative > worst.relative else worst
+        if not can_override():
+            missed = "; ".join(transfers.not_covered)
+            text = f"this torch lets staging reach accelerate's own moves only; direct in both runs: {missed}"
+            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    return first, worst
+
+
+@dataclass(slots=True, kw_only=True)
+class _Direct:
+    """Direct runs against the first staged one: how many gave another output, how far it lay, what one raised."""
+
+    wrong: int = 0
+    worst: Spread = field(default_factory=Spread)
+    raised: str = ""
+
+
+def _compare_direct(
+    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Spread | None,
+    repeats: int,
+) -> None:  # fmt: skip
+    direct = _Direct()
+    for number in range(repeats):
+        try:
+            with bypassed():
+                output = once()
+        except (
+            ANYTHING
+        ) as error:  # wrong bytes make a model raise anything: an index that no table has, a check
+            direct.wrong += 1
+            direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
+            if not all(answers(device(index)) for index in trial.accelerators):
+                text = f"transfer fault: {direct.raised}; staged runs did not, and a device answers no more"
+                runs.add(Subject.SPLIT, Outcome.FAILED, text)
+                return
+            continue
+        if not equal_bits(output, first):
+            direct.wrong += 1
+            found = spread(output, first)
+            direct.worst = found if found.relative > direct.worst.relative else direct.worst
+    if not direct.raised and (direct.wrong == 0 or noise is not None) and not _is_beyond(direct, noise):
+        _add_no_fault(runs, direct, noise, repeats)
+        return
+    runs.alone_runs = repeats
+    for pair in exercised(runs.moves) if noise is None else ():
+        runs.alone_wrong[pair] = alone(once, first, pair, repeats)
+    suspects = [pair for pair, count in runs.alone_wrong.items() if count]
+    runs.divergence = localise(built.model, once, direct.wrong, repeats, suspects)
+    many = count_of(repeats, "run")
+    if direct.raised:
+        text = f"transfer fault: {direct.raised}; staged runs did not; {direct.wrong} of {many} wrong"
+    elif noise is not None:
+        text = f"transfer fault beyond the noise: {_noisy(direct, noise)}"
+    else:
+        text = f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged ones"
+        text = f"{text} ({direct.worst})"
+    runs.add(Subject.SPLIT, Outcome.FAILED, f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies")
+
+
+def _is_beyond(direct: _Direct, noise: Spread | None) -> bool:
+    return noise is not None and direct.worst.relative > _NOISE * noise.relative
+
+
+def _noisy(direct: _Direct, noise: Spread) -> str:
+    return f"staged runs differ among themselves ({noise}), direct ones from them ({direct.worst})"
+
+
+def _add_no_fault(runs: Runs, direct: _Direct, noise: Spread | None, repeats: int) -> None:
+    if noise is not None:
+        text = f"direct against staged: non-determinism, {_noisy(direct, noise)}"
+        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        return
+    count = sum(runs.moves.values())
+    copies = "1 copy" if count == 1 else f"{count} copies"
+    text = (
+        f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between accelerators, "
+        "equal in every bit"
+    )
+    runs.add(Subject.SPLIT, Outcome.PROVEN, text)
+
+
+def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread | None, one: str) -> None:
+    if equal_bits(output, single):
+        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
+        return
+    found = spread(output, single)
+    if not found.is_within:
+        text = f"the split differs from {one} by more than other kernels explain: {found}"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED, text)
+        return
+    why = "non-determinism" if noise is not None else "a difference of kernels"
+    runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split against {one}, {why}: {found}")
+
+
+def _compare_repeated(
+    runs: Runs, once: Callable[[], Outputs], single: Outputs, repeats: int, one: str, *, is_asked: bool
+) -> None:
+    """Compare a split between one device and the host, memory or disk, with the model on that device.
+
+    Of an offload that nobody asked for, another output is no fault of the checkpoint: accelerate's offload to disk
+    reads freed memory for some models (MobileBERT's head).
+    """
+    worst: Spread | None = None
+    wrong = 0
+    for _ in range(repeats):
+        output = once()
+        if not equal_bits(output, single):
+            wrong += 1
+            found = spread(output, single)
+            worst = found if worst is None or found.relative > worst.relative else worst
+    many = count_of(repeats, "run")
+    if worst is None:
+        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit")
+    elif worst.is_within:
+        text = f"split against {one}, {wrong} of {many} differ: {worst}"
+        runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
+    else:
+        text = f"{wrong} of {many} of the split differ from {one} by more than other kernels explain: {worst}"
+        if not is_asked:
+            text += "; use no map with disk for this model, accelerate's offload computes something else"
+        runs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)

@@ -1,0 +1,293 @@
+"""``verify_reload``: the effects of loading a checkpoint onto a device map, proven as far as this machine can."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.entries import all_state_dicts, changed_files
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.devices.pairs import Pair, ordered_pairs
+from ckptfix.devices.probe import probe_peer_copies
+from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
+from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
+from ckptfix.devices.reload.device_maps import Spread, read_device_map, read_max_memory, this_machine
+from ckptfix.devices.reload.dispatched import MapPlan, Wish, plan_for_model, plan_for_weights
+from ckptfix.devices.reload.filling import tensors_of
+from ckptfix.devices.reload.modelling import ModelProof, verify_model
+from ckptfix.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config
+from ckptfix.devices.reload.reload_report import Machine, Outcome, PairFacts, Proof, ReloadReport, Subject
+from ckptfix.devices.reload.stored_weights import Weights, find_weights
+from ckptfix.devices.reload.three_way import Runs
+from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
+from ckptfix.errors import ChangedError, UsageError
+from ckptfix.storage.paths import command
+from ckptfix.wording import count_of, list_names
+
+# What is known of every ordered pair: from the probe, the hops of this checkpoint's tensors, and the runs.
+
+_BROKEN = (Verdict.WRONG, Verdict.HANG, Verdict.UNUSABLE)
+_NEXT = "next: ckptfix doctor --peer-copies"
+
+
+def untried(probe: ProbeReport | None) -> frozenset[Pair]:
+    """Return the pairs over which no tensor is sent: they would hang this process, or cannot be used at all."""
+    return frozenset() if probe is None else probe.with_verdict(Verdict.HANG, Verdict.UNUSABLE)
+
+
+def pair_facts(machine: Machine, probe: ProbeReport | None, hops: Hops, runs: Runs) -> tuple[PairFacts, ...]:
+    """Return what is known of every ordered pair of this machine."""
+    facts = []
+    for pair in ordered_pairs(machine.count):
+        report = probe.pairs.get(pair) if probe is not None else None
+        facts.append(
+            PairFacts(
+                pair=pair,
+                probe=report.verdict.value if report is not None else None,
+                probe_kind=report.kind if report is not None else "",
+                probe_detail=str(report) if report is not None else "",
+                hops=hops.made[pair],
+                hops_wrong=hops.wrong[pair],
+                moves=runs.moves.get(pair, 0),
+                alone_runs=runs.alone_runs if pair in runs.alone_wrong else 0,
+                alone_wrong=runs.alone_wrong.get(pair, 0),
+            )
+        )
+    return tuple(facts)
+
+
+def judge_pairs(machine: Machine, probe: ProbeReport | None) -> list[Proof]:
+    """Return what the probe says, or that a machine like this one has no pair of accelerators."""
+    if probe is None:
+        text = (
+            "copies between accelerators: this machine has one"
+            if machine.count
+            else "any device transfer: this machine has no accelerator"
+        )
+        return [_proof(Outcome.NOT_EXERCISED, text)]
+    proofs = []
+    broken = [report for report in probe.pairs.values() if report.verdict in _BROKEN]
+    unsure = [report.pair for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE]
+    unsure += [pair for pair in ordered_pairs(machine.count) if pair not in probe.pairs]
+    if broken:
+        named = "; ".join(str(report) for report in broken)
+        proofs.append(_proof(Outcome.FAILED, f"P2P copies in the probe: {named}; {_NEXT}"))
+    if unsure:
+        named = ", ".join(f"{source} -> {destination}" for source, destination in unsure)
+        text = f"P2P copies {named}: the probe could not decide; {_NEXT} --budget 120"
+        proofs.append(_proof(Outcome.NOT_EXERCISED, text))
+    if not broken and not unsure:
+        many = count_of(len(probe.pairs), "ordered pair")
+        text = f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
+        proofs.append(_proof(Outcome.PROVEN, text))
+    return proofs
+
+
+def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
+    """Return what no machine exercises. ``runs``: of the model, each way; 0 for none."""
+    if runs:
+        text = f"backward passes, other inputs, and time beyond {count_of(runs, 'run')}"
+    elif probe is not None:
+        text = f"time beyond the {probe.seconds:.0f} s of the probe"
+    else:
+        return []
+    return [Proof(subject=Subject.BEYOND, outcome=Outcome.NOT_EXERCISED, text=text)]
+
+
+def _proof(outcome: Outcome, text: str) -> Proof:
+    return Proof(subject=Subject.PEER_PROBE, outcome=outcome, text=text, is_transfer=True)
+
+
+# ``verify_reload``: what loading a checkpoint onto a device map really gives, proven as far as this machine
+# can.
+
+Progress = Callable[[int], None]
+
+_LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
+"""Seconds; 30 complete the probe of three devices. What is not completed is printed as not exercised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    """What is collected on the way to a report."""
+
+    proofs: list[Proof] = field(default_factory=list)
+    device_map: dict[str, str] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    source: str = ""
+
+    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+    def take(self, plan: MapPlan, weights: Weights, sizes: Mapping[str, int]) -> None:
+        """Add a plan. ``sizes``: name of a tensor that it places -> bytes; one with several names counts at one."""
+        self.source = plan.source
+        self.proofs += [replace(proof, text=weights.prefix + proof.text) for proof in plan.proofs]
+        self.device_map.update({weights.prefix + name: str(place) for name, place in plan.device_map.items()})
+        placed = {name: plan.devices[name] for name in sizes if name in plan.devices}
+        for place, size in bytes_on(placed, sizes).items():
+            self.device_bytes[place] = self.device_bytes.get(place, 0) + size
+
+
+def verify_reload(
+    path: str | os.PathLike[str] = ".",
+    *,
+    device_map: str | os.PathLike[str] | Mapping[str, Any] = "auto",
+    max_memory: Mapping[Any, Any] | str | None = None,
+    model: str | Factory | None = None,
+    repeats: int = 8,
+    require_transfer_proof: bool = False,
+    progress: Progress | None = None,
+) -> ReloadReport:
+    """Load a checkpoint onto a device map, and prove what arrives: bytes, names, ties, transfers, outputs.
+
+    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON file with one.
+    ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or "module:factory", which returns a
+    model or (model, inputs); without one, the class that a transformers ``config.json`` beside the weights names; its
+    code never comes from the folder. ``repeats``: runs of the split model each way. ``require_transfer_proof``: count
+    transfers that were not exercised as failed. ``progress`` is called with numbers of bytes read.
+
+    Damage is not looked for (``check`` does); files that cannot be read are failures in the report. Raises UsageError
+    for wrong arguments, OperationError and OSError when it cannot finish.
+    """
+    if repeats < 1:
+        raise UsageError(f"repeats={repeats}: at least 1 run is needed")
+    given = read_device_map(device_map)
+    named = given.value if isinstance(given, Spread) else _map_name(device_map)
+    wish = Wish(given=given, source=named, limits=read_max_memory(max_memory))
+    if wish.limits is not None and not isinstance(given, Spread):
+        raise UsageError(f"max_memory limits a map that is made; {named} is one already")
+    weights, folder = find_weights(path)
+    machine = this_machine()
+    found = _Found()
+    readable = _readable(weights, folder, Path(path), found)
+    facts: tuple[PairFacts, ...] = ()
+    proof, what = ModelProof(), ""
+    if readable:
+        built = _built(model, folder.root, Path(path), readable, found)
+        if built is None and len(readable) > 1 and not isinstance(given, Spread):
+            labels = list_names(one.label for one in readable)
+            raise UsageError(
+                f"{named} maps one model, here are {len(readable)}; give the path of one: {labels}"
+            )
+        probe = _probe(machine)
+        hops = Hops(count=machine.count, avoid=untried(probe))
+        read = progress or (lambda count: None)
+        if built is None:
+            _without_model(readable, wish, machine, hops, found, read)
+            if machine.count > 1:
+                text = "direct copies against staged ones: no model is run"
+                found.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+        else:
+            proof, what = _with_model(built, wish, machine, hops, probe, found, repeats, read), built.what
+        facts = pair_facts(machine, probe, hops, proof.runs)
+        found.proofs += [*hops.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
+        if changed := changed_files(folder.root, [one.entry for one in readable]):
+            raise ChangedError(f"{folder.root / changed[0]} changed while it was verified; verify it again")
+    used = readable if not what or built is None else [built.weights]
+    return ReloadReport(
+        path=Path(path),
+        machine=machine,
+        model=what,
+        map_source=found.source or named,
+        device_map=found.device_map,
+        device_bytes=found.device_bytes,
+        tensors=sum(len(one.tensors) for one in used),
+        nbytes=sum(one.nbytes for one in used),
+        repeats=repeats,
+        proofs=tuple(sorted(found.proofs, key=_place_in_table)),
+        pairs=facts,
+        divergence=proof.runs.divergence,
+        require_transfer_proof=require_transfer_proof,
+    )
+
+
+def _probe(machine: Machine) -> ProbeReport | None:
+    if machine.count < 2:
+        return None
+    pairs = machine.count * (machine.count - 1)
+    return probe_peer_copies(budget=min(_MOST_PROBE, max(_LEAST_PROBE, _PROBE_A_PAIR * pairs)))
+
+
+def _readable(
+    weights: Sequence[Weights], folder: CheckpointFolder, path: Path, found: _Found
+) -> list[Weights]:
+    """Return the weights whose files can be loaded, and add what the others fail with."""
+    whole = []
+    for one in weights:
+        if problem := one.problem():
+            found.add(Subject.FILE_BYTES, Outcome.FAILED, problem)
+        else:
+            whole.append(one)
+    taken = {one.label for one in weights}  # a folder's other weights: no loader looks for them
+    for other in all_state_dicts(folder) if path.is_dir() else ():
+        if other.label not in taken and not other.problem:
+            found.add(
+                Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{other.label}: give its path to verify it, too"
+            )
+    for name, kind in folder.subfolders.items():
+        if kind != PLAIN_FOLDER and folder.only is None:
+            found.add(Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into")
+    return whole
+
+
+def _built(
+    model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Found
+) -> Built | None:
+    try:
+        return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
+    except (NoModel, LoaderRefuses) as reason:
+        why = str(reason)
+        if isinstance(reason, LoaderRefuses):
+            found.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
+            why = "from_pretrained builds no model"
+        next_step = f"; next: {command('verify', path)} --model module:factory"
+        found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
+        return None
+
+
+def _without_model(
+    weights: Sequence[Weights], wish: Wish, machine: Machine, hops: Hops, found: _Found, progress: Progress
+) -> None:
+    files = FileProofs()
+    for one in weights:
+        plan = plan_for_weights(one, wish, machine)
+        found.take(plan, one, {name: stored.nbytes for name, stored in one.tensors.items()})
+        with one:
+            prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
+        if not plan.is_sound and machine.count:
+            text = "file -> device -> host: the map is refused"
+            found.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+    found.proofs += files.proofs()
+
+
+def _with_model(
+    built: Built, wish: Wish, machine: Machine, hops: Hops, probe: ProbeReport | None, found: _Found,
+    repeats: int, progress: Progress,
+) -> ModelProof:  # fmt: skip
+    files = FileProofs()
+    with built.weights as weights:
+        prove_files(weights, None, files, hops, progress)
+        found.proofs += files.proofs()
+        plan = plan_for_model(built, wish, machine)
+        found.take(plan, weights, _sizes(built))
+        hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
+        proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs)
+    found.proofs += proof.proofs
+    return proof
+
+
+def _sizes(built: Built) -> dict[str, int]:
+    """Return name -> bytes of a model's tensors, tied ones at their first name."""
+    state = tensors_of(built.model)
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: state[name].nbytes for name in state if first[id(state[name])] == name}
+
+
+def _place_in_table(proof: Proof) -> tuple[bool, int]:
+    return proof.outcome is Outcome.NOT_EXERCISED, list(Subject).index(proof.subject)
+
+
+def _map_name(device_map: object) -> str:
+    return os.fspath(device_map) if isinstance(device_map, str | os.PathLike) else "the given map"

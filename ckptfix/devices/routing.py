@@ -1,0 +1,151 @@
+"""Which way a copy between two devices goes: directly, by way of the host, or nowhere. And the copies, counted."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ckptfix.devices.pairs import Counts, Pair, device, device_count, device_type
+from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
+from ckptfix.errors import CkptfixError
+from ckptfix.wording import human_size
+
+
+class TransferError(CkptfixError, RuntimeError):
+    """A copy between two devices that must not be made directly, and was not staged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """Which way the copies of each ordered pair go; those of a pair that is not ``staged`` go directly.
+
+    ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven healthy, so that
+    events may cross from device to device.
+    """
+
+    staged: frozenset[Pair] = frozenset()
+    refused: frozenset[Pair] = frozenset()
+    trusted: frozenset[Pair] = frozenset()
+
+
+class _Thread(threading.local):
+    bypasses = 0
+    uncounted = 0
+
+
+class Router:
+    """Sends each copy its way. ``ways`` is replaced as a whole, while other threads copy."""
+
+    def __init__(self) -> None:
+        self.ways = Ways()
+        self.counts = Counts()
+        self._thread = _Thread()
+
+    @contextmanager
+    def bypassed(self, *, counted: bool = True) -> Iterator[None]:
+        """Let copies that this thread makes go directly."""
+        self._thread.bypasses += 1
+        self._thread.uncounted += not counted
+        try:
+            yield
+        finally:
+            self._thread.bypasses -= 1
+            self._thread.uncounted -= not counted
+
+    def carry(self, pair: Pair, destination: torch.Tensor, source: torch.Tensor) -> bool:
+        """Make a copy by way of the host and return True; False, and nothing done, for one that goes directly.
+
+        Raises TransferError for a refused one, and while a CUDA graph is captured: a graph cannot wait for the host.
+        """
+        ways = self.ways
+        if not self._is_staged(ways, {pair}, pair, source):
+            self._count(ways, pair, source, staged=False)
+            return False
+        if any(_is_capturing(index) for index in {*pair, *_devices_in_use()}):
+            raise _in_a_capture(pair, source)
+        try:
+            staged_copy(destination, source, waiting=Waiting.DEVICE if pair in ways.trusted else Waiting.HOST)
+        except RuntimeError as error:
+            # A capture on a stream that is current nowhere cannot be asked for: CUDA itself objects to the waiting.
+            if "captur" in str(error):
+                raise _in_a_capture(pair, source) from error
+            raise
+        self._count(ways, pair, source, staged=True)
+        if not self.ways.staged:  # staging ended during this copy, which may have taken its memory since
+            release_slots()
+        return True
+
+    def takes_host(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
+        """Return whether a copy takes the way through the host, and count it.
+
+        ``back``: a gradient will take the same way in the other direction. Raises TransferError for a refused one.
+        """
+        ways = self.ways
+        staged = self._is_staged(ways, {pair, pair[::-1]} if back else {pair}, pair, source)
+        self._count(ways, pair, source, staged=staged)
+        return staged
+
+    def _is_staged(self, ways: Ways, asked: set[Pair], pair: Pair, source: torch.Tensor) -> bool:
+        if self._thread.bypasses or ways.staged.isdisjoint(asked):
+            return False
+        if not ways.refused.isdisjoint(asked):
+            raise TransferError(
+                f"{_described(pair, source)}: copies of this pair are refused (raise_instead). To make it by way of "
+                "the host: safe_transfers('always')"
+            )
+        return True
+
+    def _count(self, ways: Ways, pair: Pair, source: torch.Tensor, *, staged: bool) -> None:
+        if ways.staged and not self._thread.uncounted:
+            self.counts.add(pair, source.nbytes, staged=staged)
+
+
+def _described(pair: Pair, source: torch.Tensor) -> str:
+    start, end = (device(index) for index in pair)
+    shape = " x ".join(str(length) for length in source.shape) or "1"
+    return f"copy of {human_size(source.nbytes)} ({shape}, {source.dtype}) from {start} to {end}"
+
+
+def _in_a_capture(pair: Pair, source: torch.Tensor) -> TransferError:
+    return TransferError(
+        f"{_described(pair, source)} inside a CUDA graph capture: it has to be staged, and a graph cannot wait for the "
+        "host. Keep copies between devices out of the graph"
+    )
+
+
+def _devices_in_use() -> Iterator[int]:
+    """Yield the devices whose current stream may be asked whether a graph is captured.
+
+    A capture on any device of the process forbids what staging does on every other. A device that this process does not
+    use is left alone: making it the current one would begin to use it, for some 300 MB of its memory.
+    """
+    in_use = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if in_use is not None and device_type() == "cuda":
+        yield from (index for index in range(device_count()) if in_use(index))
+
+
+def _is_capturing(index: int) -> bool:
+    where = device(index)
+    module = torch.get_device_module(where)
+    query = getattr(module, "is_current_stream_capturing", None)
+    if query is None:
+        return False
+    with module.device(where):
+        return bool(query())
+
+
+ROUTER = Router()
+"""The one router of the process: staging is on or off for all of its threads."""
+
+
+@contextmanager
+def bypassed(*, counted: bool = True) -> Iterator[None]:
+    """Let copies that this thread makes go directly, for code that has to see what the direct way does.
+
+    A backward pass runs in threads of torch's own: its copies stay staged. ``counted=False``: these copies are nobody's
+    but the caller's own, and no counter shows them.
+    """
+    with ROUTER.bypassed(counted=counted):
+        yield

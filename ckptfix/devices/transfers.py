@@ -1,0 +1,296 @@
+"""Safe transfers: copies between devices whose direct way is not proven go through the host instead.
+
+Staging is one thing for the whole process: it lasts while anybody holds a reference to it, and what is staged is all
+that any of them asked for. While nothing was ever to be staged nothing is installed, and copies cost what they always
+cost. What is installed is taken out with the last reference, or, where other threads ran then, with the next last one:
+until that it hands every copy on.
+
+>>> with safe_transfers("always") as transfers:
+...     output = model(**batch)
+>>> transfers.counters()[0, 1].direct
+0
+"""
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from ckptfix.devices import interception as fallback
+from ckptfix.devices import interception as overriding
+from ckptfix.devices.pairs import Count, Pair, device_count, device_type, ordered_pairs
+from ckptfix.devices.routing import ROUTER, TransferError, Ways, bypassed
+from ckptfix.devices.staged_copies import release_slots
+from ckptfix.errors import UsageError
+from ckptfix.wording import count_of
+
+if TYPE_CHECKING:
+    from ckptfix.devices.probe.probe_report import ProbeReport
+
+__all__ = [
+    "Mode",
+    "TransferError",
+    "Transfers",
+    "acquire",
+    "bypassed",
+    "counters",
+    "mode_meant",
+    "mode_named",
+    "release",
+    "safe_transfers",
+    "staged_pairs",
+]
+
+VARIABLE = "CKPTFIX_SAFE_TRANSFERS"
+"""Environment variable that says what "auto" means: auto, always or never. Code that asks for another mode gets it."""
+
+QUICK_PROBE = 3.0
+"""Seconds that "auto" may measure for, on hardware that no verdict is known of."""
+
+
+class Mode(Enum):
+    """Which copies are staged.
+
+    AUTO: those of every ordered pair of devices that is not proven healthy. ALWAYS: those of every pair. NEVER: none
+    for the one who asks; what others hold stays on.
+    """
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers:
+    """One reference to the staging of this process.
+
+    ``pairs``: what this reference has staged, or refused where it ``raises``. ``holder``: who holds it, in words.
+    ``not_covered``: what may still go from device to device, unseen.
+    """
+
+    mode: Mode
+    raises: bool = False
+    pairs: frozenset[Pair] = frozenset()
+    holder: str = ""
+    not_covered: tuple[str, ...] = ()
+    _before: Mapping[Pair, Count] = field(default_factory=dict, repr=False)
+
+    def counters(self) -> Mapping[Pair, Count]:
+        """Return the copies of every ordered pair since this reference was taken, by whomever they were made.
+
+        They are counted only while something is staged; all zero on a machine with fewer than two devices.
+        """
+        return _since(self._before)
+
+
+class _Installed(Protocol):
+    def remove(self) -> bool:
+        """Leave no trace, if that can be done now; return whether it was."""
+
+
+_lock = threading.Lock()
+_references: list[Transfers] = []
+_given_back: deque[Transfers] = deque()
+_installed: _Installed | None = None
+_at_beginning: Mapping[Pair, Count] = {}
+_told: set[frozenset[Pair]] = set()
+_told_what_is_not_covered: set[bool] = set()
+"""Whether this was said already: of staging (False), of refusing (True)."""
+
+
+@contextmanager
+def safe_transfers(mode: Mode | str = Mode.AUTO, *, raise_instead: bool = False) -> Iterator[Transfers]:
+    """Stage copies between devices while the block runs, in all threads, backward passes and compiled code too.
+
+    ``mode`` is a Mode or its value; "raise" is "always" with ``raise_instead``: a copy that would be staged raises
+    TransferError where it is asked for, to find out where a program makes them. "auto" measures for up to 3 s when
+    nothing is known of this hardware, and reads the environment variable CKPTFIX_SAFE_TRANSFERS first. A machine with
+    fewer than two devices gets a reference that stages nothing, in every mode. Raises UsageError for any other word.
+    """
+    reference = acquire(mode, raise_instead=raise_instead, holder="a safe_transfers block")
+    try:
+        yield reference
+    finally:
+        release(reference)
+
+
+def staged_pairs() -> frozenset[Pair]:
+    """Return the ordered pairs whose copies are staged, or refused, now."""
+    return ROUTER.ways.staged
+
+
+def counters() -> Mapping[Pair, Count]:
+    """Return the copies of every ordered pair, staged and direct, since staging last began; kept when it ends."""
+    return _since(_at_beginning)
+
+
+def _since(before: Mapping[Pair, Count]) -> Mapping[Pair, Count]:
+    now = ROUTER.counts.all()
+    pairs = sorted({*ordered_pairs(), *now})
+    return {pair: now.get(pair, Count()) - before.get(pair, Count()) for pair in pairs}
+
+
+def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Transfers:
+    """Take a reference for ``release`` to give back; ``holder`` is named when someone asks for "never" meanwhile."""
+    if mode == "raise":
+        mode, raise_instead = Mode.ALWAYS, True
+    chosen = mode_meant(mode)
+    if chosen is Mode.NEVER:
+        _say_that_it_stays_on()
+        return Transfers(mode=chosen, holder=holder, _before=ROUTER.counts.all())
+    reference = Transfers(
+        mode=chosen,
+        raises=raise_instead,
+        pairs=_wanted(chosen),
+        holder=holder,
+        not_covered=overriding.NOT_COVERED if overriding.can_override() else fallback.NOT_COVERED_BY_FALLBACK,
+        _before=ROUTER.counts.all(),
+    )
+    if reference.pairs and not overriding.can_override():
+        _say_what_is_not_covered(raise_instead)
+    with _lock:
+        _references.append(reference)
+        try:
+            _settle()
+        except BaseException:
+            _references.remove(reference)
+            raise
+    _take_back()
+    return reference
+
+
+def release(reference: Transfers) -> None:
+    """Give a reference back; once more does nothing. With the last one that stages anything, staging ends."""
+    _given_back.append(reference)
+    _take_back()
+
+
+def _take_back() -> None:
+    # A finalizer may come here in any thread, even inside of what holds the lock: the holder does it when it leaves.
+    while _given_back and _lock.acquire(blocking=False):
+        try:
+            while _given_back:
+                reference = _given_back.popleft()
+                if reference in _references:
+                    _references.remove(reference)
+            _settle()
+        finally:
+            _lock.release()
+
+
+def _settle() -> None:
+    """Make what is installed what the references ask for; the lock is held."""
+    global _installed, _at_beginning
+    staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
+    refused = frozenset[Pair]().union(*(reference.pairs for reference in _references if reference.raises))
+    asked = any(reference.mode is Mode.ALWAYS and reference.pairs for reference in _references)
+    if staged and not ROUTER.ways.staged:
+        _at_beginning = ROUTER.counts.all()
+    ROUTER.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
+    if staged and _installed is None:
+        _installed = (
+            overriding.Override(ROUTER.carry)
+            if overriding.can_override()
+            else fallback.HookPatch(ROUTER.takes_host)
+        )
+    elif not staged and _installed is not None:
+        if _installed.remove():
+            _installed = None
+        release_slots()
+
+
+def mode_named(word: Mode | str) -> Mode:
+    """Return the mode with this value. Raises UsageError for any other word."""
+    try:
+        return Mode(word)
+    except ValueError:
+        raise UsageError(f"safe_transfers={word!r}: use 'auto', 'always' or 'never'") from None
+
+
+def mode_meant(mode: Mode | str) -> Mode:
+    """Return the mode with this value, and for "auto" the one that the environment names, if it does.
+
+    Raises UsageError for words that mean nothing.
+    """
+    chosen = mode_named(mode)
+    said = os.environ.get(VARIABLE, "")
+    if chosen is not Mode.AUTO or not said:
+        return chosen
+    try:
+        return Mode(said.lower())
+    except ValueError:
+        raise UsageError(f"{VARIABLE}={said!r}: use auto, always or never") from None
+
+
+def _wanted(mode: Mode) -> frozenset[Pair]:
+    count = device_count()
+    if count < 2:
+        return frozenset()
+    if mode is Mode.ALWAYS:
+        return frozenset(ordered_pairs(count))
+    from ckptfix.devices.probe import cached_report, unproven_pairs
+
+    pairs: frozenset[Pair] = unproven_pairs(budget=QUICK_PROBE)
+    if pairs and pairs not in _told:
+        _told.add(pairs)
+        say(_what_is_unproven(pairs, cached_report()))
+    return pairs
+
+
+def _what_is_unproven(pairs: frozenset[Pair], report: "ProbeReport | None") -> str:
+    known = {} if report is None else report.pairs
+    named = [
+        f"{source} -> {destination}"
+        + (f" {known[pair].kind or known[pair].verdict.value}" if pair in known else "")
+        for pair in sorted(pairs)
+        for source, destination in [pair]
+    ]
+    more = f" and {len(named) - 6} more" if len(named) > 6 else ""
+    text = (
+        f"{len(named)} of {len(ordered_pairs())} ordered pairs of {device_type()} devices are not proven to copy "
+        f"correctly ({', '.join(named[:6])}{more}): their copies go through the host. "
+    )
+    if any(pair in known and known[pair].verdict.value == "unusable" for pair in pairs):
+        text += "A device that is unusable fails in its exchange with the host too: nothing makes that safe. "
+    return text + "To see what is wrong with them: ckptfix doctor --peer-copies"
+
+
+def _proven() -> frozenset[Pair]:
+    from ckptfix.devices.probe import cached_report
+
+    report = cached_report()
+    return frozenset() if report is None else frozenset(report.pairs) - report.unproven
+
+
+def _say_what_is_not_covered(refusing: bool) -> None:
+    if refusing not in _told_what_is_not_covered:
+        _told_what_is_not_covered.add(refusing)
+        word = "refused" if refusing else "staged"
+        say(
+            f"some copies between devices are not {word}: {'; '.join(fallback.NOT_COVERED_BY_FALLBACK)}. "
+            "A newer torch covers them: pip install -U torch"
+        )
+
+
+def _say_that_it_stays_on() -> None:
+    holders = [reference.holder for reference in tuple(_references) if reference.pairs]
+    if holders:
+        more = f" and {len(holders) - 1} more" if len(holders) > 1 else ""
+        say(
+            f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of devices, because "
+            f"{holders[0]}{more} still needs them: 'never' does not switch off what others hold. To end what "
+            "dispatch_model began: ckptfix.remove_safe_transfers(model)"
+        )
+
+
+def say(message: str) -> None:
+    """Give a UserWarning that points at the line of the user's program that led here."""
+    from ckptfix.devices.callers import calling_line
+
+    line = calling_line()
+    warnings.warn_explicit(message, UserWarning, line.path, line.number)

@@ -1,0 +1,1 @@
+"""From a checkpoint folder to findings: the catalogue of damage, and what ``check`` looks at. Free of torch."""

@@ -1,0 +1,292 @@
+"""``check``: what is wrong with a checkpoint. Reads headers and a few pages of tensors; changes nothing."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+
+from ckptfix.checkpoint.dcp import ShardedState, holds_dcp
+from ckptfix.checkpoint.entries import all_state_dicts, model_entries
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.checkpoint.staging_folders import read_staged
+from ckptfix.diagnosis.completeness import compared
+from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.file_damage import DeepSpeedState
+from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
+from ckptfix.diagnosis.findings.damaged import InterruptedRepair
+from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, MissingModel, StagingFolder
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
+from ckptfix.errors import UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.reports import Serialized
+from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.transactions import State, transactions
+from ckptfix.tensors.opening import model_folders
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+
+_GENERIC = ("values of tensors", "checksums of ")
+"""How what is not checked of any folder begins; said once."""
+
+_OF_FOLDER = ("other files next to it", "digests in ")
+"""How what is about the rest of a folder begins, which is beside the point for a model below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CheckReport(Printable, Serialized):
+    """Report of ``check``.
+
+    ``not_checked``: in words, what was not looked at. ``unfinished``: what may not be read, with the command that ends
+    that: it may be healthy or damaged. ``below``: the same of the sub-folders that hold models of the checkpoint, such
+    as ``unet``.
+    """
+
+    json_keys: ClassVar = (
+        "path status components=_components sharded=_sharded deepspeed=_deepspeed "
+        "findings not_checked below? unfinished"
+    )
+
+    path: Path
+    folder: CheckpointFolder
+    sharded: tuple[ShardedState, ...]
+    deepspeed: tuple[DeepSpeedState, ...]
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+    unfinished: tuple[str, ...] = ()
+    below: tuple["CheckReport", ...] = ()
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 for any error or warning, 3 where something may not be read, else 0. Notes change nothing."""
+        return status_of(self.all_findings) or (3 if self.all_unfinished else 0)
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """The findings of the folder and of the models below, by their paths from the folder."""
+        return self.findings + tuple(
+            replace(finding, path=PurePosixPath(report.path.relative_to(self.path)) / finding.path)
+            for report in self.below
+            for finding in report.all_findings
+        )
+
+    @property
+    def all_unfinished(self) -> tuple[str, ...]:
+        """What may not be read of the folder and of the models below, by paths from the folder."""
+        return self.unfinished + tuple(
+            f"{report.path.relative_to(self.path)}/{words}"
+            for report in self.below
+            for words in report.all_unfinished
+        )
+
+    @property
+    def counts(self) -> str:
+        """How much was looked at, in words: files, tensors, bytes."""
+        components = self.folder.components
+        tensors = sum(
+            len(component.tensors) for component in components if component.role is not Role.RNG_STATE
+        )
+        tensors += sum(len(state.metadata.tensors) for state in self.sharded if state.metadata is not None)
+        tensors += sum(state.tensors for state in self.deepspeed if state.files)
+        files = len(components) + sum(len(state.files) for state in self.sharded)
+        files += sum(state.files for state in self.deepspeed)
+        nbytes = sum(component.size for component in components)
+        nbytes += sum(state.size for state in self.sharded) + sum(state.size for state in self.deepspeed)
+        return f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint, what to do, and what was not looked at."""
+        yield from self.verdict_lines()
+        yield from map(unchecked_line, self.not_checked)
+
+    def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
+        """Yield what is wrong with the checkpoint, and what to do. ``is_below``: the folder above has the last word."""
+        yield line(f"{self.path}: {self.counts}", bold=True)
+        yield from finding_lines(self.findings, str(self.path))
+        for report in self.below:
+            if report.findings or report.unfinished:
+                yield from report.verdict_lines(is_below=True)
+            else:
+                yield line(f"{report.path}: {report.counts}: no error found")
+        if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
+            if not is_below:
+                yield line("no error found in what was checked", colour="green")
+        elif any(finding.is_fixable for finding in self.findings) and not self.unfinished:
+            yield line(f"next: {command('repair', self.path)}")
+        yield from unfinished_lines(self.unfinished)
+        yield from salvage_lines(self.findings, str(self.path))
+
+    def _components(self) -> list[dict[str, object]]:
+        return [
+            {
+                "path": str(component.path),
+                "role": component.role.value,
+                "index": component.name.index,
+                "rank": component.name.rank,
+                "bytes": component.size,
+                "tensors": len(component.tensors),
+            }
+            for component in self.folder.components
+        ]
+
+    def _sharded(self) -> list[dict[str, object]]:
+        return [
+            {
+                "path": str(state.path),
+                "bytes": state.size,
+                "files": len(state.files),
+                "tensors": len(state.metadata.tensors) if state.metadata is not None else 0,
+            }
+            for state in self.sharded
+        ]
+
+    def _deepspeed(self) -> list[dict[str, object]]:
+        return [
+            {"path": str(state.path), "bytes": state.size, "files": state.files, "tensors": state.tensors}
+            for state in self.deepspeed
+        ]
+
+
+def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
+    """Yield a line for each file or folder that may not be read, and that nothing is known of it."""
+    yield from few([f"could not finish: {words}" for words in unfinished], "files", colour="yellow")
+
+
+def check(
+    path: str | os.PathLike[str],
+    *,
+    data: bool = False,
+    siblings: Iterable[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Say what is wrong with a checkpoint folder or file.
+
+    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of those,
+    and checks every checksum. ``siblings``: other checkpoints, of which those of the same run (next to this one, and
+    called like it but for a number) show what is missing here. ``progress`` is called with numbers of bytes.
+
+    Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
+    """
+    target = find_target(path)
+    if target.only is None and (found := _staging(target.root, PurePosixPath(), rest=False)):
+        nothing = CheckpointFolder(root=target.root, only=None, components=(), strays=(), subfolders={})
+        return CheckReport(
+            path=target.path, folder=nothing, sharded=(), deepspeed=(), findings=(found,), not_checked=()
+        )
+    with paused_gc():
+        folder = scan_folder(target.root, target.only)
+        pending = interrupted(target) + interrupted_inside(target)
+        if not pending:
+            ensure_checkpoint(folder)
+        diagnosis = diagnose(folder, data=data, progress=progress)
+    lacking: tuple[Finding, ...] = ()
+    if target.only is None and not any(
+        isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
+    ):
+        told = {one for finding in diagnosis.findings for one in _told_of(finding)}
+        lacking = tuple(compared(target.root, [Path(one) for one in siblings], told))
+    below = tuple(models_below(diagnosis, data=data, progress=progress))
+    return CheckReport(
+        path=target.path,
+        folder=folder,
+        sharded=diagnosis.sharded,
+        deepspeed=diagnosis.deepspeed,
+        findings=pending + lacking + diagnosis.findings + _staging_inside(target),
+        not_checked=tuple(with_below(diagnosis.not_checked, target.path, below)),
+        unfinished=diagnosis.unfinished,
+        below=below,
+    )
+
+
+def _told_of(finding: Finding) -> tuple[str, ...]:
+    """Return the files that a finding is about."""
+    missing = finding.missing if isinstance(finding, IncompleteCheckpoint) else ()
+    return (str(finding.path), *missing)
+
+
+def models_below(
+    diagnosis: Diagnosis, *, data: bool = False, progress: Progress | None = None
+) -> Iterator[CheckReport]:
+    """Yield what is wrong with the models in sub-folders. Raises OSError."""
+    folder = diagnosis.folder
+    if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
+        return
+    models = [state for state in diagnosis.sharded if state.name is None or state.name.role is Role.MODEL]
+    has_weights = bool(
+        models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
+    )
+    for where in model_folders(folder, has_weights=has_weights):
+        with suppress(UsageError):  # nothing of a checkpoint is in it
+            yield check(folder.root / where, data=data, progress=progress)
+
+
+def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
+    """Yield in words what was not looked at, each once; what is about a file below with its folder."""
+    inside = {report.path.relative_to(path): report.not_checked for report in below}
+    looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)
+    told = [words for words in own if not words.startswith(looked_into)]
+    yield from told
+    generic = {words for said in inside.values() for words in said if words.startswith(_GENERIC)}
+    yield from sorted(generic.difference(told))
+    for where, said in inside.items():
+        yield from (f"{where}/{words}" for words in said if not words.startswith((*_GENERIC, *_OF_FOLDER)))
+
+
+def _staging_inside(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each staging folder in the journal of a checkpoint: where a save goes file by file."""
+    journal = target.root / JOURNAL
+    names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
+    rest = mixed(target.root) is not None
+    found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=rest) for name in names)
+    return tuple(finding for finding in found if finding is not None)
+
+
+def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
+    """Return what is to be said of a staging folder of a guarded save, None for any other folder."""
+    staged = read_staged(Path(os.path.abspath(folder)))
+    if staged is None:
+        return None
+    return StagingFolder(
+        path=path,
+        is_running=staged.is_running,
+        pid=staged.pid,
+        host=staged.host,
+        same_machine=staged.same_machine,
+        is_rest=rest,
+    )
+
+
+def interrupted(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each transaction that a killed repair or undo left behind."""
+    return _pending(target.root, PurePosixPath())
+
+
+def interrupted_inside(target: Target) -> tuple[Finding, ...]:
+    """Return a finding for each transaction that was left behind in a DCP folder of a checkpoint."""
+    if target.only is not None:
+        return ()
+    with os.scandir(target.root) as listing:
+        names = sorted(entry.name for entry in listing if entry.name != JOURNAL)
+    return tuple(
+        finding
+        for name in names
+        if os.path.isdir(target.root / name / JOURNAL) and holds_dcp(target.root / name)
+        for finding in _pending(target.root / name, PurePosixPath(name))
+    )
+
+
+def _pending(folder: Path, path: PurePosixPath) -> tuple[Finding, ...]:
+    return tuple(
+        InterruptedRepair(path=path / JOURNAL, transaction=transaction.number)
+        for transaction in transactions(folder)
+        if transaction.state is State.PENDING or transaction.problem
+    )
+
+
+def status_of(findings: tuple[Finding, ...]) -> int:
+    """Return 1 when any finding is an error or a warning, else 0."""
+    return int(any(finding.severity is not Severity.NOTE for finding in findings))

@@ -1,0 +1,327 @@
+"""Completeness of a save: files that are missing, ranks that are missing, and leftovers of an interrupted copy."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, ShardedState, belongs
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import UNFINISHED, mixed
+from ckptfix.checkpoint.manifest import (
+    REPORT,
+    Manifest,
+    is_repaired,
+    not_as_saved,
+    read_losses,
+    read_manifest,
+    usable_manifest,
+)
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.incomplete import (
+    IncompleteCheckpoint,
+    InterruptedSave,
+    MissingFile,
+    MissingModel,
+    Salvaged,
+)
+from ckptfix.errors import FormatError
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
+from ckptfix.tensors.opening import configured_models
+
+# Whether what a save leaves is all there: by the numbers of its ranks, by what belongs together, by its
+# siblings.
+
+_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+_COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
+"""Roles that every checkpoint of a run has; samplers and dataloaders may rightly be left out of one."""
+
+_FOREIGN = ("config.json", "adapter_config.json", "model_index.json", "trainer_state.json")
+"""What lies next to weights that a library exported on purpose, and that nobody takes for a ``save_state``."""
+
+Part = tuple[Role, int]
+"""A role and the position of an entry, or the rank of a state of generators."""
+
+
+def incomplete(
+    folder: CheckpointFolder, manifest: Manifest | None, *, has_deepspeed: bool
+) -> Iterator[Finding]:
+    """Yield what is missing by the other files of a folder alone. What may be on another node is said to be.
+
+    A scheduler that a manifest lists without its optimizer was sealed so: ``migrate`` leaves DeepSpeed's behind.
+    """
+    parts = _parts(_paths(folder))
+    states = (
+        one.name for one in folder.components if one.role is Role.RNG_STATE and not one.name.is_of_trainer
+    )
+    ranks = {name.rank for name in states if name.rank is not None}
+    roles = {role for role, _ in parts}
+    rest = roles & {Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER}
+    if ranks and (rest or 0 in ranks):
+        missing = [rank for rank in range(max(ranks)) if rank not in ranks]
+        if missing:
+            names = tuple(f"random_states_{rank}.pkl" for rank in missing)
+            there = f"random_states_{max(ranks)}.pkl"
+            yield IncompleteCheckpoint(
+                path=PurePosixPath(names[0]), missing=names, known_by=f"{there} is there", by_rank=True
+            )
+    if Role.SCHEDULER in roles and Role.OPTIMIZER not in roles and not has_deepspeed:
+        name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
+        lost = name.replace("scheduler", "optimizer")
+        if manifest is None or name not in manifest.sha256:
+            yield IncompleteCheckpoint(path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there")
+
+
+def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
+    """Yield in words what a folder without an error still lacks to resume a run, where nothing tells if it should."""
+    roles = {role for role, _ in _parts(_paths(folder))}
+    if {Role.MODEL, Role.OPTIMIZER} <= roles and Role.RNG_STATE not in roles and not _is_foreign(folder):
+        yield (
+            "random states: none is saved here, though save_state always writes them; load_state loads the rest, but "
+            "restores neither the random generators nor the step"
+        )
+    if has_deepspeed or Role.OPTIMIZER in roles:
+        return
+    if Role.MODEL in roles and roles & {Role.RNG_STATE, Role.SCHEDULER}:
+        yield "optimizers: none is saved here; load_state fails for a script that prepares one"
+    elif Role.MODEL in roles and not _is_foreign(folder):
+        yield "resuming a run: weights alone, not a save_state checkpoint; load_state needs the states of the run, too"
+    elif Role.RNG_STATE in roles:
+        yield "weights: only states of ranks are here, as on a node whose disk is its own"
+
+
+def _is_foreign(folder: CheckpointFolder) -> bool:
+    return any(path.name in _FOREIGN for path in folder.strays)
+
+
+def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Finding]:
+    """Yield what was sealed with the checkpoint and is part of one, and is missing. Of a save, its sizes tell more."""
+    if manifest is None:
+        return
+    sealed = [
+        name for name in manifest.sha256 if name not in manifest.files and _parts([PurePosixPath(name)])
+    ]
+    missing = tuple(name for name in sealed if not os.path.lexists(folder.root / name))
+    if missing:
+        are = "it" if len(missing) == 1 else "them"
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(missing[0]), missing=missing, known_by=f"{MANIFEST} lists {are}"
+        )
+
+
+def compared(folder: Path, siblings: Sequence[Path], known: Collection[str]) -> Iterator[Finding]:
+    """Yield what a checkpoint lacks that most checkpoints of the same run have. ``known``: files that are told already.
+
+    Siblings lie next to it and are called like it, but for one number. A folder whose save recorded its files is not
+    compared. States of a rank count as missing when both neighbours have them: a run may go on with fewer processes.
+    """
+    name = _NUMBERED.fullmatch(folder.name)
+    manifest = usable_manifest(folder)
+    if name is None or (manifest is not None and manifest.is_of_a_save):
+        return
+    numbered = sorted(
+        (int(match[2]), one)
+        for one in siblings
+        if one.parent == folder.parent and (match := _NUMBERED.fullmatch(one.name)) and match[1] == name[1]
+    )
+    others = {
+        number: parts for number, one in numbered if one != folder and _is_save(parts := _parts(_names(one)))
+    }
+    if not others:
+        return
+    own, number = _parts(_names(folder)), int(name[2])
+    around = [
+        others[one]
+        for one in (
+            max((n for n in others if n < number), default=None),
+            min((n for n in others if n > number), default=None),
+        )
+        if one is not None
+    ]
+    missing = [
+        part
+        for part in sorted({part for parts in others.values() for part in parts} - own.keys(), key=_order)
+        if _of_most(part, others.values())
+        and (part[0] is not Role.RNG_STATE or all(part in parts for parts in around))
+    ]
+    examples = {part: name for parts in others.values() for part, name in parts.items()}
+    names = tuple(examples[part] for part in missing if examples[part] not in known)
+    if names:
+        having = sum(all(part in parts for part in missing) for parts in others.values())
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(names[0]),
+            missing=names,
+            known_by=f"{having} of {len(others)} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
+        )
+
+
+def _is_save(parts: Collection[Part]) -> bool:
+    return any(role is Role.RNG_STATE for role, _ in parts)
+
+
+def _of_most(part: Part, others: Iterable[Collection[Part]]) -> bool:
+    having = [part in parts for parts in others]
+    return 2 * sum(having) > len(having)
+
+
+def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
+    """Return the parts of a checkpoint, each with the first file or folder that holds some of it."""
+    found: dict[Part, str] = {}
+    for path in names:
+        name = parse_file_name(path.name)
+        if name is not None and name.role in _COMPARED:
+            part = (name.role, name.rank if name.rank is not None else name.index)
+        elif name is not None and name.role is Role.WEIGHTS_INDEX:
+            part = (Role.MODEL, 0)
+        elif (folder := parse_folder_name(path.name)) is not None:
+            part = (folder.role, folder.index)
+        else:
+            continue
+        found.setdefault(part, path.name)
+    return found
+
+
+def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
+    return [*(component.path for component in folder.components), *folder.subfolders]
+
+
+def _names(folder: Path) -> list[PurePosixPath]:
+    try:
+        return [PurePosixPath(name) for name in sorted(os.listdir(folder))]
+    except OSError:
+        return []
+
+
+def _order(part: Part) -> tuple[int, int]:
+    return _COMPARED.index(part[0]), part[1]
+
+
+# Files that a copy or a save left under a name of their own when it was cut short.
+
+_SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
+"""Where ``save_file`` of safetensors writes before it renames."""
+
+_COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
+"""``.NAME.XXXXXX`` of rsync, and what downloads and atomic writers put behind a name."""
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a file of this name was to become one of a checkpoint. Not DCP's own ``.metadata.tmp``."""
+    if name == METADATA_UNFINISHED:
+        return False
+    match = _COPYING.fullmatch(name)
+    wanted = (match[1] or match[2]) if match else ""
+    return bool(_SAVING.fullmatch(name)) or parse_file_name(wanted) is not None or belongs(wanted)
+
+
+# The folder as a whole: files that the save wrote and that are gone, and what a copy that was cut short
+# leaves.
+
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
+
+
+class SaveDiagnosis(NamedTuple):
+    """What is wrong with a folder as a save, and in words what was not checked of it, and what could not be."""
+
+    findings: list[Finding]
+    unchecked: list[str]
+    unfinished: list[str]
+
+
+def diagnose_save(
+    folder: CheckpointFolder,
+    states: Sequence[ShardedState],
+    explained: Collection[PurePosixPath],
+    *,
+    has_deepspeed: bool,
+) -> SaveDiagnosis:
+    """Compare a folder with what its save wrote.
+
+    ``explained``: damaged files that another finding is about. ``has_deepspeed``: DeepSpeed has the optimizer.
+    """
+    findings: list[Finding] = []
+    try:
+        manifest = read_manifest(folder.root)
+        findings += _missing(folder, manifest, explained)
+        unchecked = list(_unchecked(folder, manifest))
+        is_saved = manifest is not None and manifest.is_of_a_save
+        losses = read_losses(folder.root) if folder.only is None and not is_saved else None
+    except FormatError as error:
+        return SaveDiagnosis(findings, [f"what the save wrote: {error}"], [])
+    except OSError as error:
+        where = Path(error.filename or folder.root / MANIFEST)
+        return SaveDiagnosis(findings, [], [f"{MANIFEST}: {unreadable(where, error)}"])
+    if losses is not None:
+        findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
+    if folder.only is None:
+        findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
+        if mixed(folder.root):
+            findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
+        if not is_saved:  # else the manifest lists what the sub-folders held
+            findings += _without_weights(folder)
+        findings += _modelless(folder)
+        gone = list(listed(folder, manifest))
+        findings += gone
+        if not (is_saved or gone):  # else the manifest lists what belongs here
+            findings += incomplete(folder, manifest, has_deepspeed=has_deepspeed)
+            if not findings:
+                unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
+    return SaveDiagnosis(findings, unchecked, [])
+
+
+def unfinished(folder: CheckpointFolder, states: Iterable[ShardedState]) -> Iterator[PurePosixPath]:
+    """Yield the files that were to become one of the checkpoint, and are still under a name of their own."""
+    paths = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
+    return (path for path in paths if is_unfinished(path.name))
+
+
+def _missing(
+    folder: CheckpointFolder, manifest: Manifest | None, explained: Collection[PurePosixPath]
+) -> Iterator[Finding]:
+    if manifest is None or is_repaired(folder.root):
+        return
+    for name, saved, have in not_as_saved(folder.root, manifest):
+        if folder.only in (None, name) and PurePosixPath(name) not in explained:
+            yield MissingFile(path=PurePosixPath(name), saved=saved, have=have)
+
+
+def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[str]:
+    if manifest is None:
+        return
+    if manifest.is_of_a_save and is_repaired(folder.root):
+        yield "whether all files of the save are there: a repair changed some since"
+    if manifest.sha256 or any(entry.digests for entry in manifest.models):
+        yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
+
+
+def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
+    """Yield a finding when Accelerate's states of an optimizer are there, and nothing that may be weights."""
+    roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
+    roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
+    optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
+    if optimizer is None or any(component.role in NOT_STATES for component in folder.components):
+        return
+    if any(path.suffix in _OTHER_WEIGHTS for path in folder.strays):
+        return
+    below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
+    if not any(map(_holds_weights, below)):
+        yield MissingModel(path=optimizer)
+
+
+def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
+    """Yield a finding for each sub-folder with the config of a model, and nothing that may be its weights."""
+    for config, model in configured_models(folder):
+        if not _holds_weights(folder.root / config.parent):
+            yield MissingModel(path=config, model=model)
+
+
+def _holds_weights(below: Path) -> bool:
+    """Whether a folder or one below it holds a file that may be weights, or nobody can tell."""
+    refused: list[OSError] = []
+    for _, folders, names in os.walk(below, onerror=refused.append):
+        folders[:] = [name for name in folders if name != JOURNAL]
+        if any(parse_file_name(name) or belongs(name) or name.endswith(_OTHER_WEIGHTS) for name in names):
+            return True
+    return bool(refused)

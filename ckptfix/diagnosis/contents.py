@@ -1,0 +1,309 @@
+"""The files and tensors that a checkpoint holds, and those that its manifest recorded."""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
+from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import PLAIN_FOLDER
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest, usable_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.target import Target
+from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.paths import MANIFEST, listed_files, shell_path
+from ckptfix.tensors.opening import model_folders, open_checkpoint
+from ckptfix.tensors.single_files import file_weights
+from ckptfix.tensors.stored import Format, Weights
+
+# What there is to read in a checkpoint: its files, and the tensors of its models as far as they can be
+# found.
+
+
+class FileState(NamedTuple):
+    """A regular file as it was when it was listed: size in bytes, time in nanoseconds."""
+
+    size: int
+    mtime_ns: int
+
+
+class Place(NamedTuple):
+    """A tensor of a checkpoint: what its model is called, and its name there."""
+
+    label: str
+    fqn: str
+
+    def __str__(self) -> str:
+        return f"{self.fqn!r} in {self.label}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A checkpoint. ``files``: every regular file by its relative path, but for what ckptfix keeps for itself.
+
+    ``only``: the name of the one file that was asked for. ``unreadable``: what a model is called -> why not all of its
+    tensors can be found; those that can are in ``weights``. ``unsupported``: the same of sound files of a kind that is
+    not read. ``special``: links that lead nowhere or in a circle, pipes
+    and the like, with the reason why they are in none of ``files``.
+    """
+
+    root: Path
+    files: Mapping[str, FileState] = field(repr=False)
+    only: str | None = None
+    special: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[Weights, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(state.size for state in self.files.values())
+
+    def beside(self) -> list[str]:
+        """Return the files with weights by their names that are in none of ``weights``, in order.
+
+        Such are the files of a model in a second format, and weights in folders below. States of optimizers are none.
+        """
+        used = {str(path) for one in self.weights for path in one.files}
+        used |= self.unsupported.keys()
+        return sorted(name for name in self.files if name not in used and _names_weights(PurePosixPath(name)))
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedError when a file is no longer what was listed: digests would be of neither."""
+        for name, was in self.files.items():
+            try:
+                status = os.stat(self.root / name)
+            except OSError as error:
+                raise ChangedError(
+                    f"{self.root / name}: {error.strerror} since the folder was listed"
+                ) from None
+            if (status.st_size, status.st_mtime_ns) != was:
+                raise ChangedError(
+                    f"{self.root / name} changed while it was read: {was.size} bytes then, {status.st_size} now; run "
+                    "again when nothing writes to the folder"
+                )
+
+
+def read_contents(target: Target) -> Contents:
+    """Return what is at a path. No tensor is read; models that cannot be read are named. Raises OSError."""
+    listed = listed_files(target.root) if target.only is None else {target.only: None}
+    files: dict[str, FileState] = {}
+    special: dict[str, str] = {}
+    for path, why in listed.items():
+        if why is not None:
+            special[path] = why
+            continue
+        try:
+            status = os.stat(target.root / path)
+        except OSError:
+            special[path] = "is a link that leads nowhere"
+            continue
+        if stat.S_ISREG(status.st_mode):
+            files[path] = FileState(status.st_size, status.st_mtime_ns)
+        else:
+            special[path] = "is not a regular file"
+    weights, unreadable, unsupported = _weights(target)
+    weights = tuple(replace(one, label=lasting_label(one, target.root)) for one in weights)
+    return Contents(
+        root=target.root,
+        files=files,
+        only=target.only,
+        special=special,
+        weights=weights,
+        unreadable=unreadable,
+        unsupported=unsupported,
+    )
+
+
+@paused_gc()
+def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[str, str]]:
+    """Return the models, and what a model is called that cannot be read as a whole -> why.
+
+    Third, the same of files of a kind that is not read: nothing says that anything is wrong with them.
+    """
+    try:
+        return open_checkpoint(target.path).weights, {}, {}
+    except UsageError:
+        folder = scan_folder(target.root, target.only)
+        found_unsupported = {
+            str(one.path): one.problem.message
+            for one in folder.components
+            if one.problem is not None and one.is_unsupported
+        }
+        return (), {}, found_unsupported
+    except OperationError:  # one of them: the others can be compared, and what is left of that one
+        folder = scan_folder(target.root, target.only)
+    found: list[Weights] = []
+    unreadable: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
+    for entry in model_entries(folder, usable_manifest(target.root)) or all_state_dicts(folder):
+        if entry.problem and all(member.is_unsupported for member in entry.members):
+            unsupported[_whole_label(entry)] = entry.problem
+            continue
+        try:
+            if entry.problem:
+                raise OperationError(entry.problem)
+            found.append(file_weights(target.root, entry))
+        except OperationError as error:
+            label = entry.label if target.only is not None else _whole_label(entry)
+            found += _readable_part(target.root, entry, label)
+            if (
+                target.only is None or not found
+            ):  # a shard that was asked for by its name is all that was asked for
+                unreadable[label] = str(error)
+    for path in model_folders(folder, has_weights=bool(found or unreadable)):
+        inside, *others = _weights(Target(target.root / path, None))
+        found += (one.below(path) for one in inside)
+        for told, more in zip((unreadable, unsupported), others, strict=True):
+            told.update({f"{path}/{label}": why for label, why in more.items()})
+    for path, kind in folder.subfolders.items():
+        if kind != PLAIN_FOLDER:
+            try:
+                found += (
+                    replace(one, label=str(path), files=tuple(path / file for file in one.files))
+                    for one in open_checkpoint(target.root / path).weights
+                )
+            except (OperationError, UsageError) as error:
+                unreadable[str(path)] = str(error)
+    return tuple(found), unreadable, unsupported
+
+
+def lasting_label(weights: Weights, root: Path) -> str:
+    """Return what a model is called: a folder that is the checkpoint itself is ".", as it may get another name."""
+    names = {"", root.name, Path(os.path.abspath(root)).name, root.resolve().name}
+    name, bracket, rest = weights.label.partition("[")
+    is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
+    if is_folder and name in names and not (name and (root / name).is_dir()):
+        return f".{bracket}{rest}"
+    return weights.label
+
+
+def _whole_label(entry: Entry) -> str:
+    """Return what a model is called when all of its files are there: a shard that is left alone gives its own name."""
+    name = entry.members[0].name if entry.members else None
+    if name is None or name.shard is None:
+        return entry.label
+    return f"{name.stem}{name.suffix}.index.json"
+
+
+def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
+    """Return the tensors in those files of a model that can be read."""
+    parts = []
+    for member in entry.members:
+        if member.problem is None and member.whole is not None:
+            with suppress(OperationError):
+                parts.append(file_weights(root, single_entry(member)))
+    if not parts:
+        return []
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    return [replace(parts[0], label=label, index=entry.index, tensors=tensors)]
+
+
+def _names_weights(path: PurePosixPath) -> bool:
+    """Whether a file holds weights, by its name and by that of its folder."""
+    folder = parse_folder_name(path.parent.name)
+    if folder is not None and folder.role is not Role.MODEL:
+        return False
+    name = parse_file_name(path.name)
+    if name is None:
+        return path.suffix == ".distcp"
+    return name.role in (Role.MODEL, Role.UNKNOWN)
+
+
+# What a manifest says of a checkpoint, as far as it can be compared with what is there.
+
+
+def readable_manifest(root: Path) -> Manifest | None:
+    """Return the manifest of a folder. Raises OperationError, with what to do, for one that cannot be understood."""
+    try:
+        return read_manifest(root)
+    except FormatError as error:
+        raise OperationError(f"{error}; to go on without it: rm {shell_path(root / MANIFEST)}") from error
+
+
+class Recorded:
+    """What a manifest says of a folder, or of the one file in it that was asked for.
+
+    ``repaired``: files that were sealed and changed by a repair since.
+    """
+
+    def __init__(self, manifest: Manifest | None, target: Target) -> None:
+        self.manifest = manifest
+        self.is_sealed = manifest is not None and bool(manifest.sha256)
+        models = manifest.models if manifest is not None else ()
+        entries = [entry for entry in models if not _is_state(entry.file)]
+        self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
+        by_the_save = manifest is not None and manifest.is_of_a_save  # others saw them in the files' headers
+        self.aliases = {
+            entry.file: (entry.aliases.keys() if by_the_save else set()) - entry.digests.keys()
+            for entry in entries
+        }
+        self.sha256 = dict(manifest.sha256) if manifest is not None else {}
+        self.sizes = dict(manifest.files) if manifest is not None else {}
+        self.only = target.only
+        if self.only is not None:
+            self.sha256 = {name: value for name, value in self.sha256.items() if name == self.only}
+            self.sizes = {name: value for name, value in self.sizes.items() if name == self.only}
+        self.repaired = {name for name, digest in self.sha256.items() if not digest}
+        self.sha256 = {name: digest for name, digest in self.sha256.items() if digest}
+
+    def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[Place, str]:
+        """Return the digests of tensors that can be compared: those of models that can be read."""
+        if self.only is None:
+            lost = tuple(unreadable)
+            readable = {Place(one.label, fqn) for one in weights if lost for fqn in one.named()}
+            return {
+                place: digest
+                for label, digests in self.tensors.items()
+                for is_lost in (any(label == one or label.startswith(f"{one}[") for one in lost),)
+                for fqn, digest in digests.items()
+                for place in (Place(label, fqn),)
+                if not is_lost or place in readable
+            }
+        found: dict[Place, str] = {}
+        for one in weights:
+            if one.label in self.tensors:
+                absent = (
+                    self.aliases[one.label] - one.ties.keys()
+                )  # known from the manifest of the folder alone
+                found |= {
+                    Place(one.label, fqn): digest
+                    for fqn, digest in self.tensors[one.label].items()
+                    if fqn not in absent
+                }
+                continue
+            for label, digests in self.tensors.items():  # a shard, of which the model's entry speaks
+                if label.endswith(".json"):
+                    names = digests.keys() & one.named().keys()
+                    found |= {Place(one.label, fqn): digests[fqn] for fqn in names}
+        return found
+
+    def lost(self, contents: Contents) -> Iterator[tuple[Place, str]]:
+        """Yield the tensors that have a digest and cannot be found, as their model cannot be read, with the reason."""
+        known = self.digests(contents.weights, contents.unreadable)
+        for label, why in contents.unreadable.items():
+            for entry, digests in self.tensors.items():
+                if entry == label or entry.startswith(f"{label}["):
+                    places = (Place(entry, fqn) for fqn in digests)
+                    yield from ((place, why) for place in places if place not in known)
+
+
+def _is_state(label: str) -> bool:
+    """Whether what is recorded as a model is a state by its name, as seals before 0.5.0 had ``rng_state.pth``.
+
+    Its file has a digest of its own.
+    """
+    name = parse_file_name(label.partition("[")[0])
+    return name is not None and name.role not in NOT_STATES
+
+
+def _by_every_name(entry: ManifestEntry) -> dict[str, str]:
+    """Return the digests of a model, those of names that are not in its file, too."""
+    digests = entry.digests
+    return {name: digests[kept] for name, kept in entry.aliases.items() if kept in digests} | dict(digests)

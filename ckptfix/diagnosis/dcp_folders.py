@@ -1,0 +1,518 @@
+"""DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, ShardedState, rank_of
+from ckptfix.checkpoint.doubling import Evidence
+from ckptfix.checkpoint.filenames import FolderName, Role
+from ckptfix.checkpoint.folder import Component, NameScope
+from ckptfix.checkpoint.keys import (
+    DDP_CHAIN,
+    PRIVATE_WRAPPERS,
+    KeyMap,
+    collapse,
+    inner_wrappers,
+    is_flat_name,
+    is_nested,
+    prepared,
+)
+from ckptfix.checkpoint.pairing import Progress, ShardedPairing, dcp_signature, pair_sharded
+from ckptfix.diagnosis.equal_entries import Verdict
+from ckptfix.diagnosis.file_damage import problem_finding
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import (
+    CrcMismatch,
+    MalformedFile,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+    UnsafePickle,
+)
+from ckptfix.diagnosis.findings.duplicates import (
+    ConflictingModels,
+    IdenticalModels,
+    NestedPrefix,
+    RelatedModels,
+    WrapperPrefix,
+)
+from ckptfix.diagnosis.findings.incomplete import (
+    FlatParameters,
+    IncompleteTensor,
+    InterruptedSave,
+    MismatchedNames,
+    MissingRank,
+    StrayShard,
+)
+from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
+from ckptfix.errors import FormatError
+from ckptfix.formats.dcp_items import dcp_problems
+from ckptfix.formats.dcp_metadata import DcpMetadata
+from ckptfix.formats.dcp_stream import StoredItem
+from ckptfix.formats.safetensors_file import looks_like_safetensors
+from ckptfix.formats.sniff import describe_content
+from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.paths import unreadable
+from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.wording import count_of, list_names
+
+# DCP folders: what is missing of them, and which are the same model again.
+
+CompareSharded = Callable[[ShardedPairing, bool], Verdict]
+"""Compares two paired folders. The second argument says whether the answer will be used to drop one."""
+
+
+def diagnose_shard_files(states: Iterable[ShardedState]) -> list[Finding]:
+    """Find what is wrong with the files of each folder: missing, short, cut short, hostile."""
+    findings: list[Finding] = []
+    for state in states:
+        findings += [UnsafePickle(path=path, globals=names) for path, names in state.unsafe.items()]
+        findings += [MalformedFile(path=path, detail=why) for path, why in state.broken.items()]
+        if state.problem is not None:
+            findings += problem_finding(state.metadata_path, state.problem)
+        elif state.metadata is None:
+            findings += _interrupted(state)
+        else:
+            findings += _stored(state, state.metadata)
+    return findings
+
+
+def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
+    """Say which folders could not be looked into, and why."""
+    for state in states:
+        if state.problem is not None and state.problem.is_only_unchecked:
+            yield f"{state.metadata_path}: {state.problem.message}"
+        elif state.metadata is None and state.own_ranks:
+            yield f"{state.own_ranks[0]}: per-rank metadata, of a save without collectives"
+        alike: dict[str, list[str]] = {}
+        for fqn, why in state.unread.items():
+            alike.setdefault(why, []).append(fqn)
+        for why, names in alike.items():
+            yield f"{state.metadata_path}: names may be in {list_names(names)}: {why}"
+
+
+def _interrupted(state: ShardedState) -> list[Finding]:
+    if state.own_ranks:
+        return []
+    ranks = {rank for path in state.data if (rank := rank_of(path)) is not None}
+    finding = InterruptedSave(
+        path=state.metadata_path,
+        files=len(state.data),
+        unfinished=state.path / METADATA_UNFINISHED in state.files,
+        over_another=False,
+        ranks=tuple(sorted(ranks)),
+    )
+    return [finding]
+
+
+def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
+    items = {state.path / path: held for path, held in metadata.items_by_file().items()}
+    yield from _missing(state, items)
+    for path, held in items.items():
+        file = state.files.get(path)
+        cut = [item for item in held if file is not None and item.offset + item.length > file.size]
+        if file is not None and cut:
+            need = max(item.offset + item.length for item in cut)
+            names = list_names(dict.fromkeys(item.fqn for item in cut))
+            detail = (
+                f"it has {file.size} bytes, .metadata lists {need}; {count_of(len(cut), 'item')} cut: {names}"
+            )
+            yield TruncatedFile(path=path, have=file.size, need=need, detail=detail)
+    for problem in dcp_problems(metadata):
+        yield IncompleteTensor(path=state.metadata_path, tensor=problem.fqn, detail=problem.message)
+    yield from (StrayShard(path=path) for path in state.data if path not in items)
+    unfinished = state.path / METADATA_UNFINISHED
+    if unfinished in state.files:
+        yield InterruptedSave(
+            path=unfinished, files=len(state.data), unfinished=True, over_another=True, ranks=()
+        )
+
+
+def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) -> Iterator[Finding]:
+    """Yield a finding for each rank of which nothing is there, and for each other file that is missing."""
+    tensors = {item.fqn for held in items.values() for item in held if item.offsets is not None}
+    of_rank: dict[int | PurePosixPath, list[PurePosixPath]] = {}
+    for path in items:
+        rank = rank_of(path)
+        of_rank.setdefault(path if rank is None else rank, []).append(path)
+    for key, paths in of_rank.items():
+        absent = [path for path in paths if path not in state.files]
+        if isinstance(key, int) and len(absent) == len(paths):
+            held = [item for path in absent for item in items[path]]
+            names = tuple(dict.fromkeys(item.fqn for item in held))
+            elsewhere = len(tensors.difference(names))
+            yield MissingRank(
+                path=absent[0], rank=key, files=len(absent), items=len(held), holds=names, elsewhere=elsewhere
+            )
+            continue
+        for path in absent:
+            names = tuple(dict.fromkeys(item.fqn for item in items[path]))
+            yield MissingShard(path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names)
+
+
+def diagnose_sharded_models(
+    evidence: Evidence, states: Iterable[ShardedState], compare: CompareSharded, drop: bool
+) -> list[Finding]:
+    """Find models that are there twice, and those that are related to another (``diagnose.entries``).
+
+    FSDP adds no wrapper to names, so that none of two equal models shows itself as a second ``prepare``.
+    """
+    models = sharded_entries(states, Role.MODEL)
+    ranks = {rank_of(path) for entry in models for path in entry.state.data}
+    findings: list[Finding] = []
+    alike: dict[Hashable, list[ShardedState]] = {}
+    # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
+    for state, _ in sorted(models, key=lambda entry: (len(prepared(_chain(entry.state))), entry.name.index)):
+        if state.model is None or state.metadata is None or not state.metadata.tensors:
+            continue
+        originals = alike.setdefault(dcp_signature(state), [])
+        finding = _match(evidence, state, originals, compare, drop, len(ranks) != 1)
+        if finding is not None:
+            findings.append(finding)
+        if not isinstance(finding, IdenticalModels):
+            originals.append(state)
+    return sorted(findings, key=lambda finding: str(finding.path))
+
+
+class Entry(NamedTuple):
+    """A DCP folder that Accelerate finds by its number."""
+
+    state: ShardedState
+    name: FolderName
+
+    @property
+    def path(self) -> PurePosixPath:
+        """Where it is."""
+        return self.state.path
+
+
+def sharded_entries(states: Iterable[ShardedState], role: Role) -> tuple[Entry, ...]:
+    """Return the folders of a role that Accelerate finds by their number, in order."""
+    found = [
+        Entry(state, state.name) for state in states if state.name is not None and state.name.role is role
+    ]
+    return tuple(sorted(found, key=lambda entry: entry.name.index))
+
+
+def _match(
+    evidence: Evidence,
+    state: ShardedState,
+    originals: list[ShardedState],
+    compare: CompareSharded,
+    drop: bool,
+    has_ranks: bool,
+) -> Finding | None:
+    related: Finding | None = None
+    for original in originals:
+        pairing = pair_sharded(original, state)
+        if pairing is None:
+            continue
+        difference, full = compare(pairing, drop)
+        assert state.metadata is not None
+        if difference is None:
+            return IdenticalModels(
+                path=state.path,
+                original=original.path,
+                tensors=len(state.metadata.tensors),
+                bytes=pairing.size,
+                sampled=not full,
+                chains=(_chain(state), _chain(original)),
+            )
+        if related is None and len(prepared(_chain(state))) > len(prepared(_chain(original))):
+            proof = evidence.unlisted(state.metadata_path) or evidence.unlisted(original.metadata_path)
+            if proof:
+                related = ConflictingModels(
+                    path=state.path,
+                    original=original.path,
+                    chain=_chain(state),
+                    tensor=difference,
+                    proof=proof,
+                )
+            elif has_ranks:
+                related = RelatedModels(
+                    path=state.path, original=original.path, chain=_chain(state), tensor=difference
+                )
+    return related
+
+
+def _chain(state: ShardedState) -> tuple[str, ...]:
+    return state.model.chain if state.model is not None else ()
+
+
+# The items of DCP folders: does each tensor begin as one, and do the bytes of all have their checksums?
+#
+# Only the first bytes of a tensor are read, or with ``data`` all bytes of every item. What may stand there:
+# a zip archive of ``torch.save``, or for a tensor safetensors (``formats.dcp_items``).
+
+_ZIP = b"PK\3\4"
+_HEAD = 9  # what tells safetensors: a length of 8 bytes, and the brace behind it
+
+
+def diagnose_items(
+    root: Path, states: Iterable[ShardedState], *, data: bool, progress: Progress | None = None
+) -> tuple[list[Finding], dict[PurePosixPath, str]]:
+    """Find the files whose tensors are none, and with ``data`` those of which a byte has changed.
+
+    Returns these and the files that may not be read, with the reason. ``progress`` is called with byte counts. What
+    is cut short or missing is left to ``diagnose_shard_files``.
+    """
+    findings: list[Finding] = []
+    refused: dict[PurePosixPath, str] = {}
+    for state in states:
+        for path, items in _by_file(state, data=data).items():
+            if path in state.broken or path in state.unreadable:
+                continue
+            try:
+                with open_reader(root / path) as reader:
+                    findings += _of_file(reader, path, items, data, progress)
+            except OSError as error:
+                refused[path] = unreadable(root / path, error)
+    return findings, refused
+
+
+def _by_file(state: ShardedState, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
+    """Return the items in each file that is there, in the order in which they lie: all with ``data``, else tensors."""
+    found: dict[PurePosixPath, list[StoredItem]] = {}
+    by_file = state.metadata.items_by_file() if state.metadata is not None else {}
+    for name, items in by_file.items():
+        path = state.path / name
+        file = state.files.get(path)
+        size = -1 if file is None else file.size
+        held = [
+            item
+            for item in items
+            if (data or item.offsets is not None)
+            and item.offset + item.length <= size
+            and item.length
+            and not item.transforms
+        ]
+        if held:
+            found[path] = sorted(held, key=lambda item: item.offset)
+    return found
+
+
+def _of_file(
+    reader: FileReader, path: PurePosixPath, items: list[StoredItem], data: bool, progress: Progress | None
+) -> Iterator[Finding]:
+    begins: dict[int, bytes] = {}
+    for item in items:
+        if item.offset not in begins:
+            begins[item.offset] = reader.read(item.offset, min(_HEAD, reader.size - item.offset))
+    tensors = [item for item in items if item.offsets is not None]
+    bad = [item for item in tensors if not _begins_as_one(begins[item.offset])]
+    if bad:
+        yield _no_tensors(reader, path, tensors, bad)
+    if data and not bad:
+        yield from _changed(reader, path, items, begins, progress)
+
+
+def _begins_as_one(head: bytes) -> bool:
+    return head.startswith(_ZIP) or looks_like_safetensors(head)
+
+
+def _no_tensors(
+    reader: FileReader, path: PurePosixPath, items: list[StoredItem], bad: list[StoredItem]
+) -> Finding:
+    words = describe_content(reader, json=True)
+    if len(bad) == len(items) and words is not None and words != "a zip archive":
+        return NotATensorFile(path=path, content=words)
+    names = list_names(dict.fromkeys(item.fqn for item in bad))
+    detail = (
+        f"{len(bad)} of {count_of(len(items), 'item')} with tensors {'begins' if len(bad) == 1 else 'begin'} as "
+        f"nothing that torch writes, the first at byte {bad[0].offset}: {names}"
+    )
+    return MalformedFile(path=path, detail=detail)
+
+
+def _changed(
+    reader: FileReader,
+    path: PurePosixPath,
+    items: list[StoredItem],
+    begins: Mapping[int, bytes],
+    progress: Progress | None,
+) -> Iterator[Finding]:
+    """Check the CRC of every record of every item. Bytes that several items claim are read once."""
+    end = 0
+    for item in items:
+        if not begins[item.offset].startswith(_ZIP) or item.offset < end:
+            continue
+        end = item.offset + item.length
+        window = reader.window(item.offset, item.length)
+        try:
+            archive = read_zip(window)
+        except FormatError as error:
+            detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
+            yield MalformedFile(path=path, detail=detail)
+            continue
+        for record in crc_mismatches(archive, window, every_record=True, progress=progress):
+            yield CrcMismatch(path=path, record=record.name, tensors=(item.fqn,))
+
+
+# Names in DCP folders: wrappers, and optimizers whose names are not those of their model.
+#
+# A model and the optimizer of the same number are judged together: loaded together, they must have the same
+# names. In an optimizer names stand twice, in its state and in the lists of its parameter groups.
+
+NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
+"""What a repair to names without any wrapper rests on."""
+
+
+class _Place(NamedTuple):
+    """A place of names in one of the folders; every one is another."""
+
+    state: ShardedState
+    scope: NameScope
+
+
+def diagnose_sharded_names(states: Iterable[ShardedState], processes: int | None) -> list[Finding]:
+    """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known."""
+    units: dict[object, list[_Place]] = {}
+    findings: list[Finding] = []
+    for state in states:
+        flat = tuple(name for scope in state.scopes for name in scope.names if is_flat_name(name))
+        if flat:
+            findings.append(FlatParameters(path=state.metadata_path, tensors=tuple(dict.fromkeys(flat))))
+        units.setdefault(unit_of(state), []).extend(
+            _Place(state, scope) for scope in state.scopes if scope.names
+        )
+    judged = [(_reference(unit), unit) for unit in units.values() if unit]
+    evident = _evident([place for unit in units.values() for place in unit], processes)
+    # One answer for all: renamed differently, equal models would look like copies afterwards.
+    nested = [(reference, unit) for reference, unit in judged if is_nested(reference.scope.chain)]
+    to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
+    for reference, unit in judged:
+        findings += _judge(reference, unit, to_bare, evident)
+    return findings
+
+
+def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:
+    """Return the places whose nested wrappers are damage, each with what says so.
+
+    One process alone wraps nothing: the wrappers are modules of the script's own. So they are, of an average of the
+    prepared model, next to a model with the same names in fewer wrappers. In one folder the average follows its model.
+    """
+    evidence = nested_evidence(processes)
+    fewest: dict[frozenset[str], int] = {}  # wrappers in other folders
+    every = list(places)
+    for place in every:
+        if place.scope.kind == STATE_DICT and place.scope.is_model:
+            names, wrappers = _unwrapped(place), len(prepared(place.scope.chain))
+            fewest[names] = min(wrappers, fewest.get(names, wrappers))
+    found = {}
+    for number, place in enumerate(every if evidence else ()):
+        wrappers = len(prepared(place.scope.chain))
+        before = (
+            other for other in every[:number] if other.state is place.state and other.scope.kind == STATE_DICT
+        )
+        if (
+            is_nested(place.scope.chain)
+            and not (place.scope.is_model and fewest[_unwrapped(place)] < wrappers)
+            and not any(
+                len(prepared(other.scope.chain)) < wrappers and _unwrapped(other) == _unwrapped(place)
+                for other in before
+            )
+        ):
+            found[place] = evidence
+    return found
+
+
+def unit_of(state: ShardedState) -> Hashable:
+    """Return what a model and its optimizer have in common: they are loaded together."""
+    return state.path if state.name is None else state.name.index
+
+
+def is_flat(state: ShardedState | Component) -> bool:
+    """Whether names of FSDP's flattened parameters are in a folder or a file."""
+    return any(is_flat_name(name) for scope in state.scopes for name in scope.names)
+
+
+def _reference(unit: list[_Place]) -> _Place:
+    """Return the place that the others are measured by: the model's, else the first of an optimizer."""
+    return next((place for place in unit if place.scope.is_model), unit[0])
+
+
+def _has_bare(reference: _Place, unit: list[_Place]) -> bool:
+    known = _unwrapped(reference)
+    return any(
+        place.scope.kind != STATE_DICT and not place.scope.chain and known.issuperset(place.scope.names)
+        for place in unit
+    )
+
+
+def unwrapped_names(scope: NameScope) -> Iterator[str]:
+    """Yield the names of a place without the wrappers that all of them begin with."""
+    return map(KeyMap(remove=scope.chain), scope.names)
+
+
+def _unwrapped(place: _Place) -> frozenset[str]:
+    return frozenset(unwrapped_names(place.scope))
+
+
+def _own_model(place: _Place, models: list[tuple[_Place, frozenset[str]]], reference: _Place) -> _Place:
+    """Return the model that an optimizer is of: one with the very names that it has, else the reference."""
+    if place.scope.kind == STATE_DICT:
+        return reference
+    return next((one for one, names in models if names.issuperset(place.scope.names)), reference)
+
+
+def _judge(
+    first: _Place, unit: list[_Place], to_bare: bool, evident: Mapping[_Place, str]
+) -> Iterator[Finding]:
+    models = [first, *(place for place in unit if place is not first and place.scope.kind == STATE_DICT)]
+    names = {id(model): _unwrapped(model) for model in models}
+    exact = [(model, frozenset(model.scope.names)) for model in models]
+    for place in unit:
+        reference = _own_model(place, exact, first)
+        chain, known = reference.scope.chain, names[id(reference)]
+        target = chain
+        if reference in evident or (is_nested(chain) and to_bare):
+            is_alike = reference is first or names[id(first)] >= known
+            target = () if to_bare and is_alike else collapse(chain)
+        path, scope = place.state.metadata_path, place.scope
+        belongs = _unwrapped(place) <= known  # the optimizer is that model's
+        is_follower = place is reference or scope.kind != STATE_DICT  # else a model of its own, an average
+        judge = reference if belongs and is_follower else place
+        if (
+            belongs
+            and is_follower
+            and _public(scope.chain) != _public(chain)
+            and not _is_own_doing(place, reference)
+        ):
+            yield MismatchedNames(
+                path=path,
+                scope=str(scope),
+                chain=scope.chain,
+                target=target,
+                reference=str(reference.state.metadata_path)
+                if reference.state is not place.state
+                else str(reference.scope),
+                expected=chain,
+                names=len(scope.names),
+            )
+        elif is_nested(scope.chain) and (to_bare or judge in evident):
+            yield NestedPrefix(
+                path=path,
+                scope=str(scope),
+                chain=scope.chain,
+                target=target if belongs and (is_follower or to_bare) else collapse(scope.chain),
+                names=len(scope.names),
+                evidence=NO_WRAPPER_HERE if to_bare else evident[judge],
+                assumed=not to_bare,
+            )
+        elif scope.kind == STATE_DICT and (scope.chain or inner_wrappers(scope.names)):
+            yield WrapperPrefix(path=path, scope=str(scope), chain=scope.chain, names=len(scope.names))
+
+
+def _is_own_doing(place: _Place, reference: _Place) -> bool:
+    """Whether a script of somebody's own may have saved names that differ so, and reads them again.
+
+    ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does not.
+    Accelerate saves the model and the optimizer by functions that agree.
+    """
+    return reference.state.name is None and not place.scope.chain and reference.scope.chain == DDP_CHAIN
+
+
+def _public(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """Leave out what torch takes off the names of an optimizer by itself, where a model's may keep it."""
+    return tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)

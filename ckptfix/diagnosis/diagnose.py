@@ -1,0 +1,304 @@
+"""From a scanned folder to findings. Tensor bytes are read only where two entries agree in keys, dtypes and
+shapes.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.dcp import ShardedState, is_empty
+from ckptfix.checkpoint.dcp_scan import scan_sharded
+from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.checkpoint.doubling import Evidence
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
+from ckptfix.checkpoint.groups import ModelFiles, group_files
+from ckptfix.checkpoint.manifest import REPORT, usable_manifest
+from ckptfix.checkpoint.pairing import Pairing, Progress, ShardedPairing, first_unequal, first_unequal_item
+from ckptfix.diagnosis.completeness import diagnose_save
+from ckptfix.diagnosis.dcp_folders import (
+    diagnose_items,
+    diagnose_shard_files,
+    diagnose_sharded_models,
+    diagnose_sharded_names,
+    sharded_entries,
+    unchecked_sharded,
+)
+from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
+from ckptfix.diagnosis.file_damage import (
+    DeepSpeedState,
+    diagnose_deepspeed,
+    diagnose_files,
+    diagnose_shards,
+    without_deepspeed,
+)
+from ckptfix.diagnosis.findings import CATALOGUE
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import (
+    CrcMismatch,
+    IndexMismatch,
+    MalformedFile,
+    MissingShard,
+    NotATensorFile,
+    TrailingBytes,
+    TruncatedFile,
+)
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
+from ckptfix.diagnosis.wrapped_keys import diagnose_names
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.comparing import Digests
+from ckptfix.storage.paths import JOURNAL, unreadable
+from ckptfix.wording import list_names
+
+# Symbolic links inside of a checkpoint folder: which of its own files they need.
+
+_MAX_HOPS = 40
+"""How many links Linux follows for one path (path_resolution(7)); more are a loop."""
+
+
+def links_below(root: Path) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
+    """Return every symbolic link below a folder, with the places in the folder that it leads to or through.
+
+    The journal is left out, as are folders behind links and those that cannot be listed.
+    """
+    real = os.path.realpath(root)
+    found: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
+    for current, folders, files in os.walk(root):
+        if JOURNAL in folders:
+            folders.remove(JOURNAL)
+        for name in (*folders, *files):
+            full = os.path.join(current, name)
+            if os.path.islink(full):
+                path = PurePosixPath(os.path.relpath(full, root))
+                found[path] = frozenset(_inside(real, _places(full)))
+    return found
+
+
+def _inside(real: str, places: Iterator[str]) -> Iterator[PurePosixPath]:
+    for place in places:
+        if place.startswith(real.rstrip("/") + "/"):
+            yield PurePosixPath(os.path.relpath(place, real))
+
+
+def _places(link: str) -> Iterator[str]:
+    """Yield the place of each further link on the way, and the end of it."""
+    here = link
+    for _ in range(_MAX_HOPS):
+        try:
+            target = os.path.join(os.path.dirname(here), os.readlink(here)).rstrip("/")
+        except OSError:
+            return  # no link: the end of the way, or nothing is there
+        folder, name = os.path.split(target)
+        is_step = name in ("", ".", "..")
+        here = os.path.realpath(target) if is_step else os.path.join(os.path.realpath(folder), name)
+        yield here
+
+
+# From a scanned folder to findings. Reads tensor bytes only where two entries agree in names, dtypes and
+# shapes.
+
+_OF_CONTENT = (MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile)
+"""The findings that say why a file is not there, or not of the size that it was saved with."""
+
+_OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
+"""The findings for which a file may be dropped or moved."""
+
+Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
+"""(kept file or folder, other one) -> how they compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was found in a folder, most severe first, and what was not looked at, in words.
+
+    ``unfinished``: what may not be read, each with its path, the reason, and what to type.
+
+    ``digests``: of the bytes that were read to prove a duplicate, by file that is kept, for the journal.
+    ``links``: the symbolic links of a folder of which a file may go or move, and what each leads to (``links_below``).
+    """
+
+    folder: CheckpointFolder
+    sharded: tuple[ShardedState, ...]
+    deepspeed: tuple[DeepSpeedState, ...]
+    groups: tuple[ModelFiles, ...]
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...]
+    unfinished: tuple[str, ...]
+    verdicts: Verdicts
+    digests: Mapping[PurePosixPath, Digests]
+    links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
+
+    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
+        """Return the lists of numbered entries of a role: of files, a list a family, and of DCP folders."""
+        folders = sharded_entries(self.sharded, role)
+        return (*self.folder.entries(role), *([folders] if folders else []))
+
+
+def diagnose(
+    folder: CheckpointFolder,
+    *,
+    prove: bool = False,
+    data: bool = False,
+    drops: Iterable[Role] = (),
+    known: Verdicts | None = None,
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Find every kind of damage in a scanned folder.
+
+    By default bytes of look-alikes are sampled. ``prove`` reads every byte of what would be dropped, and hashes it on
+    the way (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check --data``).
+    ``drops`` names the roles of which equal entries are to be dropped. ``known``: comparisons made already, which hold
+    still. ``progress`` is called with byte counts.
+
+    Raises OSError when a file that could be scanned can no longer be read.
+    """
+
+    verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
+    digests: dict[PurePosixPath, Digests] = {}
+
+    def compare(pairing: Pairing | ShardedPairing, must_prove: bool) -> Verdict:
+        pair, full = (pairing.kept.path, pairing.other.path), data or (prove and must_prove)
+        verdict = (known or {}).get(pair)
+        if verdict is None or (full and not verdict.full and verdict.difference is None):
+            hashed = digests if prove and full else None
+            if isinstance(pairing, ShardedPairing):
+                difference = first_unequal_item(
+                    folder.root, pairing, full=full, progress=progress, digests=hashed
+                )
+            else:
+                of_file = None if hashed is None else hashed.setdefault(pairing.kept.path, {})
+                difference = first_unequal(
+                    folder.root, pairing, full=full, progress=progress, digests=of_file
+                )
+            verdict = Verdict(difference, full)
+        verdicts[pair] = verdict
+        return verdict
+
+    drops = frozenset(drops)
+    sharded = scan_sharded(folder)
+    deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
+    named = without_deepspeed(folder)
+    groups = group_files(named)
+    findings: list[Finding] = diagnose_shards(groups) if folder.only is None else []
+    rebuilt = {
+        finding.path for finding in findings if isinstance(finding, IndexMismatch) and finding.is_fixable
+    }
+    findings += diagnose_files(folder, data=data, progress=progress, explained=frozenset(rebuilt))
+    damaged = frozenset(
+        finding.path
+        for finding in findings
+        if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
+    )
+    evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
+    findings += diagnose_models(evidence, compare, drops=Role.MODEL in drops, damaged=damaged)
+    findings += diagnose_sharded_models(evidence, sharded, compare, Role.MODEL in drops)
+    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+    findings += diagnose_states(evidence, compare, drops, doubled)
+    findings += diagnose_gaps(evidence)
+    findings += diagnose_names(evidence, groups, doubled)
+    findings += diagnose_sharded_names(sharded, folder.processes)
+    findings += diagnose_shard_files(sharded)
+    findings += (finding for state in deepspeed for finding in state.findings)
+    of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
+    findings += of_items
+    damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
+    of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
+    findings += of_save.findings
+    order = {kind: position for position, kind in enumerate(CATALOGUE)}
+    severities = ("error", "warning", "note")
+    findings.sort(
+        key=lambda finding: (
+            severities.index(finding.severity.value),
+            order[type(finding)],
+            str(finding.path),
+        )
+    )
+    return Diagnosis(
+        folder=folder,
+        sharded=sharded,
+        deepspeed=deepspeed,
+        groups=groups,
+        findings=tuple(findings),
+        not_checked=(*_not_checked(folder, sharded, deepspeed, findings, data=data), *of_save.unchecked),
+        unfinished=(*_unfinished(folder, sharded, deepspeed, refused), *of_save.unfinished),
+        verdicts=verdicts,
+        digests=digests,
+        links=links_below(folder.root) if any(isinstance(one, _OF_ENTRIES) for one in findings) else {},
+    )
+
+
+def _why_not(path: Path, kind: str) -> str:
+    """Say why nothing in a folder was checked, and what checks it where something does."""
+    if is_empty(path):
+        return "empty"
+    is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
+    return f"not looked into{'; ckptfix check --recursive looks into it' if is_walked else ''}"
+
+
+def _unfinished(
+    folder: CheckpointFolder,
+    sharded: Iterable[ShardedState],
+    deepspeed: Iterable[DeepSpeedState],
+    refused: Mapping[PurePosixPath, str],
+) -> Iterator[str]:
+    """Yield what may not be read: it may be healthy or damaged, and nobody can tell."""
+    of_states = dict(refused)
+    for state in sharded:
+        of_states |= state.unreadable
+        if state.problem is not None and state.problem.kind is ProblemKind.UNREADABLE:
+            of_states[state.metadata_path] = state.problem.message
+    for component in folder.components:
+        if component.problem is not None and is_unreadable(component):
+            yield f"{component.path}: {component.problem.message}"
+    yield from (f"{path}: {why}" for path, why in of_states.items())
+    yield from (words for state in deepspeed for words in state.unfinished)
+    for path, kind in folder.subfolders.items():
+        try:
+            with os.scandir(folder.root / path):
+                pass
+        except OSError as error:
+            if str(path) != "lost+found":  # of the file system, and closed to everybody
+                yield f"{path}/ ({kind}): {unreadable(folder.root / path, error)}"
+
+
+def _not_checked(
+    folder: CheckpointFolder,
+    sharded: Iterable[ShardedState],
+    deepspeed: Sequence[DeepSpeedState],
+    findings: list[Finding],
+    *,
+    data: bool,
+) -> tuple[str, ...]:
+    checked = {state.path for state in sharded} | {state.path for state in deepspeed}
+    words = [
+        f"{path}/ ({kind}): {_why_not(folder.root / path, kind)}"
+        for path, kind in folder.subfolders.items()
+        if path not in checked
+    ]
+    words += unchecked_sharded(sharded)
+    words += (unread for state in deepspeed for unread in state.unread)
+    words += [
+        f"{component.path}: {component.problem.message}"
+        for component in folder.components
+        if component.problem is not None and component.problem.is_only_unchecked
+    ]
+    sampled = sum(1 for finding in findings if getattr(finding, "sampled", False))
+    if sampled:
+        comparisons = "1 comparison" if sampled == 1 else f"{sampled} comparisons"
+        words.append(f"{comparisons} read samples only; ckptfix check --data reads every byte")
+    words.append("values of tensors (NaN, zeros, flipped bits); ckptfix verify --data reads them")
+    files = (one.content for one in folder.components if isinstance(one.content, TorchFile))
+    has_checksums = any(isinstance(file.container, TorchZip) for file in files)
+    if not data and (has_checksums or any(state.has_checksums for state in deepspeed)):
+        words.append("checksums of tensor records in torch zip files; ckptfix check --data checks them")
+    if not data and any(state.metadata is not None and state.metadata.stored for state in sharded):
+        words.append("checksums of the items in .distcp files; ckptfix check --data checks them")
+    known = {path for state in sharded for path in state.files} | set(BESIDE if deepspeed else ())
+    known |= {PurePosixPath(REPORT), *(one.path for one in findings if isinstance(one, InterruptedSave))}
+    strays = [str(path) for path in folder.strays if path not in known]
+    if strays and folder.only is None:
+        words.append(f"other files next to it: {list_names(strays)}")
+    return tuple(words)

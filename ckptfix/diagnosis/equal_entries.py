@@ -1,0 +1,410 @@
+"""Equal entries: models saved twice, and the states of optimizers, schedulers and custom objects that go with
+them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple, Protocol
+
+from ckptfix.checkpoint.doubling import Evidence, fits
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import Component
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
+from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, pair_up, signature
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import (
+    ConflictingModels,
+    DoubledModel,
+    DoubledStates,
+    EntryGap,
+    IdenticalModels,
+    IdenticalStates,
+    RelatedModels,
+    ShiftedEntries,
+    SurplusStates,
+)
+
+# Numbered models: duplicates, identical copies, related models, entries moved by duplicates; gaps in any
+# role.
+
+GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
+"""Roles of which Accelerate saves every entry; samplers and dataloaders may rightly skip numbers."""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name -> shape of the tensors of one model."""
+
+
+class Verdict(NamedTuple):
+    """Where two paired entries first differ, None when they are equal; ``full``: every byte was read for it."""
+
+    difference: str | None
+    full: bool
+
+
+Compare = Callable[[Pairing, bool], Verdict]
+"""Compares two paired entries. The second argument says whether the answer will be used to drop something."""
+
+
+def diagnose_models(
+    evidence: Evidence, compare: Compare, *, drops: bool, damaged: frozenset[PurePosixPath]
+) -> list[Finding]:
+    """Find models that are there twice, and those that are related to another.
+
+    ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files of which
+    something is known to be wrong, so that they differ from anything.
+    """
+    findings: list[Finding] = []
+    for entries in evidence.folder.entries(Role.MODEL):
+        findings += _models(evidence, entries, compare, drops, damaged)
+    return findings
+
+
+def diagnose_gaps(evidence: Evidence) -> list[Finding]:
+    """Find numbers that are missing in the list of a role."""
+    folder = evidence.folder
+    if not folder.is_save_state or folder.only is not None:
+        return []
+    return [
+        finding for role in GAPLESS_ROLES for entries in folder.entries(role) for finding in _gap(entries)
+    ]
+
+
+class Number(Protocol):
+    """What is said by the name of such a one."""
+
+    @property
+    def index(self) -> int:
+        """Its position."""
+
+    def at(self, index: int) -> "Number":
+        """Return the name of another entry of the same family."""
+
+
+class Numbered(Protocol):
+    """A file or a folder that Accelerate finds by its number."""
+
+    @property
+    def path(self) -> PurePosixPath:
+        """Where it is."""
+
+    @property
+    def name(self) -> Number:
+        """What its name says."""
+
+
+def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -> dict[PurePosixPath, int]:
+    """Return the new position of every entry that stays: each drop moves the later ones down by one."""
+    positions = {}
+    removed = 0
+    for entry in entries:
+        if entry.path in dropped:
+            removed += 1
+        else:
+            positions[entry.path] = entry.name.index - removed
+    return positions
+
+
+def _models(
+    evidence: Evidence,
+    entries: tuple[Component, ...],
+    compare: Compare,
+    drops: bool,
+    damaged: frozenset[PurePosixPath],
+) -> list[Finding]:
+    findings: list[Finding] = []
+    doubles: dict[PurePosixPath, list[Component]] = {}  # by the original
+    # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
+    ranked = sorted(entries, key=lambda entry: (len(prepared(_chain(entry))), entry.name.index))
+    alike: dict[Hashable, list[Component]] = {}
+    for entry in ranked:
+        if entry.whole is None or not entry.tensors:
+            continue  # two models without a parameter are equal, and it means nothing
+        originals = alike.setdefault(signature(entry), [])
+        finding = _match(evidence, entry, originals, doubles, compare, drops, damaged)
+        if finding is not None:
+            findings.append(finding)
+        if isinstance(finding, DoubledModel):
+            doubles.setdefault(finding.original, []).append(entry)
+        elif not isinstance(finding, IdenticalModels):
+            originals.append(entry)
+    findings = _decided(findings) + _cut_short(evidence, entries)
+    findings.sort(key=lambda finding: str(finding.path))
+    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
+    return findings + _shifted(entries, doubled)
+
+
+def _decided(findings: list[Finding]) -> list[Finding]:
+    """Turn doubles of one original with equal names into copies: ``prepare`` registers a wrapper once.
+
+    One of the two is something else, an average for instance, and nothing says which.
+    """
+    known = Counter((one.original, one.chain) for one in findings if isinstance(one, DoubledModel))
+    unclear = {original for (original, _), count in known.items() if count > 1}
+    return [
+        IdenticalModels(
+            path=one.path,
+            original=one.original,
+            tensors=one.tensors,
+            bytes=one.bytes,
+            sampled=one.sampled,
+            chains=(one.chain, ()),
+        )
+        if isinstance(one, DoubledModel) and one.original in unclear
+        else one
+        for one in findings
+    ]
+
+
+def _match(
+    evidence: Evidence,
+    entry: Component,
+    originals: list[Component],
+    doubles: Mapping[PurePosixPath, list[Component]],
+    compare: Compare,
+    drops: bool,
+    damaged: frozenset[PurePosixPath],
+) -> Finding | None:
+    """Compare an entry with every distinct one that is wrapped as much or less."""
+    related: Finding | None = None
+    for original in originals:
+        pairing = pair_up(original, entry)
+        if pairing is None:
+            continue
+        is_double = evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
+        difference, full = compare(pairing, is_double or drops)
+        sampled = not full
+        size = sum(run.length for run in pairing.runs or ())
+        if difference is None and is_double:
+            return DoubledModel(
+                path=entry.path,
+                original=original.path,
+                chain=_chain(entry),
+                tensors=len(entry.tensors),
+                bytes=size,
+                sampled=sampled,
+            )
+        if difference is None:
+            return IdenticalModels(
+                path=entry.path,
+                original=original.path,
+                tensors=len(entry.tensors),
+                bytes=size,
+                sampled=sampled,
+                chains=(_chain(entry), _chain(original)),
+            )
+        if related is None and len(prepared(_chain(entry))) > len(prepared(_chain(original))):
+            related = _related(evidence, original, entry, difference, damaged)
+    return related
+
+
+def _related(
+    evidence: Evidence,
+    original: Component,
+    entry: Component,
+    difference: str,
+    damaged: frozenset[PurePosixPath],
+) -> Finding | None:
+    """Say how two models with the same names and other values are related; one process alone wraps nothing."""
+    tensor = None if difference == STRUCTURE else difference
+    pair = (original, entry)
+    harmed = tuple(one.path for one in pair if one.path in damaged)
+    proof = next(filter(None, map(evidence.foreign, pair)), "") if not harmed else ""
+    if proof:
+        return ConflictingModels(
+            path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, proof=proof
+        )
+    if evidence.folder.processes == 1 and not harmed:
+        return None
+    return RelatedModels(
+        path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, damaged=harmed
+    )
+
+
+def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
+    """Say of a damaged model whose header can still be read that another entry holds the same names, intact."""
+    found: list[Finding] = []
+    intact = [entry for entry in entries if entry.whole is not None and entry.tensors]
+    for damaged in (entry for entry in entries if entry.problem is not None and intact):
+        names = evidence.names_left(damaged)
+        chain = common_wrappers(names)
+        for entry in intact:
+            shapes = {tensor.fqn: tensor.shape for tensor in entry.tensors}
+            if not names or _bare(shapes, _chain(entry)) != _bare(names, chain) or chain == _chain(entry):
+                continue
+            pair = (
+                (damaged.path, entry.path) if len(chain) > len(_chain(entry)) else (entry.path, damaged.path)
+            )
+            longer = max(chain, _chain(entry), key=len)
+            found.append(
+                RelatedModels(
+                    path=pair[0], original=pair[1], chain=longer, tensor=None, damaged=(damaged.path,)
+                )
+            )
+            break
+    return found
+
+
+def _bare(shapes: Shapes, chain: tuple[str, ...]) -> Shapes:
+    strip = KeyMap(remove=chain)
+    return {strip(name): shape for name, shape in shapes.items()}
+
+
+def _shifted(entries: tuple[Component, ...], doubled: frozenset[PurePosixPath]) -> list[Finding]:
+    positions = renumbered(entries, doubled)
+    return [
+        ShiftedEntries(
+            path=entry.path,
+            belongs=PurePosixPath(str(entry.name.at(positions[entry.path]))),
+            positions=entry.name.index - positions[entry.path],
+        )
+        for entry in entries
+        if entry.path in positions and positions[entry.path] != entry.name.index
+    ]
+
+
+def _gap(entries: tuple[Component, ...]) -> list[Finding]:
+    findings: list[Finding] = []
+    expected = 0
+    for entry in entries:
+        if entry.name.index != expected:
+            missing = PurePosixPath(str(entry.name.at(expected)))
+            findings.append(EntryGap(path=entry.path, missing=missing))
+        expected = entry.name.index + 1
+    return findings
+
+
+def _chain(entry: Component) -> tuple[str, ...]:
+    return entry.whole.chain if entry.whole else ()
+
+
+# Equal states of optimizers, schedulers and custom objects: which of them were saved twice, and how sure
+# that is.
+
+_INDEPENDENT = (Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
+"""Roles whose intentional entries often are equal, and that belong to no model."""
+
+
+def diagnose_states(
+    evidence: Evidence, compare: Compare, drops: Collection[Role], doubled: Collection[PurePosixPath]
+) -> list[IdenticalStates]:
+    """Find equal states. ``drops``: roles of which the user asked to drop equal ones. ``doubled``: the doubled models.
+
+    Next to a doubled model, an optimizer with the very moments of another is that optimizer saved twice: it goes where
+    every optimizer that remains is one of a model that remains. Where nothing decides it, the user is asked.
+    """
+    findings: list[IdenticalStates] = []
+    for role in _INDEPENDENT:
+        for entries in evidence.folder.entries(role):
+            findings += _identical(entries, compare, role in drops).values()
+    models = [
+        model
+        for entries in evidence.folder.entries(Role.MODEL)
+        for model in entries
+        if model.path not in doubled and model.tensors
+    ]
+    optimizers = _only_family(evidence, Role.OPTIMIZER)
+    prove = bool(doubled)
+    equal = _identical(optimizers, compare, prove or Role.OPTIMIZER in drops)
+    surplus = _surplus_optimizers(evidence, optimizers, equal, models, is_doubled=bool(doubled))
+    findings += surplus.values()
+    schedulers = _only_family(evidence, Role.SCHEDULER)
+    equal = _identical(schedulers, compare, prove or Role.SCHEDULER in drops)
+    findings += _surplus_schedulers(schedulers, equal, optimizers, surplus, bool(doubled)).values()
+    return findings
+
+
+def _only_family(evidence: Evidence, role: Role) -> tuple[Component, ...]:
+    families = evidence.folder.entries(role)
+    return families[0] if families else ()
+
+
+def _identical(
+    entries: Sequence[Component], compare: Compare, prove: bool
+) -> dict[PurePosixPath, IdenticalStates]:
+    """Return a finding for each entry that equals an earlier one, by its path."""
+    found: dict[PurePosixPath, IdenticalStates] = {}
+    alike: dict[Hashable, list[Component]] = {}
+    for entry in entries:
+        originals = alike.setdefault(signature(entry), [])
+        for original in originals:
+            pairing = pair_up(original, entry)
+            if pairing is None:
+                continue
+            difference, full = compare(pairing, prove)
+            if difference is None:
+                found[entry.path] = IdenticalStates(
+                    path=entry.path, original=original.path, role=entry.role, sampled=not full
+                )
+                break
+        else:
+            originals.append(entry)
+    return found
+
+
+def _surplus_optimizers(
+    evidence: Evidence,
+    optimizers: Sequence[Component],
+    equal: Mapping[PurePosixPath, IdenticalStates],
+    models: Sequence[Component],
+    *,
+    is_doubled: bool,
+) -> dict[PurePosixPath, IdenticalStates]:
+    """Judge equal optimizers. ``models``: those that remain, without doubles."""
+    if not equal:
+        return {}
+    facts = evidence.optimizers
+    trained = {path for path in equal if (own := facts.get(path)) is not None and own.has_stepped}
+    kept = [entry.path for entry in optimizers if entry.path not in trained]
+    # What keeps no moments equals any other, so that nothing but their number can show a second prepare().
+    plain = [path for path in equal if path not in trained]
+    if plain and (len(kept) > len(models) > 0 or (is_doubled and len(plain) < len(kept) - 1)):
+        trained = set(equal)
+    elif is_doubled and all(path in facts and fits(facts[path], models) for path in kept):
+        return {path: _doubled(one) if path in trained else one for path, one in equal.items()}
+    loads = tuple(entry.path for entry in optimizers)
+    return {path: _surplus(one, loads) if path in trained else one for path, one in equal.items()}
+
+
+def _surplus_schedulers(
+    schedulers: Sequence[Component],
+    equal: Mapping[PurePosixPath, IdenticalStates],
+    optimizers: Sequence[Component],
+    surplus: Mapping[PurePosixPath, IdenticalStates],
+    is_doubled: bool,
+) -> dict[PurePosixPath, IdenticalStates]:
+    """Judge equal schedulers next to a doubled model by the optimizers, with which they are prepared."""
+    if not is_doubled:
+        return dict(equal)
+    numbers = {entry.path: number for number, entry in enumerate(optimizers)}
+    doubles = {
+        numbers[path]: numbers[one.original]
+        for path, one in surplus.items()
+        if isinstance(one, DoubledStates)
+    }
+    paths = [entry.path for entry in schedulers]
+    all_equal = len(equal) == len(paths) - 1
+    if all_equal and len(paths) <= len(optimizers) - len(doubles):
+        return dict(equal)
+    first = {path: equal[path].original if path in equal else path for path in paths}
+    is_clear = len(paths) == len(optimizers) and all(
+        first[paths[number]] == first[paths[original]] for number, original in doubles.items()
+    )
+    if is_clear and doubles:
+        return {
+            path: _doubled(one) if number in doubles else one
+            for number, path in enumerate(paths)
+            if (one := equal.get(path)) is not None
+        }
+    return {path: _surplus(one, tuple(paths)) for path, one in equal.items()}
+
+
+def _doubled(one: IdenticalStates) -> DoubledStates:
+    return DoubledStates(path=one.path, original=one.original, role=one.role, sampled=one.sampled)
+
+
+def _surplus(one: IdenticalStates, loads: tuple[PurePosixPath, ...]) -> SurplusStates:
+    return SurplusStates(
+        path=one.path, original=one.original, role=one.role, sampled=one.sampled, loads=loads
+    )

@@ -1,0 +1,354 @@
+"""Damage in single files, in the shards of a model, and in DeepSpeed folders."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.deepspeed_files import (
+    MissingRankError,
+    OtherKindError,
+    deepspeed_folders,
+    deepspeed_paths,
+    is_deepspeed_file,
+)
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, Problem, ProblemKind, is_unreadable
+from ckptfix.checkpoint.groups import ModelFiles
+from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import (
+    CompressedRecord,
+    CrcMismatch,
+    IndexMismatch,
+    MalformedFile,
+    MissingShard,
+    NoFormatMetadata,
+    NotATensorFile,
+    StaleShard,
+    TrailingBytes,
+    TrainerPickle,
+    TruncatedFile,
+    UncheckedFile,
+    UnloadablePickle,
+    UnsafePickle,
+)
+from ckptfix.diagnosis.findings.incomplete import MissingRank
+from ckptfix.errors import OperationError
+from ckptfix.formats.pickle_globals import GlobalSafety, can_be_allowed, classify, safe_globals_line
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.torch_file import TorchFile, crc_mismatches
+from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.reading import open_reader
+from ckptfix.tensors.deepspeed import deepspeed_weights
+
+# Single files: what could not be read, what stands after the end, checksums, and what pickles name.
+
+_TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
+"""Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of
+them, and nothing reads the second but who asks for all of it."""
+
+CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
+"""Roles whose honest files hold classes of their own: Accelerate pickles the sampler object, and loads custom
+objects with ``weights_only=False``."""
+
+
+def diagnose_files(
+    folder: CheckpointFolder, *, data: bool, progress: Progress | None, explained: frozenset[PurePosixPath]
+) -> list[Finding]:
+    """Find what is wrong with each file by itself.
+
+    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files that another finding
+    is about.
+    """
+    findings: list[Finding] = []
+    for component in folder.components:
+        if component.path in explained:
+            continue
+        if component.problem is not None:
+            findings += problem_finding(component.path, component.problem)
+        elif isinstance(component.content, SafetensorsFile):
+            findings += _safetensors(component, component.content)
+        elif isinstance(component.content, TorchFile):
+            findings += _pickle(component, component.content)
+            findings += _torch(folder.root, component, component.content, data, progress)
+    return findings
+
+
+def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
+    """Return what is wrong with a file that could not be parsed; nothing of one that nobody could look into."""
+    match problem.kind:
+        case ProblemKind.TRUNCATED:
+            have, need, in_header = problem.have, problem.need, problem.in_header
+            return [
+                TruncatedFile(path=path, have=have, need=need, detail=problem.message, in_header=in_header)
+            ]
+        case ProblemKind.NOT_A_TENSOR_FILE:
+            return [NotATensorFile(path=path, content=problem.message)]
+        case ProblemKind.MALFORMED:
+            return [MalformedFile(path=path, detail=problem.message)]
+        case ProblemKind.UNREADABLE:
+            return []  # perhaps healthy: a check that could not be finished
+        case ProblemKind.UNSUPPORTED:
+            if problem.is_limit:
+                return [UncheckedFile(path=path, detail=problem.message)]
+            return []  # well formed, and listed under "not checked"
+
+
+def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
+    findings: list[Finding] = []
+    if file.trailing:
+        findings.append(TrailingBytes(path=component.path, end=file.data_end, extra=file.trailing))
+    if "format" not in file.metadata:
+        findings.append(NoFormatMetadata(path=component.path))
+    return findings
+
+
+def _torch(
+    root: Path, component: Component, file: TorchFile, data: bool, progress: Callable[[int], None] | None
+) -> list[Finding]:
+    findings: list[Finding] = []
+    if file.trailing:
+        end = component.size - file.trailing
+        findings.append(TrailingBytes(path=component.path, end=end, extra=file.trailing))
+    if isinstance(file.container, TorchZip):
+        packed = tuple(record.name for record in file.container.records if not record.is_stored)
+        prefix = f"{file.container.root}/data/"
+        storages = sum(name.startswith(prefix) for name in packed)
+        if packed:
+            findings.append(CompressedRecord(path=component.path, records=packed, storages=storages))
+    with open_reader(root / component.path) as reader:
+        for record, storage_key in crc_mismatches(file, reader, every_record=data, progress=progress):
+            tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
+            findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
+    return findings
+
+
+def _pickle(component: Component, file: TorchFile) -> list[Finding]:
+    unsafe, unknown = [], []
+    is_deepspeed = is_deepspeed_file(component.path.name)
+    for module, name in file.tree.globals:
+        match classify(module, name):
+            case GlobalSafety.UNSAFE:
+                unsafe.append(f"{module}.{name}")
+            case GlobalSafety.UNKNOWN:
+                if not (
+                    is_deepspeed and module.startswith("deepspeed.")
+                ):  # it loads its files without a list
+                    unknown.append((module, name))
+            case GlobalSafety.SAFE_IN_RNG_STATE:
+                if (
+                    component.role is Role.UNKNOWN or component.name.is_of_trainer
+                ):  # accelerate allows these in the files that it loads itself
+                    unknown.append((module, name))
+            case GlobalSafety.SAFE:
+                pass
+    if unsafe:
+        return [UnsafePickle(path=component.path, globals=tuple(unsafe))]
+    opcodes = file.tree.refused_opcodes
+    is_plain = file.container is None and component.role in (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
+    if not (unknown or opcodes or is_plain) or component.role in CUSTOM_CLASSES_ALLOWED:
+        return []
+    names = tuple(f"{module}.{name}" for module, name in unknown)
+    if component.name.is_of_trainer and component.role in _TRAINERS_PICKLES:
+        return [TrainerPickle(path=component.path, globals=names or opcodes)]
+    helps = not (opcodes or is_plain) and all(can_be_allowed(module, name) for module, name in unknown)
+    return [
+        UnloadablePickle(
+            path=component.path,
+            globals=names,
+            opcodes=opcodes,
+            plain=is_plain,
+            remedy=safe_globals_line(unknown) if helps else "",
+        )
+    ]
+
+
+# Sharded models: is every shard there, and does the index agree with the headers?
+
+
+def diagnose_shards(groups: Iterable[ModelFiles]) -> list[Finding]:
+    """Find missing and left-over shards, and indexes that disagree with the headers."""
+    findings: list[Finding] = []
+    for group in groups:
+        if group.stale_of is not None:
+            findings += [StaleShard(path=shard.path, index=group.stale_of) for shard in group.members]
+        elif group.index_path is not None and group.missing:
+            findings.append(_missing(group, group.index_path))
+        elif group.index_path is not None and group.is_whole:
+            findings += _diagnose_index(group, group.index_path)
+    return findings
+
+
+def weight_map(shards: Iterable[Component]) -> dict[str, str]:
+    """Return the weight map that the headers of these shards give."""
+    return {tensor.fqn: str(shard.path) for shard in shards for tensor in shard.tensors}
+
+
+def _missing(group: ModelFiles, index_path: PurePosixPath) -> MissingShard:
+    by_index = set(group.listed.values()).intersection(group.missing)
+    return MissingShard(
+        path=PurePosixPath(group.missing[0]),
+        others=group.missing[1:],
+        named_by=str(index_path) if by_index else f"the name of {group.members[0].path}",
+        tensors=sum(1 for name in group.listed.values() if name in by_index),
+    )
+
+
+def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
+    if group.index is not None and is_unreadable(group.index):
+        return []  # what it says is not known, and it is not rewritten for that
+    actual, listed = weight_map(group.members), group.listed
+    if group.index is None and (not actual or group.members[0].name.shard == (1, 1)):
+        return []  # nothing to list, or one shard of one, which loaders take by name
+    count = Counter(tensor.fqn for shard in group.members for tensor in shard.tensors)
+    doubled = tuple(sorted(fqn for fqn, times in count.items() if times > 1))
+    lost = tuple(sorted(listed.keys() - actual.keys()))
+    misplaced = sum(1 for fqn, name in listed.items() if fqn in actual and actual[fqn] != name)
+    unlisted = len(actual.keys() - listed.keys())
+    problem = (
+        group.index.problem.message if group.index is not None and group.index.problem is not None else None
+    )
+    if group.index is not None and not (problem or doubled or lost or misplaced or unlisted):
+        return []
+    return [
+        IndexMismatch(
+            path=path,
+            misplaced=misplaced,
+            unlisted=unlisted,
+            lost=() if _only_renamed(lost, actual, listed) else lost,
+            doubled=doubled,
+            absent=group.index is None,
+            problem=problem,
+            rivals=group.rivals,
+        )
+    ]
+
+
+def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapping[str, str]) -> bool:
+    """Whether the index has the same tensors under names with another wrapper chain, as after a hand-made rename."""
+    if not lost:
+        return False
+    strip_actual, strip_listed = (
+        KeyMap(remove=common_wrappers(actual)),
+        KeyMap(remove=common_wrappers(listed)),
+    )
+    return {strip_actual(fqn) for fqn in actual} == {strip_listed(fqn) for fqn in listed}
+
+
+# DeepSpeed folders: files that are damaged, ranks that are missing, and partitions that do not make up the
+# weights.
+#
+# Their names are never changed: DeepSpeed has each of them in several places of every rank's file.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedState:
+    """A DeepSpeed checkpoint in a folder, and what is wrong with it.
+
+    ``files`` and ``size`` in bytes: 0 where it is the folder itself, whose components they are anyway. ``tensors``: how
+    many its weights are. ``unread``: in words, what is not looked into; ``unfinished``: what may not be read.
+    ``has_checksums``: a file has, and ``--data`` compares them.
+    """
+
+    path: PurePosixPath
+    findings: tuple[Finding, ...]
+    files: int = 0
+    size: int = 0
+    tensors: int = 0
+    unread: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    has_checksums: bool = False
+
+
+def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
+    """Return a folder without the files of DeepSpeed: the names in them say nothing alone."""
+    own = tuple(one for one in folder.components if not is_deepspeed_file(one.path.name))
+    return replace(folder, components=own)
+
+
+def diagnose_deepspeed(
+    folder: CheckpointFolder, *, data: bool, progress: Progress | None
+) -> tuple[DeepSpeedState, ...]:
+    """Look into each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every record.
+
+    Raises OSError when a file that could be scanned can no longer be read.
+    """
+    if folder.only is not None:
+        return ()
+    return tuple(_state(folder, where, index, data, progress) for index, where in deepspeed_folders(folder))
+
+
+def _state(
+    folder: CheckpointFolder, where: PurePosixPath, index: int, data: bool, progress: Progress | None
+) -> DeepSpeedState:
+    if not where.parts:  # its files are looked at with all others of the folder
+        is_broken = any(one.problem is not None for one in folder.components)
+        return _whole(folder.root, where, index, is_broken, DeepSpeedState(path=where, findings=()))
+    findings: list[Finding] = []
+    unread: list[str] = []
+    unfinished: list[str] = []
+    is_broken = has_checksums = False
+    files = size = 0
+    for path in deepspeed_paths(folder.root, where):  # one by one: a thousand ranks have many names
+        scanned = scan_folder(folder.root / where, path.name)
+        of_root = tuple(replace(one, path=path) for one in scanned.components)
+        scanned = replace(scanned, root=folder.root, components=of_root)
+        findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset())
+        for one in of_root:
+            files, size = files + 1, size + one.size
+            has_checksums |= isinstance(one.content, TorchFile)
+            is_broken |= one.problem is not None
+            if one.problem is not None and one.problem.is_only_unchecked:
+                unread.append(f"{path}: {one.problem.message}")
+            elif one.problem is not None and is_unreadable(one):
+                unfinished.append(f"{path}: {one.problem.message}")
+    state = DeepSpeedState(
+        path=where,
+        findings=tuple(findings),
+        files=files,
+        size=size,
+        unread=tuple(unread),
+        unfinished=tuple(unfinished),
+        has_checksums=has_checksums,
+    )
+    return _whole(folder.root, where, index, is_broken, state)
+
+
+def _whole(
+    root: Path, where: PurePosixPath, index: int, is_broken: bool, state: DeepSpeedState
+) -> DeepSpeedState:
+    """Return the state with what there is to say of all files together. ``is_broken``: one of them is, and is told."""
+    try:
+        return replace(state, tensors=len(deepspeed_weights(root, where, index).named()))
+    except OtherKindError as error:
+        words = f"{where}/ (a DeepSpeed folder), as a whole: {_told(error, root, where)[1]}"
+        return replace(state, unread=(*state.unread, words))
+    except MissingRankError as error:
+        why = _told(error, root, where)[1]
+        finding: Finding = MissingRank(
+            path=where / error.path.name, rank=error.rank, files=error.files, items=0, holds=(), detail=why
+        )
+    except OperationError as error:
+        if is_broken:
+            return state
+        path, why = _told(error, root, where)
+        finding = MalformedFile(path=path, detail=why)
+    except OSError:
+        if is_broken:
+            return state
+        raise
+    return replace(state, findings=(*state.findings, finding))
+
+
+def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:
+    """Return what an error is about, relative to the root, and its sentence without that and without advice."""
+    text = str(error).partition("; next: ")[0]
+    files = list(deepspeed_paths(root, where))
+    for file in files:
+        if text.startswith(f"{root / file}: "):
+            return file, text.removeprefix(f"{root / file}: ")
+    about = where if where.parts else files[0]
+    return about, text.removeprefix(f"{root / where}: ")

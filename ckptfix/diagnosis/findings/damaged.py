@@ -1,0 +1,424 @@
+"""Files, indexes and pickles that are not what they should be."""
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.wording import count_of, list_names
+
+# Files and indexes that are not what they should be.
+
+_READERS = {
+    "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
+    "an ONNX model": (".onnx", "onnxruntime"),
+    "an HDF5 file": (".h5", "h5py or Keras"),
+    "a numpy array": (".npy", "numpy.load"),
+}
+"""What a file of another program is -> its suffix, and what reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedFile(Finding):
+    """A file that ends before its own header says it does."""
+
+    code = "truncated-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the file ends too early: an interrupted save or download, or a full disk"
+
+    have: int
+    need: int | None
+    detail: str
+    in_header: bool = False
+
+    @property
+    def is_salvageable(self) -> bool:
+        """Without a header nothing says which bytes are a tensor."""
+        return not self.in_header
+
+    def __str__(self) -> str:
+        return f"{self.path} is truncated: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """The lost bytes are nowhere in the folder."""
+        return "copy the file again from where it came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrailingBytes(Finding):
+    """Bytes after the end of the format."""
+
+    code = "trailing-bytes"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--allow trailing-bytes"
+    meaning = (
+        "bytes after the end of the file's own content; safetensors refuses such a file, torch beyond 64 KiB"
+    )
+
+    end: int
+    extra: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: the content ends at byte {self.end}, {self.extra} more bytes follow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotATensorFile(Finding):
+    """A file that is something else than its name says."""
+
+    code = "not-a-tensor-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the file is something else: a git-LFS pointer, an HTML page, zeros, empty, or another format"
+
+    content: str
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The items in the other files of a DCP folder are whole."""
+        return self.path.suffix == ".distcp"
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.content}"
+
+    @property
+    def advice(self) -> str:
+        """Says what to do for what it is."""
+        if "git-LFS" in self.content:
+            return "fetch the real file: git lfs pull"
+        if self.content in ("a torch zip file", "a safetensors file"):
+            return "give the file the suffix of what it is"
+        if self.content in _READERS:
+            suffix, reader = _READERS[self.content]
+            name = self.path.with_suffix(suffix)
+            return f"no checkpoint loader reads it: rename it to {name}, and read it with {reader}"
+        return "copy the file again from where it came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedFile(Finding):
+    """The right kind of file with contradictions inside."""
+
+    code = "malformed-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "the file contradicts itself: overlapping ranges, duplicate names, a broken header, index or archive"
+    )
+
+    detail: str
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other items of a DCP folder are whole."""
+        return self.path.suffix == ".distcp"
+
+    def __str__(self) -> str:
+        return f"{self.path} is malformed: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """Nothing in it can be trusted enough to edit it."""
+        return "copy the file again from where it came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingShard(Finding):
+    """A file that the index, or the numbering of the shards, promises."""
+
+    code = "missing-shard"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a shard that the index or the shards' own numbering promises is not there"
+
+    named_by: str
+    tensors: int
+    others: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other shards are whole."""
+        return True
+
+    def __str__(self) -> str:
+        more = f" and {count_of(len(self.others), 'more shard')} are" if self.others else " is"
+        lost = f", with {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        lost += f": {list_names(self.holds)}" if self.holds else ""
+        return f"{self.path}{more} missing; {self.named_by} promises {'them' if self.others else 'it'}{lost}"
+
+    @property
+    def advice(self) -> str:
+        """Loading without the shard leaves random weights."""
+        return (
+            "copy the shard again from where it came; loading without it leaves random weights in the model"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexMismatch(Finding):
+    """Index and headers disagree about where tensors are."""
+
+    code = "index-mismatch"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "the index is missing, unreadable, or disagrees with the shards; rebuilt "
+        "when they are intact and disjoint"
+    )
+
+    misplaced: int
+    unlisted: int
+    lost: tuple[str, ...]
+    doubled: tuple[str, ...]
+    absent: bool = False
+    problem: str | None = None
+    rivals: int = 1
+
+    @property
+    def is_fixable(self) -> bool:
+        """Whether the headers alone say what the index should be, so that a plain repair writes it."""
+        return not self.lost and not self.doubled and self.rivals == 1
+
+    @property
+    def is_salvageable(self) -> bool:
+        """What the shards hold is whole."""
+        return bool(self.lost)
+
+    def __str__(self) -> str:
+        if self.rivals > 1:
+            return f"{self.path} names none of {self.rivals} sets of shards that are there: which is right is not clear"
+        if self.absent:
+            return f"{self.path} is missing, its shards are there"
+        if self.problem is not None and self.is_fixable:
+            return f"{self.path} cannot be read, its shards are there: {self.problem}"
+        if self.lost:
+            lost = count_of(len(self.lost), "tensor")
+            return f"{self.path} names {lost} that no shard holds: {list_names(self.lost)}"
+        if self.doubled:
+            doubled = count_of(len(self.doubled), "tensor")
+            are = "is" if len(self.doubled) == 1 else "are"
+            return f"{doubled} of {self.path} {are} in two shards: {list_names(self.doubled)}"
+        return (
+            f"{self.path} sends {count_of(self.misplaced, 'tensor')} to another shard than holds it, and lacks "
+            f"{self.unlisted}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """An index is rebuilt only when nothing is lost by it."""
+        if self.is_fixable:
+            return ""
+        if self.rivals > 1:
+            return "not rebuilt: set the shards of all but one save aside, then repair"
+        return "not rebuilt: loading would leave random weights; copy the shards again from where they came"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleShard(Finding):
+    """A shard of another save beside a whole sharded model."""
+
+    code = "stale-shard"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "a shard that the index does not name: left by another save; loaders ignore it"
+
+    index: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.path} is left over: {self.index} does not name it"
+
+    @property
+    def advice(self) -> str:
+        """Which of two saves is wanted only the user knows."""
+        return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncheckedFile(Finding):
+    """A file into which nobody looked, though it is of the right kind."""
+
+    code = "unchecked-file"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "a file that no library writes so large, so deeply nested, encrypted or packed: nothing in it was checked"
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: nothing in it was checked: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """A reader that is to be stalled or deceived gets such a file."""
+        return (
+            "load it only if you trust where it came from; torch.save writes what torch.load reads of it anew"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedRecord(Finding):
+    """A torch zip file of which records are compressed. ``storages``: how many of them hold numbers of tensors."""
+
+    code = "compressed-record"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a record of a torch zip file is compressed, which torch.save never does; `torch.load(mmap=True)` takes its "
+        "packed bytes for numbers"
+    )
+
+    records: tuple[str, ...]
+    storages: int
+
+    def __str__(self) -> str:
+        what = f"{self.path}: {count_of(len(self.records), 'record')} compressed: {list_names(self.records)}"
+        if self.storages:
+            return f"{what}; torch.load(mmap=True) reads packed bytes as numbers, without an error"
+        return f"{what}; torch.load unpacks it, and nothing can be renamed in it"
+
+    @property
+    def advice(self) -> str:
+        """Loaded without mmap the values are right."""
+        return "load it without mmap and write it anew: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrcMismatch(Finding):
+    """A record of a torch zip whose bytes do not have the checksum written with them."""
+
+    code = "crc-mismatch"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a record of a torch zip file has another CRC than was written; torch.load never looks"
+
+    record: str
+    tensors: tuple[str, ...]
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other tensors are whole."""
+        return bool(self.tensors)
+
+    def __str__(self) -> str:
+        used = f" (holds {list_names(self.tensors)})" if self.tensors else ""
+        return f"{self.path}: record {self.record!r}{used} does not have the CRC it was written with"
+
+    @property
+    def advice(self) -> str:
+        """The right bytes are not known."""
+        return "bytes have changed since the save; copy the file again, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoFormatMetadata(Finding):
+    """A safetensors header without ``format``."""
+
+    code = "no-format-metadata"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--allow no-format-metadata"
+    meaning = "the safetensors header lacks `format`; transformers refuses to load it (safetensors#549)"
+
+    def __str__(self) -> str:
+        return f'{self.path}: the header has no "format", which transformers asks for'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptedRepair(Finding):
+    """A repair or an undo that was killed."""
+
+    code = "interrupted-repair"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "a repair or an undo was killed half way; the next repair or undo takes the folder back first"
+
+    transaction: int
+
+    def __str__(self) -> str:
+        return f"{self.path} holds transaction {self.transaction}, which was interrupted; files may be half changed"
+
+    @property
+    def advice(self) -> str:
+        """Both verbs recover first."""
+        if len(self.path.parts) > 1:
+            return f"to take {self.path.parent} back to what it was: ckptfix undo DIR/{self.path.parent}"
+        return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"
+
+
+# Pickles that name what can run code, or what plain ``torch.load`` refuses.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsafePickle(Finding):
+    """A pickle that names something which can run code."""
+
+    code = "unsafe-pickle"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "the pickle calls something that can run code (os.system, eval, ...); it is never executed nor edited"
+    )
+
+    globals: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path} calls {', '.join(self.globals[:3])}: loading it can run any code"
+
+    @property
+    def advice(self) -> str:
+        """Nothing legitimate needs these."""
+        return "do not load it with weights_only=False; find out where it came from"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadablePickle(Finding):
+    """A pickle that torch.load refuses since torch 2.6 unless told otherwise."""
+
+    code = "unloadable-pickle"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "the pickle needs a class or an opcode outside torch's weights_only list; torch.load refuses it since 2.6"
+
+    globals: tuple[str, ...]
+    remedy: str
+    opcodes: tuple[str, ...] = ()
+    plain: bool = False
+
+    def __str__(self) -> str:
+        needs = ["is a plain pickle, not written by torch.save"] if self.plain else []
+        needs += [f"needs {', '.join(self.globals[:3])}"] if self.globals else []
+        needs += [f"uses the pickle opcode {self.opcodes[0]}"] if self.opcodes else []
+        return f"{self.path} {' and '.join(needs)}: torch.load(weights_only=True) refuses it"
+
+    @property
+    def advice(self) -> str:
+        """The exact line, as the names stand in the file."""
+        if self.remedy:
+            return f"if you trust the file: {self.remedy}"
+        how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
+        return f"if you trust the file: read it with {how} and save it again with torch.save, without what it needs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPickle(Finding):
+    """A pickle with classes that what wrote it loads all the same."""
+
+    code = "trainer-pickle"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "what transformers' Trainer pickles with classes, and reads so itself; plain `torch.load` refuses it"
+    )
+
+    globals: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path} needs {', '.join(self.globals[:3])}: plain torch.load refuses it, the Trainer does not"
+
+    @property
+    def advice(self) -> str:
+        """Nothing is wrong with it."""
+        return "nothing to do; load such files only from where you trust them"

@@ -1,0 +1,348 @@
+"""Doubled and nested: what preparing a model twice leaves in names and entries."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.keys import dotted, fitting
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.wording import count_of, human_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubledModel(Finding):
+    """An entry that is another entry again, with one more wrapper around every name."""
+
+    code = "doubled-model"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "a model was prepared twice and saved twice; the second entry has wrapped names and equal bytes"
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensors: int
+    bytes: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "sampled bytes equal" if self.sampled else "all bytes equal"
+        return (
+            f"{self.path}: duplicate of {self.original} ({count_of(self.tensors, 'tensor')}, "
+            f"{human_size(self.bytes)}, keys prefixed with '{dotted(self.chain)}', {how}); the script passed this "
+            f"model to prepare() twice"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The script comes first: unchanged, it cannot resume from the repaired folder."""
+        return (
+            "after a repair the unchanged script looks for one model more than there is, and load_state fails; "
+            "first pass the model to prepare() once, or start the script with: ckptfix run SCRIPT"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdenticalModels(Finding):
+    """Two entries with equal names and equal bytes: one model prepared twice, or an intentional copy."""
+
+    code = "identical-models"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--models N"
+    meaning = (
+        "two models with the same names and bytes: one model prepared twice, or an intentional copy (EMA)"
+    )
+
+    original: PurePosixPath
+    tensors: int
+    bytes: int
+    sampled: bool
+    chains: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def __str__(self) -> str:
+        how = "every sampled byte" if self.sampled else "every byte"
+        size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
+        own, other = self.chains
+        names = "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        return f"{self.path} equals {self.original} in names{names} and in {how} ({size})"
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how many models the script has."""
+        return (
+            "if the script has fewer models, say how many: ckptfix repair DIR --models N "
+            "(an EMA copy or a target network is rightly equal: leave it)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShiftedEntries(Finding):
+    """An entry that stands at a later position than the correct script would look for it."""
+
+    code = "shifted-entries"
+    severity = Severity.NOTE
+    action = Action.FIX
+    meaning = (
+        "a duplicate moved later entries up; the correct script loads the wrong model until they move back"
+    )
+
+    belongs: PurePosixPath
+    positions: int
+
+    def __str__(self) -> str:
+        return f"{self.path} belongs at {self.belongs}: duplicates before it moved it by {self.positions}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedPrefix(Finding):
+    """Every name begins with the same wrapper more than once."""
+
+    code = "nested-prefix"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = "every name begins with a wrapper more than once (`module.module.`): saved from a doubly wrapped model"
+
+    scope: str
+    chain: tuple[str, ...]
+    target: tuple[str, ...]
+    names: int
+    evidence: str = ""
+    """What the verdict rests on, besides the names."""
+    assumed: bool = False
+    """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same."""
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        correct = f"'{dotted(self.target)}'" if self.target else "none"
+        because = f" ({self.evidence})" if self.evidence else ""
+        return (
+            f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
+            f"{because}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The script comes first: unchanged, it looks for the nested names."""
+        once = "wrap the model once, or start the script with: ckptfix run SCRIPT"
+        if not self.assumed:
+            return f"the model was wrapped twice; after a repair the unchanged script misses these keys; first {once}"
+        return (
+            "assumed: the script wrapped the model in DistributedDataParallel twice. If a module of the model is "
+            "itself called 'module', these keys are right: do not repair them. A repaired checkpoint fits "
+            f"{fitting(self.target)}; first {once}; for a bare model: ckptfix repair DIR --keys bare"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperPrefix(Finding):
+    """Every name begins with one wrapper, or private wrapper segments stand inside names."""
+
+    code = "wrapper-prefix"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--keys bare"
+    meaning = (
+        "names carry a wrapper (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
+    )
+
+    scope: str
+    chain: tuple[str, ...]
+    names: int
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        if not self.chain:
+            return f"{self.path}: names{where} hold wrapper segments such as _orig_mod in the middle"
+        return (
+            f"{self.path}: every name{where} begins with '{dotted(self.chain)}'; "
+            f"this loads only into a model wrapped the same way"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The script that wrote it reads it as well: stripping would break that one."""
+        return "right for the script that wrote it; for a bare model: ckptfix repair DIR --keys bare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelatedModels(Finding):
+    """An entry with the names of another inside a wrapper, and with other values."""
+
+    code = "related-models"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "an entry has the keys of another behind a wrapper, and other values: an EMA or another model in a wrapper, or "
+        "files of two saves"
+    )
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensor: str | None
+    damaged: tuple[PurePosixPath, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}'"
+        if len(self.damaged) == 1:
+            intact = self.original if self.damaged[0] == self.path else self.path
+            return f"{what}; {self.damaged[0]} is damaged, {intact} is not"
+        if self.damaged:
+            return f"{what}; both are damaged"
+        return f"{what}, with {_differing(self.tensor)}"
+
+    @property
+    def advice(self) -> str:
+        """Nothing is wrong with an average of the weights; two saves in one folder are."""
+        if self.damaged:
+            return f"whether they are the same model: {self._diff}"
+        return f"right for an EMA or another model in a wrapper; if the script has neither, compare: {self._diff}"
+
+    @property
+    def _diff(self) -> str:
+        return f"ckptfix diff DIR/{self.original} DIR/{self.path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConflictingModels(Finding):
+    """An entry with the names of another inside a wrapper, other values, and proof that one is of another save."""
+
+    code = "conflicting-models"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "an entry has the keys of another behind a wrapper, and other values; the manifest proves that they are of two "
+        "saves"
+    )
+
+    original: PurePosixPath
+    chain: tuple[str, ...]
+    tensor: str | None
+    proof: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} has the keys of {self.original} behind '{dotted(self.chain)}', with "
+            f"{_differing(self.tensor)}: files of two saves are mixed, as {self.proof}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Neither can be dropped without losing something."""
+        return (
+            f"nothing is merged; compare the two, and keep what is right: ckptfix diff DIR/{self.original} "
+            f"DIR/{self.path}"
+        )
+
+
+def _few(parts: Iterable[str], most: int = 8) -> str:
+    every = list(parts)
+    more = f", and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def _differing(tensor: str | None) -> str:
+    return (
+        f"other values, first in {tensor!r}" if tensor is not None else "another structure around its tensors"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdenticalStates(Finding):
+    """Two optimizer, scheduler or custom entries in equal state."""
+
+    code = "identical-states"
+    severity = Severity.NOTE
+    action = Action.ASK
+    option = "--keep ROLE=N"
+    meaning = (
+        "two optimizers, schedulers or custom objects in equal state: registered twice, or rightly equal"
+    )
+
+    original: PurePosixPath
+    role: Role
+    sampled: bool
+
+    def __str__(self) -> str:
+        how = "in every sampled byte" if self.sampled else "in every byte"
+        return f"{self.path} holds the same state as {self.original} {how}"
+
+    @property
+    def advice(self) -> str:
+        """Two intentional optimizers often are in equal state, so only the user can tell."""
+        return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubledStates(IdenticalStates):
+    """An optimizer or scheduler that was saved twice, as its model was, and the one that the script has."""
+
+    code = "doubled-states"
+    severity = Severity.ERROR
+    action = Action.FIX
+    option = ""
+    meaning = (
+        "an optimizer or scheduler was saved twice, next to a duplicate model: the correct script loads it into the "
+        "optimizer of another model"
+    )
+
+    def __str__(self) -> str:
+        how = "sampled bytes equal" if self.sampled else "all bytes equal"
+        return f"{self.path}: duplicate of {self.original} ({how}); the script passed it to prepare() twice"
+
+    @property
+    def advice(self) -> str:
+        """A plain repair drops it."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurplusStates(IdenticalStates):
+    """An optimizer or scheduler that surely was saved twice, where nothing decides which of them the script has."""
+
+    code = "surplus-states"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--keep ROLE=N"
+    meaning = (
+        "a trained optimizer is saved twice, or more states than the models that remain; `load_state` goes by position "
+        "and can give a model the state of another"
+    )
+
+    loads: tuple[PurePosixPath, ...]
+    """Every entry of the role: ``load_state`` gives the first to the script's first object, and so on."""
+
+    @property
+    def order(self) -> str:
+        """What stock ``load_state`` puts where."""
+        noun = self.role.value.removesuffix("s")
+        loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
+        return f"load_state goes by position and takes {loads}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} holds the same state as {self.original}, as after a second prepare(); {self.order}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how many the script has."""
+        return f"say how many {self.role.value} the script has: ckptfix repair DIR --keep {self.role.value}=N"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryGap(Finding):
+    """A position without a file before a position with one."""
+
+    code = "entry-gap"
+    severity = Severity.ERROR
+    action = Action.ASK
+    option = "--allow entry-gap"
+    meaning = (
+        "a number is missing in a list of entries; Accelerate finds entries by number and fails, or shifts"
+    )
+
+    missing: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"{self.path} is there, {self.missing} is not; Accelerate looks for every number in turn"

@@ -1,0 +1,363 @@
+"""Checkpoints from which a save, a copy or a salvage left something out, and DCP folders."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.keys import dotted
+from ckptfix.checkpoint.manifest import Losses
+from ckptfix.diagnosis.findings.base import Action, Finding, Severity
+from ckptfix.storage.paths import shell_path
+from ckptfix.wording import count_of, list_names
+
+# A folder as a whole: what of a save, a copy or a salvage is not in it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingFile(Finding):
+    """A file that is not as the save left it, by the manifest of that save. Sizes in bytes; ``have``: None is gone."""
+
+    code = "missing-file"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "a file that the save wrote, by the manifest next to it, is missing or has another size"
+
+    saved: int
+    have: int | None
+
+    def __str__(self) -> str:
+        there = "is missing" if self.have is None else f"has {count_of(self.have, 'byte')}"
+        return f"{self.path} {there}; the save wrote it with {count_of(self.saved, 'byte')}"
+
+    @property
+    def advice(self) -> str:
+        """The manifest has its size and perhaps its digest, but no byte of it."""
+        return "copy the file again from where the checkpoint came, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteCheckpoint(Finding):
+    """States that a save leaves, and that are not there, by other files or by the checkpoints of the same run.
+
+    ``known_by``: what shows that they belong here. ``by_rank``: they may lie on the disk of another node.
+    """
+
+    code = "incomplete-checkpoint"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a file of a rank, optimizer, scheduler or model is missing, by other files or checkpoints of the run"
+    )
+
+    missing: tuple[str, ...]
+    known_by: str
+    by_rank: bool = False
+
+    def __str__(self) -> str:
+        are = "is" if len(self.missing) == 1 else "are"
+        return f"{', '.join(self.missing[:3])}{self._more} {are} missing: {self.known_by}"
+
+    @property
+    def _more(self) -> str:
+        return f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows how the run was set up."""
+        if self.by_rank:
+            return (
+                "those processes cannot restore their random states and their step; copy the files again, or resume "
+                "from a complete checkpoint; where each node saves to a disk of its own, all is well"
+            )
+        return (
+            "load_state fails without them; copy them again, or resume from a complete checkpoint; where the script "
+            "has no such object any more, all is well"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingModel(Finding):
+    """States of an optimizer without weights of any model; or the config of a ``model`` without its weights."""
+
+    code = "missing-model"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "an optimizer without weights of any model, in the folder or below it, or a model's config in a sub-folder "
+        "without its weights: the copy or save was cut"
+    )
+
+    model: str = ""
+
+    def __str__(self) -> str:
+        if self.model:
+            return f"{self.path.parent}/ has no weights: {self.path.name} is of {self.model}, which cannot be loaded"
+        return f"{self.path} is there, and no weights of a model, in this folder or below it"
+
+    @property
+    def advice(self) -> str:
+        """``save_state`` writes the model first; a copy may come to it last."""
+        return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, all is well"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Salvaged(Finding):
+    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: what was kept all the same."""
+
+    code = "salvaged"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "`ckptfix salvage` wrote this folder, and `salvage.json` lists what is lost: "
+        "it is not a complete checkpoint"
+    )
+
+    tensors: int
+    files: int
+    damaged: int
+
+    def __str__(self) -> str:
+        losses = Losses(self.tensors, self.files, self.damaged)
+        return f"{self.path} says that this was salvaged: {losses}"
+
+    @property
+    def advice(self) -> str:
+        """Only the user knows whether the rest is enough."""
+        return (
+            "do not resume from it as if it were complete: load its weights by themselves, or put back what is lost "
+            "and delete salvage.json"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingFolder(Finding):
+    """The staging folder of a guarded save. ``is_rest``: files of it are already in place in a mixed checkpoint.
+
+    ``same_machine``: whether the process runs was asked; of another machine only the age of the last change is known.
+    """
+
+    code = "staging-folder"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = (
+        "the staging folder of a guarded save that is running, or was killed and left it: not a checkpoint"
+    )
+
+    is_running: bool
+    pid: int
+    host: str
+    same_machine: bool
+    is_rest: bool = False
+
+    def __str__(self) -> str:
+        where = f"{self.path}: " if self.path.parts else ""
+        if self.is_running and not self.same_machine:
+            return (
+                f"{where}staging folder of a save on another machine (pid {self.pid} on {self.host}) that changed less "
+                f"than a day ago, so that save may be running"
+            )
+        if self.is_running:
+            return f"{where}a save is running (pid {self.pid} on {self.host}); this is its staging folder"
+        rest = "; files of that save are already in place, so the checkpoint holds files of two saves"
+        return (
+            f"{where}abandoned staging folder of a save that was killed (pid {self.pid} on {self.host})"
+            f"{rest if self.is_rest else '; safe to delete'}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """The next guarded save deletes what dead saves left; until then it only takes space."""
+        if self.is_running:
+            return "check the checkpoint when the save has ended"
+        if self.is_rest:
+            return "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+        return "the next save deletes it, or you do"
+
+    def advice_at(self, path: str) -> str:
+        """Return the advice with the command that deletes the folder."""
+        if self.is_running or self.is_rest:
+            return self.advice
+        return f"{self.advice}: rm -r {shell_path(Path(path) / self.path)}"
+
+
+# DCP folders: what a save left out, and names that do not belong together.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedNames(Finding):
+    """An optimizer whose names are neither its model's nor all alike: repaired by hand, or in part."""
+
+    code = "mismatched-names"
+    severity = Severity.ERROR
+    action = Action.FIX
+    meaning = (
+        "an optimizer has other wrappers in its names than its model, or in one place only: renamed in part"
+    )
+
+    scope: str
+    chain: tuple[str, ...]
+    target: tuple[str, ...]
+    reference: str
+    expected: tuple[str, ...]
+    names: int
+
+    def __str__(self) -> str:
+        have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"
+        want = f"with '{dotted(self.expected)}'" if self.expected else "with none"
+        return f"{self.path}: the names in {self.scope} {have}, those of {self.reference} {want}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptedSave(Finding):
+    """Data without the metadata that is written last, or a file that was never put in its place."""
+
+    code = "interrupted-save"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = (
+        "a save or a copy was cut short: a file still has its temporary name, or DCP's `.metadata`, written last, is "
+        "missing"
+    )
+
+    files: int = 0
+    unfinished: bool = False
+    over_another: bool = False
+    ranks: tuple[int, ...] = ()
+    leftover: bool = False
+    """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
+    mixed: bool = False
+    """Files of a guarded save have taken the place of old ones, and not all of them."""
+
+    def __str__(self) -> str:
+        if self.mixed:
+            return f"{self.path}: the last save was interrupted while its files were put in place; others are older"
+        if self.leftover:
+            return f"{self.path} was left by a save or a copy that was cut short"
+        data = count_of(self.files, ".distcp file")
+        if self.over_another:
+            return f"{self.path} is left over next to .metadata and {data}: a save over an older one was cut short"
+        state = "was not put in its place (.metadata.tmp)" if self.unfinished else "is missing"
+        ranks = f" of {count_of(len(self.ranks), 'rank')}" if self.ranks else ""
+        gap = max(self.ranks, default=-1) + 1 - len(self.ranks)
+        lost = f"; {count_of(gap, 'rank')} below the highest left none" if gap > 0 else ""
+        return f"{self.path} {state}, next to {data}{ranks}{lost}: the save was interrupted"
+
+    @property
+    def advice(self) -> str:
+        """Which chunk is where stands in the metadata alone."""
+        if self.mixed:
+            return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+        if self.leftover:
+            return (
+                "copy the complete checkpoint again, or use an older one; delete the file when all is there"
+            )
+        if self.over_another:
+            return (
+                "the files may be of two saves: use another checkpoint, or delete the .metadata.tmp when you know that "
+                "this one is complete"
+            )
+        return "use an older checkpoint: without .metadata nothing says which chunk is where"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingRank(Finding):
+    """A rank of which no file is there."""
+
+    code = "missing-rank"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = (
+        "all files of a rank that `.metadata` names are missing: they lie on another node, or were not copied"
+    )
+
+    rank: int
+    files: int
+    items: int
+    holds: tuple[str, ...]
+    detail: str = ""
+    """What says so where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
+    elsewhere: int = 0
+    """How many tensors the rank holds nothing of."""
+
+    @property
+    def is_salvageable(self) -> bool:
+        """With FSDP a rank holds a part of every tensor, and so it is with DeepSpeed."""
+        return self.elsewhere > 0
+
+    def __str__(self) -> str:
+        if self.detail:
+            return f"{self.path} is missing: {self.detail}"
+        what = f"{count_of(self.files, 'file')} of rank {self.rank}"
+        lost = f"{count_of(self.items, 'item')}: {list_names(self.holds)}"
+        return f"{self.path}: nothing of rank {self.rank} is there; .metadata names {what}, with {lost}"
+
+    @property
+    def advice(self) -> str:
+        """Each rank writes to its own node where the folder is not shared."""
+        return "copy the files of that rank from the node that it ran on into this folder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteTensor(Finding):
+    """A tensor that its chunks do not make up."""
+
+    code = "incomplete-tensor"
+    severity = Severity.ERROR
+    action = Action.TELL
+    meaning = "the chunks that `.metadata` lists do not make up a tensor: a gap, an overlap, or one stored in no file"
+
+    tensor: str
+    detail: str
+
+    @property
+    def is_salvageable(self) -> bool:
+        """The other tensors are whole."""
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.tensor!r}: {self.detail}"
+
+    @property
+    def advice(self) -> str:
+        """What no chunk holds is nowhere."""
+        return "loading leaves what was in memory there; use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrayShard(Finding):
+    """A file of data that the metadata does not name."""
+
+    code = "stray-shard"
+    severity = Severity.NOTE
+    action = Action.TELL
+    meaning = "a `.distcp` file that `.metadata` does not name: left by another save; loaders ignore it"
+
+    def __str__(self) -> str:
+        return f"{self.path} is named by no item of .metadata"
+
+    @property
+    def advice(self) -> str:
+        """Which save is wanted only the user knows."""
+        return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParameters(Finding):
+    """Names of FSDP's own flattened parameters."""
+
+    code = "flat-parameters"
+    severity = Severity.WARNING
+    action = Action.TELL
+    meaning = "names hold `_flat_param`: FSDP's own flattened parameters, which only the same run's wrapping can load"
+
+    tensors: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {count_of(len(self.tensors), 'name')} of FSDP's own: {list_names(self.tensors)}"
+
+    @property
+    def advice(self) -> str:
+        """Which parameters a flat one holds is in no file."""
+        return (
+            "no name is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
+            "and number of processes, and save again with SHARDED_STATE_DICT"
+        )

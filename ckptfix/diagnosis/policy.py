@@ -1,0 +1,65 @@
+"""What the user asked of a repair."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.findings.base import Action
+from ckptfix.errors import UsageError
+
+
+class Keys(Enum):
+    """AUTO: collapse nested wrappers only. BARE: strip every wrapper. DDP: leave exactly one ``module.``."""
+
+    AUTO = "auto"
+    BARE = "bare"
+    DDP = "ddp"
+
+
+KEEPABLE = {
+    role.value: role
+    for role in (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
+}
+"""Role names that ``--keep ROLE=N`` takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Everything that turns a diagnosis into a plan.
+
+    ``keep``: how many entries of a role the script has. ``only``: codes to repair, empty for all. ``allow``: codes
+    that are repaired only when named. ``atomic``: write new files, never patch one in place.
+    """
+
+    keep: Mapping[Role, int] = field(default_factory=dict)
+    keys: Keys = Keys.AUTO
+    only: frozenset[str] = frozenset()
+    allow: frozenset[str] = frozenset()
+    atomic: bool = False
+
+    def __post_init__(self) -> None:
+        for code in self.only | self.allow:
+            if code not in CODES:
+                raise UsageError(f"there is no finding {code!r}; the codes are {', '.join(CODES)}")
+        for code in self.allow:
+            if CODES[code].action is Action.TELL:
+                raise UsageError(f"{code} is never repaired, only reported: {CODES[code].meaning}")
+        for role, count in self.keep.items():
+            if count < 1:
+                raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
+
+    def wants(self, code: str) -> bool:
+        """Whether findings of this code may be repaired at all."""
+        return not self.only or code in self.only
+
+    @property
+    def drops(self) -> frozenset[Role]:
+        """Roles of which equal entries are dropped, so that their equality must be proven in full."""
+        roles = set(self.keep)
+        if "identical-models" in self.allow:
+            roles.add(Role.MODEL)
+        if "identical-states" in self.allow:
+            roles |= set(KEEPABLE.values()) - {Role.MODEL}
+        return frozenset(roles)

@@ -1,0 +1,236 @@
+"""Names: wrappers that are there once, twice, or in the middle, and what the names should be."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.doubling import Evidence
+from ckptfix.checkpoint.entries import shapes_of
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
+from ckptfix.checkpoint.groups import ModelFiles
+from ckptfix.checkpoint.keys import (
+    KeyMap,
+    collapse,
+    common_wrappers,
+    dotted,
+    inner_wrappers,
+    is_flat_name,
+    is_nested,
+    prepared,
+)
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.incomplete import FlatParameters
+
+STATE_DICT = "state dict"
+"""The kind of a place where names are the keys of tensors."""
+
+NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
+"""Files whose names can carry wrappers. The state of generators, schedulers and custom objects has names of its own."""
+
+ScopeKey = tuple[PurePosixPath, tuple[str, ...], str]
+"""Which place for names is meant: the file, the path to the dict in it, the kind."""
+
+
+def scope_key(component: Component, scope: NameScope) -> ScopeKey:
+    """Return what identifies a place for names in a folder."""
+    return (component.path, scope.path, scope.kind)
+
+
+def nested_evidence(processes: int | None) -> str:
+    """Return what says that nested wrappers are damage, "" where one process saved them: it wraps nothing."""
+    if processes is None:
+        return (
+            "nothing shows how many processes saved it; DistributedDataParallel twice is the likeliest cause"
+        )
+    return f"saved by {processes} processes" if processes > 1 else ""
+
+
+def diagnose_names(
+    evidence: Evidence, groups: Iterable[ModelFiles], doubled: frozenset[PurePosixPath]
+) -> list[Finding]:
+    """Find nested and single wrappers in every file that is neither a double nor left over.
+
+    Only models have wrappers, and optimizers the names of their models: custom objects, samplers, schedulers and states
+    of generators are named as their classes like.
+    """
+    judged = [
+        group
+        for group in groups
+        if group.members
+        and group.stale_of is None
+        and group.members[0].path not in doubled
+        and group.members[0].role in NAMED_ROLES
+    ]
+    verdicts = _Verdicts(evidence, judged)
+    findings: list[Finding] = []
+    for group in judged:
+        for component in group.members:
+            flat = tuple(name for scope in component.scopes for name in scope.names if is_flat_name(name))
+            if flat:
+                findings.append(FlatParameters(path=component.path, tensors=tuple(dict.fromkeys(flat))))
+            for scope in component.scopes:
+                chain = group.chain(scope)
+                verdict = verdicts.of(group, scope) if is_nested(chain) else None
+                if verdict is not None:
+                    finding = NestedPrefix(
+                        path=component.path,
+                        scope=str(scope),
+                        chain=chain,
+                        target=verdict.target,
+                        names=len(scope.names),
+                        evidence=verdict.evidence,
+                        assumed=verdict.assumed,
+                    )
+                    findings.append(finding)
+                elif scope.kind == STATE_DICT and (chain or inner_wrappers(scope.names)):
+                    findings.append(
+                        WrapperPrefix(
+                            path=component.path, scope=str(scope), chain=chain, names=len(scope.names)
+                        )
+                    )
+    return findings
+
+
+class _Nested(NamedTuple):
+    """What the names of a nested place should begin with, and what says so."""
+
+    target: tuple[str, ...]
+    evidence: str
+    assumed: bool
+
+
+class _Verdicts:
+    """Judges nested wrappers by what else is in the folder: references, siblings, and the number of processes."""
+
+    def __init__(self, evidence: Evidence, groups: Sequence[ModelFiles]) -> None:
+        self._evidence = evidence
+        self._folder = evidence.folder
+        self._places = [
+            (group, scope)
+            for group in groups
+            for scope in group.members[0].scopes
+            if scope.kind == STATE_DICT
+        ]
+        self._bare: dict[object, bool] = {}
+        for group in groups:
+            whole = group.members[0].whole
+            if whole is not None and is_nested(group.chain(whole)):
+                # One answer for all entries of a list: renamed differently, equal ones would look like doubles.
+                entries = _list_of(group)
+                reference = self._reference(group, whole)
+                has_bare = reference is not None and not reference[1]
+                self._bare[entries] = self._bare.get(entries, True) and has_bare
+
+    def of(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
+        """Return the verdict about a nested place; None where its wrappers may be modules of the script's own."""
+        if scope.kind == STATE_DICT:
+            return self._of_model(group, scope)
+        chain, names = group.chain(scope), group.names(scope)
+        strip = KeyMap(remove=chain)
+        own = [place for place in self._places if place[0] is group] or self._places
+        for model, other in own:
+            if set(map(strip, names)) <= set(map(KeyMap(remove=model.chain(other)), model.names(other))):
+                # The optimizer follows its model: with other names it would be no better.
+                return self._of_model(model, other) if is_nested(model.chain(other)) else None
+        return self._by_processes(chain)
+
+    def _of_model(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
+        chain = group.chain(scope)
+        if self._has_sibling(group, scope):
+            return None
+        if scope.path == () and (reference := self._reference(group, scope)) is not None:
+            path, others = reference
+            target = () if self._bare.get(_list_of(group), False) else collapse(chain)
+            return _Nested(
+                target,
+                f"{path} has these names " + (f"behind '{dotted(others)}'" if others else "bare"),
+                assumed=False,
+            )
+        if self._evidence.is_registered(group.members[0]):
+            return None
+        return self._by_processes(chain)
+
+    def _by_processes(self, chain: tuple[str, ...]) -> _Nested | None:
+        evidence = nested_evidence(self._folder.processes)
+        return _Nested(collapse(chain), evidence, assumed=True) if evidence else None
+
+    def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:
+        """Whether a model with the same names and shapes is there in fewer wrappers: this one may be its average.
+
+        In one file the average follows its model.
+        """
+        chain = group.chain(scope)
+        shapes: Mapping[str, object] | None = None
+        is_before = True
+        for other_group, other in self._places:
+            other_chain = other_group.chain(other)
+            is_before = is_before and (other_group is not group or other.path != scope.path)
+            if (
+                _are_of_one_save(group, other_group, is_before)
+                and len(prepared(other_chain)) < len(prepared(chain))
+                and len(other_group.names(other)) == len(group.names(scope))
+            ):
+                shapes = shapes or _unwrapped_shapes(group, scope, chain)
+                if shapes == _unwrapped_shapes(other_group, other, other_chain):
+                    return True
+        return False
+
+    def _reference(self, group: ModelFiles, scope: NameScope) -> tuple[PurePosixPath, tuple[str, ...]] | None:
+        """Return what has the names of a model in fewer wrappers, and in which: its index, or another container."""
+        chain = group.chain(scope)
+        names = frozenset(map(KeyMap(remove=chain), group.names(scope)))
+        found = (
+            (path, own)
+            for path, known in _references(self._folder, group)
+            if len(prepared(own := common_wrappers(known))) < len(prepared(chain)) and not is_nested(own)
+            if names.issubset(map(KeyMap(remove=own), known))
+        )
+        return min(found, key=lambda one: len(one[1]), default=None)
+
+
+def _are_of_one_save(group: ModelFiles, other: ModelFiles, is_before: bool) -> bool:
+    """Whether a place in ``group`` can be the average of a model in ``other``.
+
+    ``is_before``: the model comes first. They are in one file, in one list of entries, or in a file next to those.
+    """
+    if group is other:
+        return is_before
+    roles = {group.members[0].role, other.members[0].role}
+    return _list_of(group) == _list_of(other) or roles == {Role.MODEL, Role.UNKNOWN}
+
+
+def _unwrapped_shapes(group: ModelFiles, scope: NameScope, chain: tuple[str, ...]) -> dict[str, object]:
+    strip = KeyMap(remove=chain)
+    found: dict[str, object] = {strip(name): None for name in group.names(scope)}
+    for member in group.members:
+        found |= {strip(name): shape for name, shape in shapes_of(member, scope.path).items()}
+    return found
+
+
+def _list_of(group: ModelFiles) -> object:
+    first = group.members[0]
+    return first.path if len(group.members) > 1 else (first.role, first.name.stem, first.name.suffix)
+
+
+def _references(
+    folder: CheckpointFolder, group: ModelFiles
+) -> Iterator[tuple[PurePosixPath, Collection[str]]]:
+    """Yield the key sets that speak of the same model: its index, and the entries in the other container.
+
+    Whatever their numbers: closing a gap must not change a verdict.
+    """
+    if group.listed and group.index_path is not None:
+        yield group.index_path, group.listed.keys()
+    name = group.members[0].name
+    if name.role is not Role.MODEL or name.shard is not None:
+        return
+    for other in folder.components:
+        if (
+            other.role is Role.MODEL
+            and other.name.shard is None
+            and other.name.suffix != name.suffix
+            and other.whole is not None
+        ):
+            yield other.path, other.whole.names

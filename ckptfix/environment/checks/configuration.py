@@ -1,0 +1,399 @@
+"""Accelerate's config, and the processes that ``accelerate launch`` starts with it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.facts import Facts
+from ckptfix.storage.paths import shell_path
+from ckptfix.wording import count_of
+
+# The processes that ``accelerate launch`` starts on this machine, by its own rules.
+#
+# Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/commands/launch.py`` (1.0 to
+# 1.15), measured with 1.15.0. Several processes take a distributed type, or a flag for one:
+# ``--num_processes`` alone starts one, unless there is no config and torch sees several devices.
+
+SEVERAL = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+"""Options that make the launcher start as many processes as it is asked for."""
+
+_OTHER_MACHINES = ("tpu", "tpu_use_cluster")
+_SEVERAL = ("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How training starts on this machine. ``count``: of processes. ``asked``: how many the numbers ask for.
+
+    ``machines``: on how many it starts. ``why``: what makes it one process although more are asked for.
+    """
+
+    count: int
+    asked: int
+    machines: int = 1
+    why: str = ""
+
+
+def start_of(facts: Facts) -> Start | None:
+    """Return what ``accelerate launch`` starts here, with the command's options or none; None where it is not known."""
+    launch, config = facts.launch, facts.config
+    if launch is not None and not launch.is_accelerate:
+        return None
+    has_config = config.asked or (config.exists and not is_given(facts, "cpu"))
+    if any(is_given(facts, flag) for flag in _OTHER_MACHINES) or config.distributed_type == "XLA":
+        return None
+    if has_config and (not config.exists or config.problem or _is_sagemaker(facts)):
+        return None
+    if not has_config and facts.torch.problem:
+        return None  # the number of devices decides
+    total = given_number(facts, "num_processes") or (
+        _config_number(facts, "num_processes") if has_config else max(facts.torch.count, 1)
+    )
+    machines = (
+        given_number(facts, "num_machines") or (has_config and _config_number(facts, "num_machines")) or 1
+    )
+    if total is None:
+        total = 1 if config.distributed_type in ("NO", "FALSE") else None
+    if total is None:
+        return None  # accelerate launch ends with an error
+    here = max(total // machines, 1)
+    why = _why_one(facts, has_config, total)
+    return Start(count=1 if why else here, asked=here, machines=machines, why=why)
+
+
+def is_given(facts: Facts, option: str) -> bool:
+    """Whether the command gives an option of the launcher."""
+    return facts.launch is not None and facts.launch.given(option) is not None
+
+
+def given_number(facts: Facts, option: str) -> int | None:
+    """Return the positive number that an option of the launcher was given, None without one."""
+    given = facts.launch.given(option) if facts.launch is not None else None
+    return int(given) if given and given.isdecimal() and int(given) else None
+
+
+def _config_number(facts: Facts, name: str) -> int | None:
+    value = facts.config.values.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _why_one(facts: Facts, has_config: bool, total: int) -> str:
+    """Return why the launcher starts one process whatever the numbers say, "" where it starts as many as they say."""
+    mpi = facts.config.values.get("mpirun_config") if has_config else None
+    if is_given(facts, "mpirun_hostfile") or (isinstance(mpi, dict) and mpi.get("mpirun_hostfile")):
+        return ""
+    if is_given(facts, "cpu"):
+        return "--cpu starts one process"
+    if any(is_given(facts, flag) for flag in SEVERAL):
+        return ""
+    kind = facts.config.distributed_type
+    if has_config:
+        is_several = kind.startswith(_SEVERAL) and kind != "MULTI_CPU"
+        return (
+            ""
+            if is_several
+            else f"distributed_type is {'NO' if kind == 'FALSE' else kind} in {facts.config.path}"
+        )
+    if total > 1 and facts.torch.count > 1:
+        return ""
+    devices = "no device" if not facts.torch.count else "1 device"
+    return f"there is no config, and torch sees {devices}"
+
+
+def _is_sagemaker(facts: Facts) -> bool:
+    return str(facts.config.values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
+
+
+# Accelerate's config: is there one, can it be read, and does it use the devices that are there.
+
+NO_CONFIG = Topic(
+    code="no-accelerate-config",
+    severities=(Severity.NOTE,),
+    meaning="accelerate finds no config: `accelerate launch` starts a process a device, `python SCRIPT` one in all",
+)
+CONFIG_MISSING = Topic(
+    code="config-file-missing",
+    severities=(Severity.ERROR, Severity.WARNING),
+    meaning="`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that is not there",
+)
+VARIABLE_IGNORED = Topic(
+    code="config-variable-ignored",
+    severities=(Severity.WARNING,),
+    meaning="`ACCELERATE_CONFIG_FILE` is set, and the installed accelerate never reads it",
+)
+CONFIG_UNREADABLE = Topic(
+    code="config-unreadable",
+    severities=(Severity.ERROR,),
+    meaning="accelerate's config is broken, lacks a setting, or holds keys or values that this version refuses",
+)
+IDLE_DEVICES = Topic(
+    code="idle-devices",
+    severities=(Severity.WARNING,),
+    meaning="the command or the config starts fewer processes than there are visible devices",
+)
+NOT_STARTED = Topic(
+    code="processes-not-started",
+    severities=(Severity.WARNING,),
+    meaning="`num_processes` asks for several processes, and `accelerate launch` starts one without `--multi_gpu`",
+)
+TOO_FEW_DEVICES = Topic(
+    code="too-few-devices",
+    severities=(Severity.WARNING,),
+    meaning="the config starts more processes than there are visible devices: accelerate puts several on one",
+)
+OVERRIDDEN_DEVICES = Topic(
+    code="overridden-devices",
+    severities=(Severity.WARNING,),
+    meaning="the config's `gpu_ids` replaces `CUDA_VISIBLE_DEVICES` in the processes that it starts",
+)
+TOPICS = (
+    NO_CONFIG,
+    CONFIG_MISSING,
+    VARIABLE_IGNORED,
+    CONFIG_UNREADABLE,
+    IDLE_DEVICES,
+    NOT_STARTED,
+    TOO_FEW_DEVICES,
+    OVERRIDDEN_DEVICES,
+)
+
+_OLD_KEYS = frozenset({"fp16", "dynamo_backend"})  # accelerate still turns these into new ones
+_TYPES = frozenset((
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", "TP", "XLA", "MEGATRON_LM",
+))  # fmt: skip
+
+
+def no_config(facts: Facts) -> Iterator[Advice]:
+    """``accelerate launch`` then counts the devices and says so; ``python`` starts one process, and never reads it."""
+    config, count = facts.config, facts.torch.count
+    if config.exists or config.asked or not facts.software.packages.get("accelerate"):
+        return
+    if facts.launch is not None and (not facts.launch.is_accelerate or facts.launch.given("num_processes")):
+        return  # the processes are counted on the command line
+    start = start_of(facts)
+    many = (
+        f" {count_of(start.count, 'process').replace('processs', 'processes')}"
+        if start
+        else " one process a device"
+    )
+    yield NO_CONFIG.advice(
+        f"there is no Accelerate config: accelerate launch starts{many} here, and `python SCRIPT` one",
+        evidence=(f"{config.path} is not there", f"torch sees {count_of(count, 'device')}"),
+        fix="accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes N SCRIPT",
+    )
+
+
+def config_missing(facts: Facts) -> Iterator[Advice]:
+    """A path that leads nowhere."""
+    config, variable = facts.config, facts.variables.get("ACCELERATE_CONFIG_FILE")
+    if config.asked and not config.exists:
+        yield CONFIG_MISSING.advice(
+            f"--config_file {config.path} names no file: accelerate launch ends with FileNotFoundError",
+            evidence=(f"{config.path} is not there",),
+            fix=f"accelerate config --config_file {shell_path(config.path)}",
+        )
+    if variable is not None and not facts.config_variable_is_file:
+        yield CONFIG_MISSING.advice(
+            f"ACCELERATE_CONFIG_FILE={variable} names no file",
+            severity=Severity.WARNING,
+            evidence=(f"{variable or '(nothing)'} is not there", _reads(facts)),
+            fix="unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file PATH SCRIPT",
+        )
+
+
+def variable_ignored(facts: Facts) -> Iterator[Advice]:
+    """No accelerate from 1.0 to 1.15 looks at this variable; scripts that set it believe otherwise."""
+    variable = facts.variables.get("ACCELERATE_CONFIG_FILE")
+    if not variable or not facts.config_variable_is_file or facts.software.accelerate.reads_variable:
+        return
+    if not facts.software.accelerate.options or facts.config.path == variable:
+        return
+    yield VARIABLE_IGNORED.advice(
+        f"ACCELERATE_CONFIG_FILE={variable} is set, but accelerate reads {facts.config.path}",
+        evidence=(_reads(facts),),
+        fix=f"accelerate launch --config_file {shell_path(variable)} SCRIPT",
+    )
+
+
+def config_unreadable(facts: Facts) -> Iterator[Advice]:
+    """What ``accelerate launch`` ends with, before the script starts."""
+    config = facts.config
+    if not config.exists:
+        return
+    known = facts.software.accelerate.config_fields
+    strange = sorted(config.values.keys() - known - _OLD_KEYS) if known else []
+    is_cluster = str(config.values.get("compute_environment", "LOCAL_MACHINE")).upper() == "LOCAL_MACHINE"
+    if config.problem:
+        reason = f"cannot be read: {config.problem}"
+    elif "distributed_type" not in config.values:
+        reason = "has no distributed_type"
+    elif is_cluster and config.distributed_type not in (*_TYPES, "FALSE"):
+        reason = f"has a distributed_type that accelerate does not know: {config.distributed_type}"
+    elif is_cluster and _lacks_number(facts):
+        reason = "has no num_processes, and the command gives no --num_processes"
+    elif strange and is_cluster:
+        reason = (
+            f"holds {count_of(len(strange), 'key')} that this accelerate refuses: {', '.join(strange[:5])}"
+        )
+    else:
+        return
+    yield CONFIG_UNREADABLE.advice(
+        f"{config.path} {reason}",
+        evidence=(
+            f"accelerate {_version(facts)}: accelerate launch ends with an error before the script starts",
+        ),
+        fix="accelerate launch --num_processes N SCRIPT, or accelerate config"
+        if "num_processes" in reason
+        else "accelerate config update, or write it again: accelerate config",
+    )
+
+
+def _lacks_number(facts: Facts) -> bool:
+    """Whether ``accelerate launch`` ends for want of a number; without a command, one may still give it."""
+    if facts.launch is None or not facts.launch.is_accelerate or is_given(facts, "num_processes"):
+        return False
+    if is_given(facts, "cpu") and not facts.config.asked:
+        return False
+    number = facts.config.values.get("num_processes", 1 if facts.config.distributed_type == "NO" else -1)
+    return number in (-1, None)
+
+
+def idle_devices(facts: Facts) -> Iterator[Advice]:
+    """Fewer processes than devices, without a list that says which."""
+    used, count, start = _used(facts), facts.torch.count, start_of(facts)
+    listed = _listed(facts)
+    if used is None or used >= count or (listed != "all" and len(listed.split(",")) == used):
+        return
+    if start is not None and start.asked > start.count:
+        return  # said by not_started
+    if _is_python(facts):
+        reason, fix = ": python starts one process, and reads no config", "accelerate launch"
+    elif _on_cpu(facts):
+        reason, fix = ": use_cpu is set", "accelerate config (without use_cpu), then: accelerate launch"
+    else:
+        reason, fix = "", "accelerate launch"
+    flag = "--multi_gpu " if facts.config.distributed_type in ("NO", "FALSE", "MULTI_CPU", "") else ""
+    yield IDLE_DEVICES.advice(
+        f"{used} of {count_of(count, 'visible device')} used: the other {count - used} stay idle{reason}",
+        evidence=_config_evidence(facts),
+        fix=f"{fix} {flag}--num_processes {count * (start.machines if start else 1)} SCRIPT, or accelerate config",
+    )
+
+
+def not_started(facts: Facts) -> Iterator[Advice]:
+    """``--num_processes`` alone does not make a run distributed."""
+    start = start_of(facts)
+    if start is None or start.asked <= start.count:
+        return
+    number = start.asked
+    on_cpu = _on_cpu(facts) or not facts.torch.count
+    fix = f"ACCELERATE_USE_CPU=true torchrun --nproc_per_node {number} SCRIPT" if on_cpu else ""
+    yield NOT_STARTED.advice(
+        f"{number} processes are asked for, and accelerate launch starts 1: {start.why}",
+        evidence=_config_evidence(facts),
+        fix=fix
+        or f"accelerate launch --multi_gpu --num_processes {number * start.machines} SCRIPT, or accelerate config",
+    )
+
+
+def too_few_devices(facts: Facts) -> Iterator[Advice]:
+    """``PartialState.set_device`` takes the process's number modulo the number of devices (accelerate 1.15)."""
+    start, count = start_of(facts), facts.torch.count
+    if start is None or start.count <= count or facts.torch.problem or _on_cpu(facts):
+        return
+    if count == 0 and start.count == 1:
+        return
+    what = "no device" if count == 0 else count_of(count, "device")
+    yield TOO_FEW_DEVICES.advice(
+        f"{_processes(start.count)} are to run on this machine, and {what} can be used",
+        evidence=_config_evidence(facts),
+        fix=f"accelerate launch --num_processes {max(count, 1) * start.machines} SCRIPT, "
+        "or make the other devices visible",
+    )
+
+
+def overridden_devices(facts: Facts) -> Iterator[Advice]:
+    """``accelerate launch`` sets the variable itself when the config lists devices."""
+    listed, visible = _listed(facts), facts.variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or listed in ("all", visible):
+        return
+    yield OVERRIDDEN_DEVICES.advice(
+        f"CUDA_VISIBLE_DEVICES={visible} here, but accelerate launch sets it to gpu_ids: {listed}",
+        evidence=_config_evidence(facts),
+        fix="set one of the two: --gpu_ids all keeps CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _used(facts: Facts) -> int | None:
+    """Return how many devices the processes of this machine use, None when nothing says."""
+    if _is_python(facts):
+        return 1
+    if is_given(facts, "cpu") or (facts.launch is not None and not facts.launch.is_accelerate):
+        return None  # --cpu is no oversight: who writes it wants no device
+    if facts.config.values.get("use_cpu"):
+        return 0
+    start = start_of(facts)
+    return start.count if start is not None and (facts.config.exists or facts.launch is not None) else None
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _is_python(facts: Facts) -> bool:
+    """Whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else uses more devices."""
+    uses = facts.script.uses if facts.script is not None else None
+    if facts.launch is None or not facts.launch.is_python or uses is None:
+        return False
+    return bool(uses.accelerators) and not uses.launches and not uses.device_maps
+
+
+def _on_cpu(facts: Facts) -> bool:
+    return is_given(facts, "cpu") or bool(facts.config.values.get("use_cpu"))
+
+
+def _listed(facts: Facts) -> str:
+    """Return the devices that the launcher lists: of the command line, else of the config; "all" without a list."""
+    given = facts.launch.given("gpu_ids") if facts.launch is not None else None
+    listed = given if given is not None else facts.config.values.get("gpu_ids")
+    return "all" if listed is None else str(listed)
+
+
+def _config_evidence(facts: Facts) -> tuple[str, ...]:
+    shown = ("distributed_type", "num_processes", "num_machines", "gpu_ids", "use_cpu")
+    values = ", ".join(
+        f"{name}: {facts.config.values[name]}" for name in shown if name in facts.config.values
+    )
+    evidence = [f"{facts.config.path}: {values}"] if facts.config.exists else []
+    if facts.launch is not None:
+        evidence.append(" ".join(facts.launch.words))
+    if (visible := facts.variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+        evidence.append(f"CUDA_VISIBLE_DEVICES={visible}")
+    return (*evidence, f"torch sees {count_of(facts.torch.count, 'device')}")
+
+
+def _reads(facts: Facts) -> str:
+    if not facts.software.accelerate.options:
+        return "accelerate's own source was not found"
+    reads = "reads" if facts.software.accelerate.reads_variable else "does not read"
+    where = f"it looks at --config_file, then {facts.config.path}"
+    return f"accelerate {_version(facts)} {reads} ACCELERATE_CONFIG_FILE; {where}"
+
+
+def _version(facts: Facts) -> str:
+    package = facts.software.packages.get("accelerate")
+    return package.version if package is not None else "(not installed)"
+
+
+CHECKS = (
+    no_config,
+    config_missing,
+    variable_ignored,
+    config_unreadable,
+    idle_devices,
+    not_started,
+    too_few_devices,
+    overridden_devices,
+)

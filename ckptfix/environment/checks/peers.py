@@ -1,0 +1,164 @@
+"""What makes copies between two devices wrong, and what hides that they are.
+
+NCCL checks nothing of a plain ``tensor.to("cuda:1")``: its settings steer its own transfers. Sources: NCCL's user guide
+("Environment Variables", and "Troubleshooting" on ACS and the IOMMU), Linux ``iommu=`` in
+``Documentation/admin-guide/kernel-parameters.txt``.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.facts import Facts
+from ckptfix.environment.facts.machine import PciGpu
+from ckptfix.wording import count_of
+
+UNHEALTHY = Topic(
+    code="pair-not-healthy",
+    severities=(Severity.ERROR, Severity.WARNING),
+    meaning="the probe saw wrong or late data, a hang, or could not prove a pair of devices",
+)
+UNPROVEN = Topic(
+    code="pairs-unproven",
+    severities=(Severity.NOTE,),
+    meaning="there are two or more devices, and the probe has not been run on this hardware, driver and boot",
+)
+NCCL_HIDES = Topic(
+    code="nccl-hides-peer-copies",
+    severities=(Severity.WARNING, Severity.NOTE),
+    meaning="NCCL is set not to use P2P copies: training works, and `.to()` and `device_map` still use them",
+)
+IOMMU = Topic(
+    code="iommu-translates",
+    severities=(Severity.WARNING,),
+    meaning="the IOMMU translates what the GPUs read and write: a known cause of wrong P2P copies and hangs",
+)
+ACS = Topic(
+    code="acs-redirects",
+    severities=(Severity.WARNING,),
+    meaning="PCI bridges above the GPUs redirect peer traffic to the CPU (ACS): a known cause of hangs",
+)
+DISTANT = Topic(
+    code="distant-pair",
+    severities=(Severity.NOTE,),
+    meaning="two GPUs reach each other only through the CPU (PHB, NODE or SYS): where P2P copies break most",
+)
+TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
+
+_FAR = ("PHB", "NODE", "SYS")
+_PROBE = "ckptfix doctor --peer-copies"
+_STAGE = (
+    'dispatch_model(model, device_map, safe_transfers="auto") from ckptfix copies such pairs through the host'
+)
+
+
+def unhealthy(facts: Facts) -> Iterator[Advice]:
+    """What the probe found before, on this very hardware."""
+    for found in facts.torch.verdicts or ():
+        if found.verdict != "healthy":
+            yield UNHEALTHY.advice(
+                pair_sentence(found.pair, found.verdict, found.kind),
+                severity=Severity.WARNING if found.verdict == "inconclusive" else Severity.ERROR,
+                evidence=("the last run of the probe on this hardware, driver and boot",),
+                fix=f"{_STAGE}; to measure again: {_PROBE}",
+            )
+
+
+def unproven(facts: Facts) -> Iterator[Advice]:
+    """Asked of those who could have an answer."""
+    if facts.torch.count >= 2 and facts.torch.verdicts is None:
+        yield UNPROVEN.advice(
+            f"nobody has checked the copies between these {facts.torch.count} devices",
+            evidence=("no verdict is kept for this hardware, driver, boot and torch",),
+            fix=_PROBE,
+        )
+
+
+def nccl_hides(facts: Facts) -> Iterator[Advice]:
+    """NCCL then goes through host memory, and shows nothing of what is wrong with the direct way."""
+    for setting in facts.nccl:
+        value = setting.value.upper()
+        if setting.name == "NCCL_P2P_DISABLE":
+            never, always = value == "1", value != "1"
+        else:
+            never, always = value in ("LOC", "0"), value in ("SYS", "5")
+        if always:
+            continue
+        what = "uses no P2P copies" if never else "uses P2P copies only between near GPUs"
+        yield NCCL_HIDES.advice(
+            f"{setting.name}={setting.value}: NCCL {what}, but tensor.to(), device_map and generate() still do",
+            severity=Severity.WARNING if facts.torch.count >= 2 else Severity.NOTE,
+            evidence=(f"{setting.name}={setting.value} in {setting.source}",),
+            fix=f"find out whether they are right: {_PROBE}; {_STAGE}",
+        )
+
+
+def iommu_translates(facts: Facts) -> Iterator[Advice]:
+    """Only where two GPUs depend on the bus: with direct links between all of them it is out of the way."""
+    gpus = [gpu for gpu in facts.machine.bus.gpus if gpu.is_translated]
+    if not _bus_pairs(facts, gpus):
+        return
+    options = facts.machine.boot_options("intel_iommu", "amd_iommu", "iommu", "pcie_acs_override")
+    yield IOMMU.advice(
+        f"the IOMMU translates for {count_of(len(gpus), 'GPU')}: P2P copies over PCI can be wrong, slow or hang",
+        evidence=(
+            *(f"{gpu.address} is in an IOMMU group of type {gpu.iommu}" for gpu in gpus),
+            f"booted with: {' '.join(options) or 'no option about the IOMMU'}",
+        ),
+        fix=f"boot with iommu=pt, or with the IOMMU (VT-d, AMD-Vi) off, where nobody needs it; then: {_PROBE}",
+    )
+
+
+def acs_redirects(facts: Facts) -> Iterator[Advice]:
+    """Of bridges whose registers could be read: as root."""
+    bridges = facts.machine.bus.redirecting
+    if not bridges or not _bus_pairs(facts, list(facts.machine.bus.gpus)):
+        return
+    yield ACS.advice(
+        f"ACS redirects peer traffic to the CPU at {count_of(len(bridges), 'PCI bridge')}",
+        evidence=tuple(
+            f"{bridge}: request or completion redirect is on in its ACS control" for bridge in bridges
+        ),
+        fix=f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000 for each (until the next boot), or in the BIOS; {_PROBE}",
+    )
+
+
+def distant_pair(facts: Facts) -> Iterator[Advice]:
+    """A hint about causes, and no fault."""
+    pairs = [
+        frozenset((one.address, other.address))
+        for one, other in _bus_pairs(facts, list(facts.machine.bus.gpus))
+    ]
+    far = [way for way in facts.machine.bus.ways if way.name in _FAR and way.ends in pairs]
+    if far:
+        yield DISTANT.advice(
+            f"{count_of(len(far), 'pair')} of GPUs reach each other through the CPU only",
+            evidence=tuple(f"{' and '.join(sorted(way.ends))}: {way.name}, {way.meaning}" for way in far),
+            fix=_PROBE,
+        )
+
+
+def pair_sentence(pair: tuple[int, int], verdict: str, kind: str) -> str:
+    """Return what is to be said of an ordered pair that the probe did not find healthy."""
+    source, destination = pair
+    words = {
+        "wrong": f"arrive wrong ({kind})" if kind else "arrive wrong",
+        "hang": "hang",
+        "inconclusive": "are not proven",
+        "unusable": "cannot be tried",
+    }
+    return f"copies from device {source} to device {destination} {words.get(verdict, verdict)}"
+
+
+def _bus_pairs(facts: Facts, gpus: list[PciGpu]) -> list[tuple[PciGpu, PciGpu]]:
+    """Return the pairs of GPUs without a direct link, as far as that is known."""
+    linked = facts.torch.linked or frozenset()
+    return [
+        (one, other)
+        for one, other in combinations(gpus, 2)
+        if frozenset((one.address, other.address)) not in linked
+    ]
+
+
+CHECKS = (unhealthy, unproven, nccl_hides, iommu_translates, acs_redirects, distant_pair)

@@ -1,0 +1,157 @@
+"""Python, packages, commands and compilers."""
+
+import os
+from collections.abc import Iterator
+
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.facts import Facts
+from ckptfix.environment.facts.installed import Version, release
+from ckptfix.storage.paths import shell_path
+
+NOT_INSTALLED = Topic(
+    code="accelerate-not-installed",
+    severities=(Severity.ERROR,),
+    meaning="this Python has no accelerate",
+)
+NOT_ON_PATH = Topic(
+    code="accelerate-not-on-path",
+    severities=(Severity.WARNING,),
+    meaning="accelerate is installed, but there is no `accelerate` command on the PATH",
+)
+OTHER_PYTHON = Topic(
+    code="accelerate-of-other-python",
+    severities=(Severity.WARNING,),
+    meaning="the `accelerate` command on the PATH starts another Python than this one",
+)
+PYTHON_TOO_OLD = Topic(
+    code="python-too-old",
+    severities=(Severity.ERROR,),
+    meaning="a package needs a newer Python (accelerate needs 3.10 since 1.11.0)",
+)
+UNMET = Topic(
+    code="requirement-unmet",
+    severities=(Severity.WARNING,),
+    meaning="an installed package needs another version of one next to it",
+)
+NO_COMPILER = Topic(
+    code="no-compiler",
+    severities=(Severity.WARNING, Severity.NOTE),
+    meaning="a compiler or Python's headers are missing: what must be built cannot be (DeepSpeed, torch.compile)",
+)
+TOPICS = (NOT_INSTALLED, NOT_ON_PATH, OTHER_PYTHON, PYTHON_TOO_OLD, UNMET, NO_COMPILER)
+
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+def not_installed(facts: Facts) -> Iterator[Advice]:
+    """No accelerate beside this package."""
+    if "accelerate" not in facts.software.packages:
+        yield NOT_INSTALLED.advice(
+            "accelerate is not installed in this Python",
+            evidence=(f"{facts.software.executable} knows no package of this name",),
+            fix=f"{shell_path(facts.software.executable)} -m pip install accelerate",
+        )
+
+
+def not_on_path(facts: Facts) -> Iterator[Advice]:
+    """Installed, but its command cannot be found."""
+    if "accelerate" in facts.software.packages and facts.software.command is None:
+        yield NOT_ON_PATH.advice(
+            "accelerate is installed, but no command of this name is on the PATH",
+            evidence=(
+                f"it is {facts.software.beside}" if facts.software.beside else "nor next to this Python",
+            ),
+            fix=f"{_add(facts)}{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
+        )
+
+
+def other_python(facts: Facts) -> Iterator[Advice]:
+    """Two environments: what is installed here is not what the command uses."""
+    command = facts.software.command
+    if command is not None and not command.is_ours:
+        yield OTHER_PYTHON.advice(
+            f"the accelerate on the PATH starts {command.interpreter}, and this is {facts.software.executable}",
+            evidence=(f"the first line of {command.path} names {command.interpreter}",),
+            fix=f"{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
+        )
+
+
+def python_too_old(facts: Facts) -> Iterator[Advice]:
+    """What each package says itself, against this Python and that of the command."""
+    pythons = [(facts.software.executable, facts.software.python)]
+    if facts.software.command is not None and facts.software.command.python:
+        pythons.append((facts.software.command.interpreter, facts.software.command.python))
+    for path, version in dict.fromkeys(pythons):
+        refusing = [
+            package
+            for package in facts.software.packages.values()
+            if version < (least := _least(package.requires_python)) and version != least[: len(version)]
+        ]
+        if refusing:
+            needs = ", ".join(f"{package.name} needs {package.requires_python}" for package in refusing)
+            yield PYTHON_TOO_OLD.advice(
+                f"{path} is Python {_dotted(version)}, and {needs}",
+                evidence=tuple(
+                    f"{package.name} {package.version} says Requires-Python: {package.requires_python}"
+                    for package in refusing
+                ),
+                fix="use a newer Python, or older packages: accelerate 1.10 is the last for Python 3.9",
+            )
+
+
+def unmet(facts: Facts) -> Iterator[Advice]:
+    """What pip would complain of."""
+    for package in facts.software.packages.values():
+        if package.unmet:
+            yield UNMET.advice(
+                f"{package.name} {package.version} needs {package.unmet[0]}",
+                evidence=tuple(f"{package.name} {package.version} requires {text}" for text in package.unmet),
+                fix=f"{shell_path(facts.software.executable)} -m pip install --upgrade {package.name}",
+            )
+
+
+def no_compiler(facts: Facts) -> Iterator[Advice]:
+    """What is built on this machine needs a C++ compiler and Python's headers, for CUDA nvcc as well."""
+    software = facts.software
+    missing = []
+    if not any(name in software.compilers for name in _COMPILERS) and "CXX" not in facts.variables:
+        missing.append("a C++ compiler (c++, g++ or clang++)")
+    if not software.has_python_headers:
+        missing.append("Python's headers (Python.h)")
+    needs = [name for name in ("deepspeed", "flash_attn") if name in software.packages]
+    places = facts.script.uses.builds if facts.script is not None else ()
+    home = facts.variables.get("CUDA_HOME") or facts.variables.get("CUDA_PATH")
+    is_cuda = facts.torch.count and any(build.startswith("cuda") for build in facts.torch.builds)
+    if needs and is_cuda and "nvcc" not in software.compilers and not home:
+        missing.append("CUDA's compiler (nvcc)")
+    if not missing:
+        return
+    yield NO_COMPILER.advice(
+        f"missing: {', '.join(missing)}",
+        severity=Severity.WARNING if needs or places else Severity.NOTE,
+        evidence=(
+            *(f"{name} is installed and may build its kernels when it is first used" for name in needs),
+            *(str(place) for place in places),
+            f"found on the PATH: {', '.join(software.compilers) or 'no compiler'}",
+        ),
+        fix="install the compiler: apt-get install build-essential python3-dev, or conda install -c conda-forge gxx",
+    )
+
+
+def _add(facts: Facts) -> str:
+    folder = os.path.dirname(facts.software.beside)
+    return f'export PATH={shell_path(folder)}:"$PATH", or ' if folder else ""
+
+
+def _least(requires: str) -> Version:
+    """Return the least Python that a Requires-Python allows, () when it names none."""
+    bounds = [part.strip()[2:] for part in requires.split(",") if part.strip().startswith(">=")]
+    return max((release(bound.strip()) for bound in bounds), default=())
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(str(part) for part in version)
+
+
+CHECKS = (not_installed, not_on_path, other_python, python_too_old, unmet, no_compiler)

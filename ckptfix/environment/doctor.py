@@ -1,0 +1,156 @@
+"""The verdict of all checks on an environment, and the list of what was not checked."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.environment.advice import Advice, Topic
+from ckptfix.environment.checks import accelerators as devices
+from ckptfix.environment.checks import configuration, folders, launching, peers, placement, scripts, software
+from ckptfix.environment.facts import Facts
+from ckptfix.reports import Serialized
+from ckptfix.wording import Line, Printable, count_of, line, unchecked_line
+
+# Every check, and every topic that they report, in the order of the manual's table. A test compares the
+# two.
+
+Check = Callable[[Facts], Iterable[Advice]]
+
+_SUBJECTS = (software, configuration, devices, peers, scripts, launching, folders, placement)
+
+CHECKS: tuple[Check, ...] = tuple(check for subject in _SUBJECTS for check in subject.CHECKS)
+TOPICS: tuple[Topic, ...] = tuple(topic for subject in _SUBJECTS for topic in subject.TOPICS)
+CODES: Mapping[str, Topic] = {topic.code: topic for topic in TOPICS}
+
+
+# What was not looked at, in words: "not checked" is never shown as "ok".
+
+
+def unchecked(facts: Facts) -> tuple[str, ...]:
+    """Return what the checks could not see or were not given."""
+    return (*_not_given(facts), *_not_seen(facts), *_not_read(facts))
+
+
+def _not_given(facts: Facts) -> Iterator[str]:
+    if facts.script is None:
+        yield "the training script (--script SCRIPT)"
+    if facts.launch is None:
+        yield "the command that starts it (--launch 'accelerate launch ...')"
+    if facts.folder is None:
+        yield "what weights_only refuses in a checkpoint (ckptfix doctor DIR)"
+    if facts.device_map is None:
+        yield "device maps (--device-map FILE)"
+    elif facts.folder is None:
+        yield f"{facts.device_map.source}: ties and names (ckptfix doctor DIR --device-map FILE)"
+
+
+def _not_seen(facts: Facts) -> Iterator[str]:
+    torch, machine = facts.torch, facts.machine
+    if torch.problem:
+        yield f"devices: {torch.problem}"
+    elif torch.count < 2:
+        yield f"copies between devices: torch sees {count_of(torch.count, 'device')}"
+    elif torch.verdicts is None:
+        yield "whether copies between devices are right (ckptfix doctor --peer-copies)"
+    else:
+        yield "copies between devices in this run: their verdicts are those of the last ckptfix doctor --peer-copies"
+    if len(machine.bus.gpus) > 1 and machine.bus.hidden:
+        yield f"ACS above {', '.join(machine.bus.hidden)}: only root may read it (sudo ckptfix doctor)"
+    if machine.is_virtual and len(machine.bus.gpus) > 1:
+        yield "IOMMU and ACS of the host: this is a virtual machine, and they do not show here"
+    if len(machine.bus.gpus) > 1 and torch.linked is None:
+        yield "direct links between GPUs (NVLink): nvidia-smi topo did not answer"
+    if facts.device_map is not None and not torch.count:
+        yield f"{facts.device_map.source}: whether its devices are there, for torch sees none here"
+
+
+def _not_read(facts: Facts) -> Iterator[str]:
+    software = facts.software
+    if not software.requirements_read:
+        yield "requirements of packages: the package 'packaging' is not installed"
+    if software.command is not None and not software.command.interpreter:
+        yield f"which Python {software.command.path} starts: its first line names none"
+    if not software.accelerate.names and "accelerate" in software.packages:
+        yield "names and options of accelerate: its source was not found"
+    if facts.script is not None:
+        yield "what the script's functions do when they are called, and what it imports"
+        if facts.script.uses.options is None:
+            yield "the script's own options: it does not read them with argparse or click alone"
+    if facts.launch is not None and not facts.launch.is_accelerate:
+        yield f"options of {facts.launch.launcher}: only those of accelerate launch are known"
+    if facts.folder is not None and facts.folder.unread:
+        yield from facts.folder.unread
+
+
+# What all checks together say of an environment.
+
+_GRAVEST_FIRST = tuple(Severity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Diagnosis(Printable, Serialized):
+    """What the doctor says, the gravest first. ``not_checked``: in words, what was not looked at."""
+
+    json_keys: ClassVar = "advice not_checked environment"
+
+    facts: Facts
+    advice: tuple[Advice, ...]
+    not_checked: tuple[str, ...]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 for any error or warning, 0 otherwise. Notes change nothing."""
+        return int(any(advice.severity is not Severity.NOTE for advice in self.advice))
+
+    @property
+    def summary(self) -> str:
+        """The environment in one line."""
+        software, torch = self.facts.software, self.facts.torch
+        versions = [
+            f"{name} {software.packages[name].version if name in software.packages else 'not installed'}"
+            for name in ("torch", "accelerate")
+        ]
+        python = ".".join(str(part) for part in software.python)
+        if torch.problem:
+            seen = "devices not known"
+        elif not torch.count:
+            seen = "no GPU"
+        else:
+            names = sorted({device.name for device in torch.devices})
+            seen = f"{torch.count} x {', '.join(names)} ({torch.kind})"
+        return f"Python {python}, {', '.join(versions)}, {seen}"
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the environment, each advice with its evidence and what to do, and what was not looked at."""
+        yield line(self.summary, bold=True)
+        for advice in self.advice:
+            yield from advice.lines()
+        if self.status == 0:
+            yield line("no problems found in what was checked", colour="green")
+        yield from map(unchecked_line, self.not_checked)
+
+    def environment(self) -> dict[str, object]:
+        """Return the facts that say which environment this is, for JSON."""
+        facts = self.facts
+        return {
+            "python": ".".join(str(part) for part in facts.software.python),
+            "executable": facts.software.executable,
+            "packages": {name: package.version for name, package in facts.software.packages.items()},
+            "accelerate_config": facts.config.path if facts.config.exists else None,
+            "variables": dict(facts.variables),
+            "builds": list(facts.torch.builds),
+            "accelerator": facts.torch.kind or None,
+            "devices": [
+                {"index": device.index, "name": device.name, "pci": device.pci, "bytes": device.memory}
+                for device in facts.torch.devices
+            ],
+            "driver": facts.machine.driver or None,
+        }
+
+
+def diagnose_environment(facts: Facts) -> Diagnosis:
+    """Run every check on these facts."""
+    advice = [found for check in CHECKS for found in check(facts)]
+    advice.sort(key=lambda found: _GRAVEST_FIRST.index(found.severity))
+    return Diagnosis(facts=facts, advice=tuple(advice), not_checked=unchecked(facts))

@@ -1,0 +1,94 @@
+"""What the checks look at, gathered once: every check is a pure function of one ``Facts`` value.
+
+Nothing here imports torch, accelerate or the user's code, and nothing is run. What torch says comes from ``runtime``.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptfix.environment.facts.installed import Software, read_software, with_modules
+from ckptfix.environment.facts.launch import (
+    AccelerateConfig,
+    Launch,
+    NcclSetting,
+    missing_script,
+    read_config,
+    read_launch,
+    read_nccl,
+    read_variables,
+    variables_of,
+)
+from ckptfix.environment.facts.machine import Bus, Machine, Torch, read_machine
+from ckptfix.environment.facts.script import Script, read_script
+from ckptfix.environment.facts.weights import DeviceMap, Folder, parse_map, read_folder, read_map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of an environment. None: not asked for.
+
+    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names a file that is there. ``missing_script``: the file that
+    the command starts, if it is not there.
+    """
+
+    software: Software
+    torch: Torch = field(default_factory=Torch)
+    machine: Machine = field(default_factory=Machine)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    nccl: tuple[NcclSetting, ...] = ()
+    config: AccelerateConfig = field(default_factory=lambda: AccelerateConfig(path=""))
+    config_variable_is_file: bool = False
+    script: Script | None = None
+    launch: Launch | None = None
+    missing_script: str = ""
+    folder: Folder | None = None
+    device_map: DeviceMap | None = None
+
+
+def gather(
+    torch: Torch,
+    bus: Bus,
+    environment: Mapping[str, str],
+    *,
+    folder: str | None = None,
+    script: str | None = None,
+    launch: str | None = None,
+    device_map: str | None = None,
+) -> Facts:
+    """Gather the facts of this machine, and of what is named. ``torch`` and ``bus``: as ``runtime`` told them.
+
+    Raises UsageError for what makes no sense, OSError for what cannot be read.
+    """
+    if launch is not None:
+        environment = {**environment, **variables_of(launch)}
+    software = read_software(environment)
+    command = read_launch(launch, software.accelerate.options) if launch is not None else None
+    looked = read_folder(folder) if folder is not None else None
+    read = read_script(script) if script is not None else None
+    if read is not None:
+        software = with_modules(software, {name for name, _ in read.uses.taken})
+    return Facts(
+        software=software,
+        torch=torch,
+        machine=read_machine(bus),
+        variables=read_variables(environment),
+        nccl=read_nccl(environment),
+        config=read_config(environment, command.given("config_file") if command is not None else None),
+        config_variable_is_file=os.path.isfile(environment.get("ACCELERATE_CONFIG_FILE", "")),
+        script=read,
+        launch=command,
+        missing_script=missing_script(command, environment) if command is not None else "",
+        folder=looked,
+        device_map=read_map(device_map) if device_map is not None else _own_map(looked),
+    )
+
+
+def _own_map(folder: Folder | None) -> DeviceMap | None:
+    """Return the device map that a folder's ``config.json`` carries, None without one."""
+    if folder is None or folder.config is None:
+        return None
+    for name in ("hf_device_map", "device_map"):
+        if (found := parse_map(folder.config.get(name), f"{name} of {folder.path}/config.json")) is not None:
+            return found
+    return None

@@ -1,0 +1,372 @@
+"""The launch command, environment variables and config files that change what a launch does."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ckptfix.errors import UsageError
+
+# The command that training is started with, given as text and never run.
+
+_WRAPPERS = frozenset((
+    "caffeinate", "chrt", "command", "conda", "env", "exec", "hatch", "ionice", "mamba", "micromamba", "nice", "nohup",
+    "numactl", "pdm", "pipenv", "poetry", "prlimit", "setsid", "srun", "stdbuf", "strace", "sudo", "taskset", "time",
+    "timeout", "unbuffer", "uv", "uvx", "xvfb-run",
+))  # fmt: skip
+"""Programs that start the command which follows their own options."""
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_PYTHON = re.compile(r"python[0-9.]*t?")
+_WITH_VALUE = ("-X", "-W")
+"""Options of Python that take the next word; all others are one word, and -c and -m end them."""
+
+_MODULES = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+_STARTERS = ("torch.distributed.run", "torch.distributed.launch", "ckptfix")
+_CHANGES_FOLDER = frozenset({"-C", "--chdir", "--cwd", "--directory", "-D", "--workdir"})
+_SHELL = frozenset({"cd", "&&", "||", ";", "|", "&"})
+_NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option as it stands in a command. ``name``: without dashes, with underscores. ``value``: None without one."""
+
+    text: str
+    name: str
+    value: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command line, split where the training script stands.
+
+    ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words before it, which set
+    variables or start it (``nohup``, ``uv run``); ``variables``: what they set. ``before``: the launcher's options.
+    ``unknown``: options before the script that this launcher has not. ``script``: the script or module, "" when there
+    is none. ``after``: the options behind it.
+    """
+
+    words: tuple[str, ...]
+    launcher: str
+    before: tuple[Option, ...] = ()
+    unknown: tuple[Option, ...] = ()
+    script: str = ""
+    after: tuple[Option, ...] = ()
+    prefix: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_accelerate(self) -> bool:
+        """Whether ``accelerate launch`` starts it."""
+        return self.launcher == "accelerate launch"
+
+    @property
+    def is_python(self) -> bool:
+        """Whether Python itself starts a script, and no module such as ``torch.distributed.run``."""
+        rest = _behind_python(list(self.words[1:]))
+        return bool(_PYTHON.fullmatch(self.launcher)) and bool(rest) and not rest[0].startswith("-")
+
+    def given(self, name: str) -> str | None:
+        """Return the value that an option of the launcher was given, "" for one without, None when it is not there."""
+        return next((option.value or "" for option in reversed(self.before) if option.name == name), None)
+
+
+def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
+    """Split a command line. ``options``: those of ``accelerate launch`` -> whether a value follows; none: not known.
+
+    Raises UsageError when the text is no command line.
+    """
+    prefix, words = _words(command)
+    launcher, rest = _launcher(words)
+    if launcher != "accelerate launch" or not options:
+        found = Launch(words=tuple(words), launcher=launcher, script=next(iter(_scripts(rest)), ""))
+    else:
+        found = _split(tuple(words), rest, options)
+    return replace(found, prefix=tuple(prefix), variables=_variables(prefix))
+
+
+def variables_of(command: str) -> dict[str, str]:
+    """Return the variables that a command line sets for the command in it.
+
+    Raises UsageError when the text is no command line.
+    """
+    return _variables(_words(command)[0])
+
+
+def script_of(command: str) -> str | None:
+    """Return the script that a command line names, if it is there: behind ``-m`` stands a module, and no file.
+
+    Raises UsageError when the text is no command line.
+    """
+    return next((word for word in _scripts(_words(command)[1]) if os.path.isfile(word)), None)
+
+
+def missing_script(launch: Launch, environment: Mapping[str, str]) -> str:
+    """Return the script that a command starts, if no file is there; "" also where the folder or name is not known.
+
+    A module (``-m``) is not looked for, nor what a shell would make of other words.
+    """
+    text = _file_of(launch)
+    moved = any(word.partition("=")[0] in _CHANGES_FOLDER for word in launch.prefix)
+    if not text or moved or any(word in _SHELL for word in (*launch.prefix, *launch.words)):
+        return ""
+    known = re.sub(r"\$\{?(\w+)\}?", lambda match: environment.get(match[1], match[0]), text)
+    path = os.path.expanduser(known)
+    return "" if any(sign in path for sign in "$*?`{[") or os.path.exists(path) else text
+
+
+def _file_of(launch: Launch) -> str:
+    """Return the word of a command that is the file that it starts, "" where none surely is."""
+    rest = list(launch.words[1:])
+    first = next(iter(_scripts(rest)), "")
+    if launch.is_accelerate:
+        if launch.given("module") is not None or launch.given("m") is not None:
+            return first if launch.script == "ckptfix" else ""
+        if launch.given("no_python") is not None:
+            return ""
+        is_file = launch.script.endswith((".py", ".ipynb")) or not launch.unknown
+        return launch.script if is_file else ""
+    if launch.is_python:
+        return _behind_python(rest)[0]
+    if _PYTHON.fullmatch(launch.launcher):
+        module = _behind_python(rest)[1:2]
+        return first if module and module[0] in _STARTERS else ""
+    is_module = "-m" in rest or "--module" in rest
+    return (
+        ""
+        if launch.launcher not in ("torchrun", "deepspeed") or (is_module and "ckptfix" not in rest)
+        else first
+    )
+
+
+def _words(command: str) -> tuple[list[str], list[str]]:
+    """Return the words before the launcher, and those from it on."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--launch {command!r}: {error}") from None
+    start = next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), len(words))
+    if start == len(words):
+        raise UsageError("--launch: give the command that you start training with")
+    if os.path.basename(words[start]) in _WRAPPERS:
+        behind = (
+            place for place in range(start + 1, len(words)) if words[place - 1] not in ("-p", "--python")
+        )
+        start = next((place for place in behind if _is_launcher(words[place:])), start)
+    return words[:start], words[start:]
+
+
+def _is_launcher(words: list[str]) -> bool:
+    program = os.path.basename(words[0])
+    if program == "accelerate":
+        return words[1:2] == ["launch"]
+    return program in ("accelerate-launch", "torchrun", "deepspeed") or bool(_PYTHON.fullmatch(program))
+
+
+def _variables(prefix: list[str]) -> dict[str, str]:
+    """Return the assignments that lead a command line, and those behind ``env``."""
+    found: dict[str, str] = {}
+    counts = True
+    for word in prefix:
+        is_set = bool(_VARIABLE.match(word))
+        counts = (counts and is_set) or os.path.basename(word) == "env" or (counts and word.startswith("-"))
+        if is_set and counts:
+            name, _, value = word.partition("=")
+            found[name] = value
+    return found
+
+
+def _launcher(words: list[str]) -> tuple[str, list[str]]:
+    program = os.path.basename(words[0])
+    if program == "accelerate" and words[1:2] == ["launch"]:
+        return "accelerate launch", words[2:]
+    if program == "accelerate-launch":
+        return "accelerate launch", words[1:]
+    rest = _behind_python(words[1:]) if _PYTHON.fullmatch(program) else words[1:]
+    if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
+        return "accelerate launch", rest[2:] if rest[1] == _MODULES[0] else rest[3:]
+    return program, words[1:]
+
+
+def _behind_python(words: list[str]) -> list[str]:
+    """Return the words from ``-m`` or the script on, without Python's own options."""
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c", "-"):
+        place += 2 if words[place] in _WITH_VALUE else 1
+    return words[place:]
+
+
+def _scripts(words: list[str]) -> list[str]:
+    return [word for word in words if word.endswith((".py", ".ipynb")) and not word.startswith("-")]
+
+
+def _split(words: tuple[str, ...], rest: list[str], options: Mapping[str, bool]) -> Launch:
+    """Find the script as the user means it.
+
+    To accelerate launch, what follows an option that it does not know would be the script; the user means its value.
+    """
+    before: list[Option] = []
+    unknown: list[Option] = []
+    file = next(iter(_scripts(rest)), "")
+    position = 0
+    after_unknown = False
+    while position < len(rest):
+        if not rest[position].startswith("-"):
+            if not (after_unknown and file and position < rest.index(file)):
+                break
+            position, after_unknown = position + 1, False
+            continue
+        option, width = _option(rest, position, options)
+        after_unknown = option.name not in options and option.value is None
+        (unknown if option.name not in options else before).append(option)
+        position += width
+    behind = rest[position + 1 :]
+    return Launch(
+        words=words,
+        launcher="accelerate launch",
+        before=tuple(before),
+        unknown=tuple(unknown),
+        script=rest[position] if position < len(rest) else "",
+        after=tuple(_option(behind, place, {})[0] for place, word in enumerate(behind) if _is_option(word)),
+    )
+
+
+def _option(words: list[str], position: int, options: Mapping[str, bool]) -> tuple[Option, int]:
+    """Return the option at a position, and how many words it takes."""
+    text, equals, value = words[position].partition("=")
+    name = text.lstrip("-").replace("-", "_")
+    if equals:
+        return Option(text=text, name=name, value=value), 1
+    takes_value = options.get(name, False) and name not in _NO_VALUE
+    if takes_value and position + 1 < len(words):
+        return Option(text=text, name=name, value=words[position + 1]), 2
+    return Option(text=text, name=name), 1
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not word.lstrip("-")[:1].isdigit()
+
+
+# Settings that change what accelerate, torch and NCCL do: environment variables, NCCL's files, accelerate's
+# config.
+#
+# Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config lies and what it
+# may hold; NCCL's user guide, "Environment Variables", for its files.
+
+VARIABLES = (
+    "ACCELERATE_CONFIG_FILE", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME", "XDG_CACHE_HOME",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_IB_DISABLE", "NCCL_CONF_FILE", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "CC", "CXX", "CUDA_HOME", "CUDA_PATH",
+)  # fmt: skip
+"""The only variables that are read; their values appear in ``--json``."""
+
+_MAX_FILE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclSetting:
+    """A setting of NCCL, and where it stands: "the environment" or a path."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccelerateConfig:
+    """The config that ``accelerate launch`` would read.
+
+    ``path``: where it looks. ``asked``: the path was given on the command line. ``exists``: a file is there.
+    ``problem``: why it could not be read, "" when it could. ``values``: what it holds.
+    """
+
+    path: str
+    asked: bool = False
+    exists: bool = False
+    problem: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def distributed_type(self) -> str:
+        """The distributed type in upper case, "" when none is given."""
+        return str(self.values.get("distributed_type", "")).upper()
+
+    @property
+    def processes_here(self) -> int | None:
+        """How many processes it starts on this machine, None when it does not say."""
+        total, machines = self.values.get("num_processes"), self.values.get("num_machines", 1)
+        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+            return None
+        return max(total // machines, 1) if isinstance(machines, int) and machines > 0 else total
+
+
+def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``VARIABLES`` that are set."""
+    return {name: environment[name] for name in VARIABLES if name in environment}
+
+
+def read_nccl(environment: Mapping[str, str], *, root: Path = Path("/")) -> tuple[NcclSetting, ...]:
+    """Return NCCL's settings about peer copies; of one that stands in several places, the one that counts.
+
+    The environment goes before ``~/.nccl.conf`` (or ``NCCL_CONF_FILE``), and that before ``/etc/nccl.conf``.
+    """
+    found: dict[str, NcclSetting] = {}
+    own = environment.get("NCCL_CONF_FILE") or os.path.join(environment.get("HOME", ""), ".nccl.conf")
+    for path in (root / "etc" / "nccl.conf", Path(own)):
+        for line in _lines(path):
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                name, value = name.strip(), value.strip()
+                found[name] = NcclSetting(name=name, value=value, source=str(path))
+    for name, value in environment.items():
+        found[name] = NcclSetting(name=name, value=value, source="the environment")
+    return tuple(found[name] for name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") if name in found)
+
+
+def default_config_path(environment: Mapping[str, str]) -> str:
+    """Return where accelerate looks for its config when none is given."""
+    cache = environment.get("XDG_CACHE_HOME", os.path.join(environment.get("HOME", "~"), ".cache"))
+    home = os.path.expanduser(environment.get("HF_HOME", os.path.join(cache, "huggingface")))
+    return os.path.join(home, "accelerate", "default_config.yaml")
+
+
+def read_config(environment: Mapping[str, str], given: str | None = None) -> AccelerateConfig:
+    """Return accelerate's config: the one at ``given``, else the one that it finds by itself."""
+    path = given if given is not None else default_config_path(environment)
+    asked = given is not None
+    if not os.path.isfile(path):
+        return AccelerateConfig(path=path, asked=asked)
+    values, problem = _parse(Path(path))
+    return AccelerateConfig(path=path, asked=asked, exists=True, problem=problem, values=values)
+
+
+def _parse(path: Path) -> tuple[Mapping[str, Any], str]:
+    try:
+        yaml = import_module("yaml")  # comes with accelerate, which cannot read the file without it either
+    except ImportError:
+        return {}, "PyYAML is not installed"
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            return {}, f"it has {path.stat().st_size} bytes, at most {_MAX_FILE} are read"
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not isinstance(values, dict):
+        return {}, "it holds no settings"
+    return {str(key): value for key, value in values.items()}, ""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return [line.strip() for line in file.read(_MAX_FILE).splitlines()]
+    except OSError:
+        return []

@@ -1,0 +1,336 @@
+"""What a script uses of accelerate and torch, found in its syntax tree.
+
+Names are followed through imports and plain assignments only. What a function does that is called from elsewhere, or
+what a name holds after a branch, is not known: the checks say so.
+"""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptfix.environment.facts.script_prepares import (
+    Place,
+    Prepared,
+    PrepareFlow,
+    Uses,
+    asks_first,
+    catches,
+    constant,
+    device_of,
+    is_model,
+    is_module_class,
+    is_optimizer,
+    may_be_model,
+    suppresses,
+    texts,
+    variable,
+)
+
+Locate: TypeAlias = Callable[[int], Place]
+
+_LAUNCHERS = ("accelerate.notebook_launcher", "accelerate.launchers.notebook_launcher")
+_ACCELERATORS = frozenset(
+    f"{module}.{name}"
+    for module in ("accelerate", "accelerate.accelerator", "accelerate.state", "ckptfix")
+    for name in ("Accelerator", "AcceleratorState")
+)
+_STATES = ("accelerate.PartialState", "accelerate.state.PartialState")
+_QUERIES = frozenset((
+    "is_available", "device_count", "is_initialized", "amp", "Event", "nvtx", "manual_seed", "manual_seed_all", "seed",
+    "seed_all", "empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "get_arch_list",
+))  # fmt: skip
+"""What of ``torch.cuda`` a script may use without claiming a device for the process: it waits until CUDA is started, or
+does without (``torch/cuda/__init__.py``, ``memory.py`` and ``random.py`` of 2.13)."""
+
+_SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Words for maps that may name several devices; transformers makes any other word a map with one entry."""
+
+_BUILDERS = (
+    "torch.compile",
+    "torch.utils.cpp_extension.load",
+    "torch.utils.cpp_extension.load_inline",
+)
+_OTHER_PARSERS = (
+    "HfArgumentParser",
+    "absl",
+    "fire",
+    "tyro",
+    "typer",
+    "jsonargparse",
+    "hydra",
+    "simple_parsing",
+)
+
+
+@dataclass
+class Scan(ast.NodeVisitor):
+    """Collects ``Uses`` over one or several trees (the cells of a notebook) in their order."""
+
+    found: dict[str, list[Place]] = field(default_factory=dict)
+    taken: list[tuple[str, Place]] = field(default_factory=list)
+    prepared: list[Prepared] = field(default_factory=list)
+    options: set[str] = field(default_factory=set)
+    follows_options: bool = True
+    _imports: dict[str, str] = field(default_factory=dict)
+    _made: dict[str, str] = field(default_factory=dict)  # variable -> what was called to make it
+    _modules: set[str] = field(default_factory=set)  # the script's own classes of modules
+    _depth: int = 0
+    _optional: int = 0  # inside of so many blocks that know what to do without a name
+    _roots: set[str] = field(
+        default_factory=set
+    )  # what "import" alone brought: modules, and nothing that looks like one
+    _devices: set[str] = field(default_factory=set)  # variables that hold a CUDA device, or its name
+    _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
+    _locate: Locate = field(default=lambda line: Place(order=(0, line), where="", text=""))
+    _flow: PrepareFlow = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have the flow of prepared models know the names that are found here."""
+        self._flow = PrepareFlow(
+            resolve=self._name, is_accelerator=self._is_accelerator, is_model=self._may_be_model
+        )
+
+    def read(self, tree: ast.Module, locate: Locate) -> None:
+        """Add what this tree uses; ``locate`` gives the place of a line."""
+        self._locate = locate
+        self.visit(tree)
+        self._flow.read(tree, locate)
+
+    def uses(self) -> Uses:
+        """Return what was found so far."""
+        return Uses(
+            taken=tuple(self.taken),
+            prepared=tuple(self.prepared),
+            options=frozenset(self.options) if self.follows_options else None,
+            twice=tuple(self._flow.twice),
+            wrapped=tuple(self._flow.wrapped),
+            is_guarded=any(maker.startswith("ckptfix.") for maker in self._made.values()),
+            **{name: tuple(places) for name, places in self.found.items()},
+        )
+
+    def visit_Import(self, node: ast.Import) -> None:
+        """Remember under which name a module is known."""
+        for alias in node.names:
+            self._imports[alias.asname or alias.name.split(".")[0]] = (
+                alias.name if alias.asname else alias.name.split(".")[0]
+            )
+            self._roots.add(alias.asname or alias.name.split(".")[0])
+            self._imported(alias.name, node)
+            self._take(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        """Remember what a name stands for, and what is taken from accelerate itself."""
+        if node.level or node.module is None:
+            return
+        self._take(node.module, node)
+        for alias in node.names:
+            self._imports[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            self._imported(f"{node.module}.{alias.name}", node)
+            self._roots.discard(alias.asname or alias.name)
+            if alias.name != "*":
+                self._take(f"{node.module}.{alias.name}", node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Note ``accelerate.Name`` and ``accelerate.utils.Name``."""
+        root = node.value
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and root.id in self._roots and isinstance(node.ctx, ast.Load):
+            self._take(self._name(node), node)
+            return  # of a longer name the shorter ones are a part
+        self.generic_visit(node)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """Know what is tried only."""
+        is_optional = any(catches(handler) for handler in node.handlers)
+        self._optional += is_optional
+        for part in (*node.body, *node.handlers):
+            self.visit(part)
+        self._optional -= is_optional
+        for part in (*node.orelse, *node.finalbody):
+            self.visit(part)
+
+    def visit_With(self, node: ast.With) -> None:
+        """Know what ``suppress(ImportError)`` covers."""
+        is_optional = any(suppresses(item.context_expr) for item in node.items)
+        self._optional += is_optional
+        self.generic_visit(node)
+        self._optional -= is_optional
+
+    def visit_If(self, node: ast.If) -> None:
+        """Know what depends on a version, or on what is installed."""
+        is_optional = asks_first(node.test)
+        self._optional += is_optional
+        self.generic_visit(node)
+        self._optional -= is_optional
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        """Go inside: what is there runs when the function is called."""
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Note the script's own modules; a class's body runs where it stands."""
+        for base in node.bases:
+            name = self._name(base)
+            if is_module_class(name, self._modules):
+                self._modules.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Note what made a variable, after what it is made of: ``model = accelerator.prepare(model)``."""
+        self.generic_visit(node)
+        for target in node.targets:
+            name = ast.unparse(target)
+            if isinstance(node.value, ast.Call):
+                self._made[name] = self._name(node.value.func)
+            for kept, holds in (
+                (self._devices, not self._depth and self._is_cuda(node.value)),
+                (self._single_maps, self._is_single_map(node.value)),
+            ):
+                (kept.add if holds else kept.discard)(name)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Note the calls that matter."""
+        name = self._name(node.func)
+        words = {word.arg: word.value for word in node.keywords if word.arg}
+        place = self._locate(node.lineno)
+        self._note_accelerator(name, words, node, place)
+        if name in _BUILDERS:
+            self._add("builds", place)
+        if name == "torch.load" and constant(words.get("weights_only")) is False:
+            self._add("trusting_loads", place)
+        if "device_map" in words and not self._is_single_map(words["device_map"]):
+            self._add("device_maps", place)
+        if "skip_keys" in words and constant(words["skip_keys"], default=...) is not None:
+            self._add("skip_keys", place)
+        if isinstance(node.func, ast.Attribute):
+            self._note_method(node.func, node, words, place)
+        self.generic_visit(node)
+
+    def _note_accelerator(self, name: str, words: dict[str, ast.expr], node: ast.Call, place: Place) -> None:
+        if name in _ACCELERATORS:
+            self._add("accelerators", place)
+            if not self._depth:
+                self._add("made_early", place)
+        elif name in _LAUNCHERS:
+            processes = words.get("num_processes", node.args[2] if len(node.args) > 2 else None)
+            if constant(processes, default=2) != 1:
+                self._add("launches", place)
+        elif not self._depth and (name in _STATES or self._claims_device(name, words)):
+            self._add("touched_early", place)
+
+    def _note_method(
+        self, function: ast.Attribute, node: ast.Call, words: dict[str, ast.expr], place: Place
+    ) -> None:
+        method = function.attr
+        if (
+            method == "backward"
+            and not node.args
+            and words.keys() <= {"retain_graph", "create_graph", "inputs"}
+        ):
+            self._add("backwards", place)
+        elif method == "prepare":
+            self._note_prepare(function.value, node.args, place)
+        elif method == "select_deepspeed_plugin":
+            self._add("plugin_choices", place)
+        elif method in ("add_argument", "option"):
+            self.options |= {
+                name.lstrip("-").replace("-", "_") for name in texts(node.args) if name.startswith("-")
+            }
+        elif not self._depth and self._moves(function, [*node.args, *device_of(words)]):
+            self._add("touched_early", place)
+
+    def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: Place) -> None:
+        names = [ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)]
+        self.prepared.append(
+            Prepared(
+                place=place,
+                accelerator=ast.unparse(owner),
+                models=tuple(name for name in names if self._is_model(name)),
+                optimizers=tuple(name for name in names if self._is_optimizer(name)),
+            )
+        )
+
+    def _moves(self, function: ast.Attribute, arguments: list[ast.expr]) -> bool:
+        """Whether a method puts a tensor or a module on a device."""
+        if function.attr == "to":
+            return any(self._is_cuda(argument) for argument in arguments)
+        return function.attr == "cuda" and self._name(function) != "torch.cuda"
+
+    def _claims_device(self, name: str, words: dict[str, ast.expr]) -> bool:
+        if name.startswith("torch.cuda."):
+            return name.split(".")[2] not in _QUERIES
+        return name != "torch.device" and "device" in words and self._is_cuda(words["device"])
+
+    def _is_cuda(self, node: ast.expr) -> bool:
+        """Whether an expression is a CUDA device or its name, in one of its branches."""
+        if isinstance(node, ast.IfExp):
+            return self._is_cuda(node.body) or self._is_cuda(node.orelse)
+        if isinstance(node, ast.Call) and self._name(node.func) == "torch.device":
+            return any(
+                self._is_cuda(argument)
+                for argument in (*node.args[:1], *(word.value for word in node.keywords))
+            )
+        if isinstance(node, ast.JoinedStr):
+            return bool(node.values) and self._is_cuda(node.values[0])
+        text = constant(node)
+        return (isinstance(text, str) and text.startswith("cuda")) or variable(node) in self._devices
+
+    def _is_single_map(self, node: ast.expr) -> bool:
+        """Whether a device map surely has at most one entry, which ``Accelerator.prepare`` takes for training."""
+        if isinstance(node, ast.Dict):
+            return len(node.keys) == 1 and node.keys[0] is not None
+        if isinstance(node, ast.Constant):
+            return node.value not in _SEVERAL
+        if isinstance(node, ast.Call):
+            return self._name(node.func) == "torch.device"
+        return variable(node) in self._single_maps or (
+            isinstance(node, ast.Attribute) and node.attr == "device"
+        )
+
+    def _take(self, name: str, node: ast.stmt | ast.expr) -> None:
+        """Note a name below accelerate, where the script needs it."""
+        if name.startswith("accelerate.") and not self._optional:
+            self.taken.append((name.removeprefix("accelerate."), self._locate(node.lineno)))
+
+    def _is_accelerator(self, node: ast.expr) -> bool:
+        """Whether an expression is an Accelerator by what made it, or else by its name."""
+        text = ast.unparse(node)
+        maker = self._made.get(text, "")
+        if maker:
+            return maker in _ACCELERATORS or maker.rpartition(".")[2].endswith("Accelerator")
+        return text not in self._imports and "accel" in text.rpartition(".")[2].lower()
+
+    def _may_be_model(self, variable: str) -> bool:
+        return may_be_model(variable, self._made.get(variable, ""), self._modules)
+
+    def _is_model(self, variable: str) -> bool:
+        return is_model(variable, self._made.get(variable, ""), self._modules)
+
+    def _is_optimizer(self, variable: str) -> bool:
+        return is_optimizer(variable, self._made.get(variable, ""))
+
+    def _imported(self, name: str, node: ast.stmt) -> None:
+        if name.split(".")[0] == "deepspeed" or name.endswith(".DeepSpeedPlugin"):
+            self._add("deepspeed", self._locate(node.lineno))
+        if any(parser in name.split(".") for parser in _OTHER_PARSERS):
+            self.follows_options = False
+
+    def _name(self, node: ast.expr) -> str:
+        """Return the full name of what a name or an attribute stands for, "" for anything else."""
+        if isinstance(node, ast.Name):
+            return self._imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._name(node.value)
+            return f"{owner}.{node.attr}" if owner else ""
+        return ""
+
+    def _add(self, kind: str, place: Place) -> None:
+        self.found.setdefault(kind, []).append(place)

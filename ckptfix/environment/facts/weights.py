@@ -1,0 +1,263 @@
+"""A checkpoint folder and a device map, as far as the doctor needs them."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.groups import ModelFiles, group_files
+from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.file_damage import CUSTOM_CLASSES_ALLOWED, diagnose_files
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
+from ckptfix.diagnosis.target import ensure_checkpoint, find_target
+from ckptfix.errors import UsageError
+from ckptfix.formats.pickle_globals import GlobalSafety, classify, safe_globals_line
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.formats.safetensors_file import SafetensorsFile
+from ckptfix.formats.torch_file import TorchFile
+
+# A checkpoint folder as the doctor needs it: what ``weights_only`` refuses, the names of its model, and its
+# ties.
+
+_EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
+HEAD = "lm_head.weight"
+"""What transformers calls the weight of a language model's output layer."""
+
+_MAX_CONFIG = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """Names of one and the same tensor. ``proof``: where it is seen. ``is_proven``: by the bytes, not by the names."""
+
+    names: tuple[str, ...]
+    proof: str
+    is_proven: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassPickle:
+    """A file of a role whose honest files hold classes. ``line``: what allows them, "" when nothing does."""
+
+    path: str
+    globals: tuple[str, ...]
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A checkpoint folder. ``names``: those of its first model, without wrappers. ``config``: its ``config.json``."""
+
+    path: str
+    refused: tuple[Finding, ...] = ()
+    with_classes: tuple[ClassPickle, ...] = ()
+    names: tuple[str, ...] = ()
+    model: str = ""
+    ties: tuple[Tie, ...] = ()
+    config: "dict[str, object] | None" = None
+    unread: tuple[str, ...] = ()
+
+
+def read_folder(path: str) -> Folder:
+    """Scan a folder or a file: headers and opcodes, no tensor bytes, nothing unpickled.
+
+    Raises UsageError when no checkpoint is there, OSError when it cannot be listed.
+    """
+    target = find_target(path)
+    with paused_gc():
+        folder = scan_folder(target.root, target.only)
+        ensure_checkpoint(folder)
+        found = diagnose_files(folder, data=False, progress=None, explained=frozenset())
+    config = _config(target.root)
+    group = _first_model(folder)
+    names = _names(group) if group is not None else ()
+    return Folder(
+        path=path,
+        refused=tuple(finding for finding in found if isinstance(finding, UnloadablePickle | UnsafePickle)),
+        with_classes=tuple(_with_classes(folder)),
+        names=names,
+        model=str(group.members[0].path) if group is not None else "",
+        ties=_ties(group, names) if group is not None else (),
+        config=config,
+        unread=(
+            *(
+                f"{item.path}: {item.problem.message}"
+                for item in folder.components
+                if item.problem is not None
+            ),
+            *(f"{sub} is {what}" for sub, what in folder.subfolders.items()),
+        ),
+    )
+
+
+def embeds(name: str) -> bool:
+    """Whether a tensor is an input embedding, by the names that transformers gives them."""
+    return name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS
+
+
+def _with_classes(folder: CheckpointFolder) -> Iterator[ClassPickle]:
+    for component in folder.components:
+        if component.role in CUSTOM_CLASSES_ALLOWED and isinstance(component.content, TorchFile):
+            unknown = [
+                pair for pair in component.content.tree.globals if classify(*pair) is GlobalSafety.UNKNOWN
+            ]
+            if unknown:
+                yield ClassPickle(
+                    path=str(component.path),
+                    globals=tuple(f"{module}.{name}" for module, name in unknown),
+                    line=safe_globals_line(unknown),
+                )
+
+
+def _first_model(folder: CheckpointFolder) -> ModelFiles | None:
+    """Return the files of the first model: accelerate's entry 0 or its shards, else the first file with weights."""
+    groups = [
+        group for group in group_files(folder) if group.members and any(True for _ in _scoped(group.members))
+    ]
+    for roles in ((Role.MODEL,), (Role.MODEL, Role.UNKNOWN)):
+        for group in groups:
+            if group.members[0].role in roles and group.members[0].name.index == 0 and group.stale_of is None:
+                return group
+    return None
+
+
+def _scoped(members: Iterable[Component]) -> Iterator[Component]:
+    return (member for member in members if member.whole is not None and member.whole.names)
+
+
+def _names(group: ModelFiles) -> tuple[str, ...]:
+    return _bare(name for member in _scoped(group.members) if member.whole for name in member.whole.names)
+
+
+def _bare(names: Iterable[str]) -> tuple[str, ...]:
+    every = tuple(names)
+    width = sum(len(segment) + 1 for segment in common_wrappers(every))
+    return tuple(name[width:] for name in every)
+
+
+def _ties(group: ModelFiles, names: tuple[str, ...]) -> tuple[Tie, ...]:
+    """Return the ties that the files show, and the one that a missing head betrays."""
+    found: list[Tie] = []
+    for member in group.members:
+        width = sum(len(segment) + 1 for segment in member.whole.chain) if member.whole else 0
+        if isinstance(member.content, SafetensorsFile):
+            kept: dict[str, list[str]] = {}
+            here = {tensor.fqn for tensor in member.content.tensors}
+            for alias, name in member.content.metadata.items():
+                if name in here and alias not in here:
+                    kept.setdefault(name, [name]).append(alias)
+            found += [
+                Tie(
+                    names=tuple(name[width:] for name in same),
+                    proof=f"{member.path} names the other as its alias",
+                )
+                for same in kept.values()
+            ]
+        elif isinstance(member.content, TorchFile):
+            found += [
+                Tie(
+                    names=tuple(name[width:] for name in same),
+                    proof=f"{member.path} holds them as one storage",
+                )
+                for same in _shared(member.content)
+            ]
+    tied = {name for tie in found for name in tie.names}
+    embeddings = [name for name in names if embeds(name)]
+    if embeddings and HEAD not in names and HEAD not in tied and not _is_encoder(names):
+        proof = f"{HEAD} is in no file, so a model with a head takes it from the embedding"
+        found.append(Tie(names=(*embeddings, HEAD), proof=proof, is_proven=False))
+    return tuple(found)
+
+
+def _shared(file: TorchFile) -> Iterator[list[str]]:
+    for state_dict in file.state_dicts:
+        same: dict[tuple[object, ...], list[str]] = {}
+        for tensor in state_dict.tensors:
+            if 0 not in tensor.shape:
+                key = (tensor.storage_key, tensor.storage_offset, tensor.shape, tensor.stride)
+                same.setdefault(key, []).append(tensor.fqn)
+        yield from (names for names in same.values() if len(names) > 1)
+
+
+def _is_encoder(names: tuple[str, ...]) -> bool:
+    """Whether another head is there, so that a missing ``lm_head`` means nothing."""
+    return any(name.split(".")[0] in ("classifier", "score", "pooler", "cls", "qa_outputs") for name in names)
+
+
+def _config(root: Path) -> "dict[str, object] | None":
+    path = root / "config.json"
+    try:
+        if path.stat().st_size > _MAX_CONFIG:
+            return None
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+# A device map: which module of a model goes to which device.
+
+_MAX_FILE = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMap:
+    """A device map. ``source``: where it stands. ``entries``: module name -> device, in the map's own spelling.
+
+    The name "" is the whole model. A device is a number, "cpu", "disk", or a type with or without a number.
+    """
+
+    source: str
+    entries: Mapping[str, int | str]
+
+    def device_of(self, name: str) -> int | str | None:
+        """Return the device of a tensor: that of the nearest module above it, as accelerate looks it up, or None."""
+        while True:
+            if name in self.entries:
+                return normal(self.entries[name])
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+
+    def devices(self) -> tuple[int | str, ...]:
+        """Return each device once, in the order of the map."""
+        return tuple(dict.fromkeys(normal(device) for device in self.entries.values()))
+
+
+def normal(device: int | str) -> int | str:
+    """Return one spelling for a device: the number of an accelerator, or "cpu", "disk", "meta"."""
+    if isinstance(device, int) or device in ("cpu", "disk", "meta"):
+        return device
+    index = device.rpartition(":")[2]
+    return int(index) if index.isdecimal() else 0  # "cuda" alone is the current device, the first one
+
+
+def read_map(path: str) -> DeviceMap:
+    """Read a device map from a JSON file.
+
+    Raises UsageError when it holds none, OSError when it cannot be read.
+    """
+    file = Path(path)
+    if file.stat().st_size > _MAX_FILE:
+        raise UsageError(f"{path} has {file.stat().st_size} bytes, too many for a device map")
+    try:
+        values = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error!s:.100}") from None
+    found = parse_map(values, path)
+    if found is None:
+        raise UsageError(f"{path} is not a device map: write an object of module names and devices")
+    return found
+
+
+def parse_map(values: object, source: str) -> DeviceMap | None:
+    """Return the device map that JSON values hold, None when they are none."""
+    if not isinstance(values, dict) or not values:
+        return None
+    if not all(isinstance(device, int | str) and not isinstance(device, bool) for device in values.values()):
+        return None
+    return DeviceMap(source=source, entries={str(name): device for name, device in values.items()})

@@ -1,1 +1,0 @@
-"""The verbs, free of torch: diagnose, plan, apply, undo."""

@@ -1,0 +1,1 @@
+"""``repair`` and ``undo``: plan, show, journal, act, prove, commit, and the way back."""

@@ -1,0 +1,234 @@
+"""Keep the manifest true when a repair drops, moves, renames or rewrites what it speaks of."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.dcp_scan import scan_sharded
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
+from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, read_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.errors import FormatError
+from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
+from ckptfix.formats.dcp_names import model_names
+from ckptfix.repairs.dcp_editing import new_paths
+from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step
+from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
+from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.recipes import KEPT, Literal, Recipe
+
+
+def manifest_edits(folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]) -> list[Edit]:
+    """Return the edit that makes the manifest follow a repair: none without a manifest, or when it stays the same.
+
+    Digests of tensors survive a rename, as no byte of them changes; of a file that changes, the digest is forgotten.
+    A manifest that cannot be understood is left as it is. Raises OSError when it cannot be read.
+    """
+    if not edits:
+        return []
+    try:
+        manifest = read_manifest(folder.root)
+    except FormatError:
+        return []
+    if manifest is None:
+        return []
+    if folder.only is not None:  # the manifest speaks of all shards of a model
+        folder = scan_folder(folder.root)
+    new = followed(manifest, folder, steps, edits)
+    if new == manifest:
+        return []
+    content = Recipe.like(folder.root / MANIFEST, (Literal(new.to_bytes()),))
+    return [Replace(path=PurePosixPath(MANIFEST), content=content, previous=KEPT)]
+
+
+def followed(
+    manifest: Manifest, folder: CheckpointFolder, steps: Sequence[Step], edits: Sequence[Edit]
+) -> Manifest:
+    """Return the manifest of a folder after the edits of these steps. ``folder``: as it was scanned before them."""
+    actions = [step.action for step in steps]
+    dropped = {str(one.path): str(one.kept) for one in actions if isinstance(one, DropEntry)}
+    moved = {str(one.source): str(one.target) for one in actions if isinstance(one, Renumber)}
+    renames = {one.path: one for one in actions if isinstance(one, RewriteNames)}
+    found = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}
+    renamed = tuple(
+        _renamed(entry, found[entry.file], renames) if entry.file in found else entry
+        for entry in _renamed_sharded(manifest.models, folder, renames)
+    )
+    models, places = _moved(renamed, dropped, moved)
+    optimizers, driven = _moved(manifest.optimizers, dropped, moved)
+    schedulers, _ = _moved(manifest.schedulers, dropped, moved)
+    sizes, sha256 = _files(manifest, edits)
+    return replace(
+        manifest,
+        models=models,
+        optimizers=tuple(
+            replace(entry, models=tuple(sorted({places.get(index, index) for index in entry.models})))
+            for entry in optimizers
+        ),
+        schedulers=tuple(
+            replace(
+                entry,
+                optimizer=None if entry.optimizer is None else driven.get(entry.optimizer, entry.optimizer),
+            )
+            for entry in schedulers
+        ),
+        dataloaders=_moved(manifest.dataloaders, dropped, moved)[0],
+        custom=_moved(manifest.custom, dropped, moved)[0],
+        files=sizes,
+        sha256=sha256,
+    )
+
+
+def _renamed_sharded(
+    entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
+) -> Iterator[ManifestEntry]:
+    """Give the entries of DCP folders the new names of their tensors."""
+    found: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
+    if any(path.name == METADATA_NAME for path in renames):
+        for state in scan_sharded(folder):
+            action = renames.get(state.metadata_path)
+            if action is not None and state.metadata is not None:
+                labels = {
+                    str(state.path)
+                }  # "." when the checkpoint itself is one, in older manifests its name
+                if not state.path.parts:
+                    labels.add(folder.root.resolve().name)
+                new = _new_names(state, state.metadata, action)
+                found |= dict.fromkeys(labels, (state.metadata, new))
+    for entry in entries:
+        metadata_and_names = found.get(entry.file) or found.get(entry.file.partition("[")[0])
+        if metadata_and_names is None:
+            yield entry
+            continue
+        metadata, new = metadata_and_names
+        model = model_names(metadata)
+        names = model.names if model is not None else {}
+        tensors = [
+            (names[one.fqn], one.dtype, one.shape)
+            for one in metadata.tensors
+            if one.fqn in names and one.dtype is not None
+        ]
+        keys = entry.keys
+        if keys == key_fingerprint(tensors):
+            keys = key_fingerprint((new.get(fqn, fqn), dtype, shape) for fqn, dtype, shape in tensors)
+        yield replace(
+            entry,
+            keys=keys,
+            digests={new.get(fqn, fqn): digest for fqn, digest in entry.digests.items()},
+            aliases={new.get(name, name): new.get(kept, kept) for name, kept in entry.aliases.items()},
+        )
+
+
+def _new_names(state: ShardedState, metadata: DcpMetadata, action: RewriteNames) -> dict[str, str]:
+    """Return the new names of the tensors of a DCP folder's model by the old ones, as the manifest has them."""
+    model = model_names(metadata)
+    if model is None:
+        return {}
+    paths = new_paths(state, metadata, action.maps)
+    depth = len(model.prefix)
+    return {name: ".".join(map(str, paths[fqn][depth:])) for fqn, name in model.names.items() if fqn in paths}
+
+
+def _renamed(
+    entry: ManifestEntry, found: Entry, renames: Mapping[PurePosixPath, RewriteNames]
+) -> ManifestEntry:
+    """Give an entry the new names of its tensors."""
+    names: dict[str, str] = {}
+    key_map: Callable[[str], str] | None = None
+    for member in found.members:
+        action = renames.get(member.path)
+        here = action.maps.get((found.path, "state dict")) if action is not None else None
+        if here is not None:
+            key_map = here
+            scopes = (
+                scope for scope in member.scopes if (scope.path, scope.kind) == (found.path, "state dict")
+            )
+            names |= {fqn: here(fqn) for scope in scopes for fqn in scope.names}
+    if key_map is None:
+        return entry
+    tensors = [tensor for member in found.members for tensor in member.tensors]
+    keys = entry.keys
+    if keys == key_fingerprint((one.fqn, one.dtype, one.shape) for one in tensors):
+        keys = key_fingerprint((names.get(one.fqn, one.fqn), one.dtype, one.shape) for one in tensors)
+    return replace(
+        entry,
+        keys=keys,
+        digests={names.get(fqn, fqn): digest for fqn, digest in entry.digests.items()},
+        aliases={key_map(name): names.get(kept, kept) for name, kept in entry.aliases.items()},
+    )
+
+
+def _moved(
+    entries: Iterable[ManifestEntry], dropped: Mapping[str, str], moved: Mapping[str, str]
+) -> tuple[tuple[ManifestEntry, ...], dict[int, int]]:
+    """Return the entries that are left at their new positions, and old position -> new one, a double's too."""
+    entries = tuple(entries)
+    position = {entry.file: entry.index for entry in entries}
+    new = {}
+    for entry in entries:
+        target = moved.get(entry.file)
+        parsed = None if target is None else parse_file_name(target) or parse_folder_name(target)
+        new[entry.index] = parsed.index if parsed is not None else entry.index
+    left = tuple(
+        replace(entry, file=moved.get(entry.file, entry.file), index=new[entry.index])
+        for entry in entries
+        if entry.file not in dropped
+    )
+    for entry in entries:
+        kept = dropped.get(entry.file)
+        if kept is not None and kept in position:
+            new[entry.index] = new[position[kept]]
+    return tuple(sorted(left, key=lambda entry: entry.index)), new
+
+
+def _files(manifest: Manifest, edits: Iterable[Edit]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the sizes and the digests of the files after the edits; "" for a file that would have to be read again."""
+    sizes, sha256 = dict(manifest.files), dict(manifest.sha256)
+    for edit in edits:
+        match edit:
+            case Patch():
+                _change(edit.path, None, "", sizes, sha256)
+            case Append():
+                _change(edit.path, edit.old_size + len(edit.data), "", sizes, sha256)
+            case Truncate():
+                _change(edit.path, edit.new_size, "", sizes, sha256)
+            case Replace():
+                name = str(edit.path)
+                if manifest.is_of_a_save:
+                    sizes[name] = edit.content.size
+                if manifest.sha256:
+                    sha256[name] = _digest(edit.content)
+            case Remove():
+                sizes.pop(str(edit.path), None)
+                sha256.pop(str(edit.path), None)
+            case Move():
+                for known in (sizes, sha256):
+                    _move(known, str(edit.source), str(edit.target))
+    return sizes, sha256
+
+
+def _change(
+    path: PurePosixPath, size: int | None, digest: str, sizes: dict[str, int], sha256: dict[str, str]
+) -> None:
+    name = str(path)
+    if name in sizes and size is not None:
+        sizes[name] = size
+    if name in sha256:
+        sha256[name] = digest
+
+
+def _move(known: dict[str, int] | dict[str, str], source: str, target: str) -> None:
+    if source in known:
+        known[target] = known.pop(source)  # type: ignore[assignment]
+
+
+def _digest(recipe: Recipe) -> str:
+    """Return the sha256 of a file that a recipe gives outright, as an index; "" when bytes come from other files."""
+    if not all(isinstance(piece, Literal) for piece in recipe.pieces):
+        return ""
+    data = b"".join(piece.data for piece in recipe.pieces if isinstance(piece, Literal))
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,367 @@
+"""From findings to steps. Pure: the same diagnosis and policy give the same plan, and nothing is touched."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.groups import ModelFiles
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered
+from ckptfix.diagnosis.findings import CODES
+from ckptfix.diagnosis.findings.base import Action, Finding
+from ckptfix.diagnosis.findings.damaged import IndexMismatch, TrailingBytes
+from ckptfix.diagnosis.findings.duplicates import (
+    DoubledModel,
+    DoubledStates,
+    EntryGap,
+    IdenticalModels,
+    IdenticalStates,
+    NestedPrefix,
+    SurplusStates,
+)
+from ckptfix.diagnosis.policy import Keys, Policy
+from ckptfix.diagnosis.wrapped_keys import scope_key
+from ckptfix.repairs.plan_dcp import plan_sharded_names
+from ckptfix.repairs.plan_keys import Maps, plan_names
+from ckptfix.repairs.steps import Draft, DropEntry, Renumber, Safety, Step, Trim, Unplanned, WriteIndex
+from ckptfix.wording import list_names
+
+# Why an entry is neither dropped nor moved although it could be.
+
+
+def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
+    """Return why an entry must not go, with the moves of the entries behind it; None when nothing is against it."""
+    state = draft.states.get(path)
+    if not draft.unsafe.isdisjoint(draft.files_of(path)):
+        return "a file with an unsafe pickle is never edited"
+    if state is not None and state.is_linked:
+        return "it is a symbolic link to a folder: repair that folder"
+    if state is not None:
+        others = sorted(str(file) for file in state.files.keys() - {*state.named, state.metadata_path})
+        if others:
+            return f"it also holds {list_names(others)}, which its .metadata does not name"
+    behind = [other for other in _family(draft, path) if other != path]
+    return (
+        _own_journal(draft, (path, *behind))
+        or _linked(draft, behind)
+        or _needed(draft, (path, *behind), path)
+    )
+
+
+def move_objection(draft: Draft, entries: Sequence[Numbered]) -> str | None:
+    """Return why none of these entries may move, None when nothing is against it."""
+    paths = [entry.path for entry in entries]
+    return _own_journal(draft, paths) or _linked(draft, paths) or _needed(draft, paths, None)
+
+
+def _family(draft: Draft, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
+    """Return an entry and those behind it, which move when it goes."""
+    for role in {entry.role for entry in draft.folder.components} | {
+        state.name.role for state in draft.states.values() if state.name is not None
+    }:
+        for entries in draft.entries(role):
+            own = next((entry.name.index for entry in entries if entry.path == path), None)
+            if own is not None:
+                return tuple(entry.path for entry in entries if entry.name.index >= own)
+    return (path,)
+
+
+def _own_journal(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
+    """An undo in a folder that was repaired alone must find the folder where it was."""
+    for path in paths:
+        state = draft.states.get(path)
+        if state is not None and state.journals:
+            return f"{path} was repaired alone and has a journal of its own: undo that, or delete {path}/.ckptfix"
+    return None
+
+
+def _linked(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
+    for path in paths:
+        state = draft.states.get(path)
+        if state is not None and state.is_linked:
+            return f"{path} would have to move, and is a symbolic link to a folder"
+    return None
+
+
+def _needed(draft: Draft, paths: Sequence[PurePosixPath], dropped: PurePosixPath | None) -> str | None:
+    """Return which symbolic link leads to one of these entries, and would lead nowhere without it."""
+    gone = {file for path in paths for file in draft.files_of(path)} | set(paths)
+    for link, places in draft.links.items():
+        if dropped is not None and (link == dropped or dropped in link.parents):
+            continue  # it goes, too
+        if needed := sorted(places & gone):
+            return f"{link} is a symbolic link to {needed[0]}, which would no longer be there"
+    return None
+
+
+# Which entries go and which move: drops of doubles, and the numbers that change by them.
+
+
+def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
+    """Plan which entries go, and return their files."""
+    dropped: set[PurePosixPath] = set()
+    listed = {name: group.index_path for group in draft.groups for name in group.listed.values()}
+    for finding in draft.findings:
+        if not isinstance(finding, DoubledModel):
+            continue
+        if finding.path in draft.counted:
+            draft.stay(finding.code, (finding.path,), draft.counted[finding.path])
+        elif finding.sampled:
+            continue
+        elif objection := drop_objection(draft, finding.path):
+            draft.stay(finding.code, (finding.path,), objection)
+        elif str(finding.path) in listed:
+            draft.stay(finding.code, (finding.path,), f"{listed[str(finding.path)]} names it")
+        else:
+            _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
+            dropped.add(finding.path)
+    dropped |= _plan_states(draft, dropped)
+    for role in sorted(draft.policy.drops, key=lambda role: role.value):
+        families = draft.entries(role)
+        if not families and role in draft.policy.keep:
+            draft.stay(_code(role), (PurePosixPath(role.value),), "the folder has no such entries")
+        for entries in families:
+            for finding in _surplus(draft, role, entries, dropped):
+                _drop(draft, finding.path, finding.original, finding.code, Safety.LOSSY)
+                dropped.add(finding.path)
+    return frozenset(dropped)
+
+
+def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
+    """Plan which states go with the doubled models, all of them or none, and say what stays for the user to decide."""
+    found: list[IdenticalStates] = [
+        finding
+        for finding in draft.findings
+        if isinstance(finding, DoubledStates | SurplusStates) and finding.role not in draft.policy.drops
+    ]
+    undecided: dict[Role, SurplusStates] = {}
+    certain: list[DoubledStates] = []
+    for finding in found:
+        if isinstance(finding, SurplusStates):
+            undecided.setdefault(finding.role, finding)
+        elif isinstance(finding, DoubledStates) and not finding.sampled:
+            certain.append(finding)
+    for role, first in undecided.items():
+        paths = [one.path for one in found if one.role is role]
+        option = f"--keep {role.value}=N"
+        draft.stay(first.code, paths, f"{first.order}; say with {option} how many the script has")
+    objection = next(filter(None, (drop_objection(draft, finding.path) for finding in certain)), None)
+    if draft.counted or not dropped.issuperset(draft.doubles):
+        objection = "a model that was saved with it twice stays"
+    if certain and objection is not None:
+        draft.stay(certain[0].code, [finding.path for finding in certain], objection)
+        return set()
+    for finding in certain:
+        _drop(draft, finding.path, finding.original, finding.code, Safety.SAFE)
+    return {finding.path for finding in certain}
+
+
+def _surplus(
+    draft: Draft, role: Role, entries: Sequence[Numbered], dropped: set[PurePosixPath]
+) -> list[IdenticalModels | IdenticalStates]:
+    """Return which equal entries go so that as many as the user said remain."""
+    position = {entry.path: entry.name.index for entry in entries}
+    proven = sorted(
+        (
+            finding
+            for finding in draft.all_findings
+            if isinstance(finding, IdenticalModels | IdenticalStates)
+            and _is_wanted(draft, role)
+            and finding.path in position
+            and not finding.sampled
+        ),
+        key=lambda finding: position[finding.path],
+    )
+    against = {finding.path: drop_objection(draft, finding.path) for finding in proven}
+    copies = [finding for finding in proven if against[finding.path] is None]
+    want = draft.policy.keep.get(role)
+    if want is None:
+        for finding in proven:
+            if (objection := against[finding.path]) is not None:
+                draft.stay(finding.code, (finding.path,), objection)
+        return copies  # --allow: every proven copy
+    left = len(position.keys() - dropped)
+    surplus = left - want
+    if surplus == 0 or not position.keys().isdisjoint(draft.counted) or not _is_wanted(draft, role):
+        return []
+    if surplus < 0:
+        reason = f"{want} {role.value} asked for, the folder has {left}"
+    elif surplus > len(copies):
+        reason = f"{want} {role.value} asked for, {left} are here, of which {len(copies)} equal another"
+    elif surplus == len(copies) or _is_one_run(copies, position, dropped):
+        return copies[len(copies) - surplus :]
+    else:
+        reason = f"{surplus} of {len(copies)} copies would have to go: which is not clear"
+    draft.stay(_code(role), (entries[-1].path,), reason)
+    return []
+
+
+def _is_one_run(
+    copies: list[IdenticalModels | IdenticalStates],
+    position: Mapping[PurePosixPath, int],
+    dropped: set[PurePosixPath],
+) -> bool:
+    """Whether one entry and its copies follow one another: any may go, and none takes another model's place."""
+    if len({finding.original for finding in copies}) != 1:
+        return False
+    places = sorted(position[path] for path in {copies[0].original, *(finding.path for finding in copies)})
+    between = {index for path, index in position.items() if path not in dropped}
+    return [index for index in sorted(between) if places[0] <= index <= places[-1]] == places
+
+
+def _is_wanted(draft: Draft, role: Role) -> bool:
+    """Whether equal entries of a role may go, whatever is known of them besides."""
+    kinds = (IdenticalModels,) if role is Role.MODEL else (IdenticalStates, DoubledStates, SurplusStates)
+    return any(draft.policy.wants(kind.code) for kind in kinds)
+
+
+def _code(role: Role) -> str:
+    return IdenticalModels.code if role is Role.MODEL else IdenticalStates.code
+
+
+def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
+    """Plan the moves that close the gaps which drops leave, or which were there."""
+    close_gaps = "entry-gap" in draft.policy.allow and draft.policy.wants("entry-gap")
+    gaps = {finding.path for finding in draft.findings if isinstance(finding, EntryGap)}
+    for role in GAPLESS_ROLES + tuple(draft.policy.drops - set(GAPLESS_ROLES)):
+        for entries in draft.entries(role):
+            has_gap = close_gaps and any(entry.path in gaps for entry in entries)
+            if not has_gap and not any(entry.path in dropped for entry in entries):
+                continue
+            if has_gap and (objection := move_objection(draft, entries)):
+                paths = [entry.path for entry in entries if entry.path in gaps]
+                draft.stay("entry-gap", paths, objection)
+                continue
+            positions = renumbered(entries, dropped)
+            for number, entry in enumerate(entry for entry in entries if entry.path in positions):
+                position = number if has_gap else positions[entry.path]
+                if position != entry.name.index:
+                    target = PurePosixPath(str(entry.name.at(position)))
+                    code = "entry-gap" if has_gap else "shifted-entries"
+                    safety = Safety.LOSSY if has_gap else Safety.SAFE
+                    draft.add(
+                        Renumber(source=entry.path, target=target), code, safety, draft.files_of(entry.path)
+                    )
+
+
+def _drop(draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, safety: Safety) -> None:
+    state = draft.states.get(path)
+    size = draft.components[path].size if state is None else state.size
+    action = DropEntry(path=path, kept=kept, size=size, is_folder=state is not None)
+    draft.add(action, code, safety, (*draft.files_of(path), *draft.files_of(kept)))
+
+
+# Steps about whole files: bytes behind the end, and indexes that follow the headers.
+
+
+def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
+    """Plan to cut off what follows the content of files that stay."""
+    for finding in draft.findings:
+        if not isinstance(finding, TrailingBytes) or finding.path in dropped:
+            continue
+        if finding.code not in draft.policy.allow:
+            continue
+        if finding.path in draft.unsafe:
+            draft.stay(finding.code, (finding.path,), "a file with an unsafe pickle is never edited")
+            continue
+        action = Trim(path=finding.path, size=finding.end, extra=finding.extra)
+        draft.add(action, finding.code, Safety.LOSSY, (finding.path,))
+
+
+def plan_indexes(draft: Draft, maps: Maps) -> None:
+    """Plan the indexes that follow renamed shards, and those that contradict the headers."""
+    broken = {finding.path: finding for finding in draft.findings if isinstance(finding, IndexMismatch)}
+    renamed = {key[0] for key in maps}
+    for group in draft.groups:
+        if group.index_path is None or group.stale_of is not None:
+            continue
+        finding = broken.get(group.index_path)
+        if finding is not None and not finding.is_fixable:
+            draft.stay(finding.code, (group.index_path,), finding.advice)
+            continue
+        new_map = _weight_map(group, maps)
+        is_renamed = any(member.path in renamed for member in group.members)
+        if finding is None and not (is_renamed and group.index is not None):
+            continue
+        action = WriteIndex(
+            path=group.index_path,
+            weight_map=new_map,
+            total_size=sum(end - begin for shard in group.members for begin, end in _ranges(shard)),
+            exists=group.index is not None,
+        )
+        code = finding.code if finding is not None else NestedPrefix.code
+        safety = Safety.LOSSY if draft.policy.keys is not Keys.AUTO else Safety.SAFE
+        reads = (group.index_path, *(shard.path for shard in group.members))
+        draft.add(action, code, safety, reads, group.members[0].path if is_renamed else None)
+
+
+def _weight_map(group: ModelFiles, maps: Maps) -> dict[str, str]:
+    result: dict[str, str] = {}
+    for shard in group.members:
+        rename = (
+            maps.get(scope_key(shard, shard.whole), KeyMap(remove=())) if shard.whole else KeyMap(remove=())
+        )
+        result.update((rename(tensor.fqn), str(shard.path)) for tensor in shard.tensors)
+    return result
+
+
+def _ranges(component: Component) -> list[tuple[int, int]]:
+    return [tensor.data_offsets for tensor in component.tensors if tensor.data_offsets is not None]
+
+
+# From findings to steps. Pure: the same diagnosis and policy give the same plan, and nothing is touched.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps in the order in which they are applied, and what stays although it could be repaired.
+
+    ``findings``: all that was found before.
+    """
+
+    folder: CheckpointFolder
+    sharded: tuple[ShardedState, ...]
+    steps: tuple[Step, ...]
+    unplanned: tuple[Unplanned, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.steps
+
+
+def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
+    """Plan the repair of a diagnosed folder.
+
+    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come last, so that
+    every other step names files as the user knows them.
+    """
+    draft = Draft(diagnosis, policy)
+    dropped = plan_drops(draft)
+    plan_trims(draft, dropped)
+    maps = plan_names(draft, dropped)
+    plan_sharded_names(draft, dropped)
+    plan_indexes(draft, maps)
+    plan_moves(draft, dropped)
+    _hint_at_options(draft)
+    return Plan(
+        folder=diagnosis.folder,
+        sharded=diagnosis.sharded,
+        steps=tuple(draft.steps),
+        unplanned=tuple(draft.unplanned),
+        findings=diagnosis.findings,
+    )
+
+
+def _hint_at_options(draft: Draft) -> None:
+    """Say of what was named with ``--only``, and needs the user's word besides, that it does."""
+    done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
+    for code in sorted(draft.policy.only - done):
+        paths = [finding.path for finding in draft.findings if finding.code == code]
+        if paths and CODES[code].action is Action.ASK:
+            draft.stay(code, paths, f"it needs {CODES[code].option}, too")

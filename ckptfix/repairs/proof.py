@@ -1,0 +1,323 @@
+"""Proof, after the edits and before they are committed, that a repair did what it planned and nothing else."""
+
+from collections.abc import Iterable, Mapping, Set
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
+from ckptfix.diagnosis.findings.damaged import MalformedFile, MissingShard, NotATensorFile, TruncatedFile
+from ckptfix.diagnosis.findings.duplicates import DoubledModel
+from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
+from ckptfix.diagnosis.policy import Policy
+from ckptfix.errors import OperationError
+from ckptfix.formats.dcp_metadata import DcpMetadata
+from ckptfix.formats.dcp_rewrite import paths_of
+from ckptfix.repairs.dcp_editing import new_paths
+from ckptfix.repairs.plan import Plan, make_plan
+from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned
+from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
+from ckptfix.storage.recipes import Absent, Range
+
+# Proof that a repair of DCP folders changed names and nothing else (``proof``).
+#
+# Every chunk must be of the same dtype and shape, at the same bytes of the same file, under its mapped
+# name; of the files with data none may be written, but for the new one that holds the lists of names.
+
+PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
+
+
+def prove_sharded(
+    before: Iterable[ShardedState],
+    after: Iterable[ShardedState],
+    steps: Iterable[Step],
+    edits: Iterable[Edit],
+) -> None:
+    """Compare the folders before and after the edits of these steps. Raises OperationError with what is wrong."""
+    actions = [step.action for step in steps]
+    dropped = {action.path for action in actions if isinstance(action, DropEntry)}
+    moved = {action.source: action.target for action in actions if isinstance(action, Renumber)}
+    maps = {action.path: action.maps for action in actions if isinstance(action, RewriteNames)}
+    found = {state.path: state for state in after}
+    edits = tuple(edits)
+    written = set(_written(edits))
+    removed = {edit.path for edit in edits if isinstance(edit, Remove)}
+    for state in before:
+        if state.path in dropped:
+            continue
+        new = found.get(moved.get(state.path, state.path))
+        if new is None or new.problem != state.problem:
+            why = "it is not there" if new is None or new.problem is None else new.problem.message
+            raise OperationError(f"{state.path} after the repair: {why}")
+        own = maps.get(state.metadata_path, {})
+        allowed = {state.metadata_path} if own else set()
+        if changed := sorted(str(path) for path in (written & state.files.keys()) - allowed):
+            raise OperationError(f"the repair wrote to {changed[0]}, which holds tensors")
+        _prove_files(state, new, allowed | removed)
+        if state.metadata is not None and new.metadata is not None:
+            _prove_dcp_names(state, new, own)
+            _prove_items(state, state.metadata, new.metadata, own)
+        elif (state.metadata is None) != (new.metadata is None):
+            raise OperationError(f"{state.metadata_path} after the repair: it is not what it was")
+    left = {moved.get(state.path, state.path) for state in before if state.path not in dropped}
+    if more := sorted(str(path) for path in found.keys() - left):
+        raise OperationError(f"after the repair {more[0]} still holds files of a save")
+
+
+def _written(edits: Iterable[Edit]) -> Iterable[PurePosixPath]:
+    """Yield the files whose bytes change and that were there."""
+    for edit in edits:
+        is_new = isinstance(edit, Replace) and isinstance(edit.previous, Absent)
+        if isinstance(edit, Patch | Append | Truncate | Replace) and not is_new:
+            yield edit.path
+
+
+def _prove_files(old: ShardedState, new: ShardedState, touched: Set[PurePosixPath]) -> None:
+    """Every file but those that an edit replaced or removed is the file that it was, also behind a symbolic link."""
+    for path, file in old.files.items():
+        if path in touched:
+            continue
+        now = new.files.get(new.path / path.relative_to(old.path))
+        if now is None or now.fingerprint != file.fingerprint:
+            what = "is not there" if now is None else "is another file"
+            raise OperationError(f"{path} {what} after the repair")
+
+
+def _prove_dcp_names(old: ShardedState, new: ShardedState, maps: PlaceMaps) -> None:
+    def renamed(path: tuple[str, ...], kind: str, names: Iterable[str]) -> list[str]:
+        key_map = maps.get((path, kind))
+        return [key_map(name) if key_map is not None else name for name in names]
+
+    want = [(scope.path, scope.kind, renamed(scope.path, scope.kind, scope.names)) for scope in old.scopes]
+    have = [(scope.path, scope.kind, list(scope.names)) for scope in new.scopes]
+    if sorted(want) != sorted(have):
+        raise OperationError(f"{old.metadata_path}: the names after the repair are not those of the plan")
+    for place, item in old.listed.items():
+        listed = new.listed.get(place)
+        if listed is None or [name for _, name in listed.names] != renamed(
+            *place, (name for _, name in item.names)
+        ):
+            raise OperationError(f"{old.metadata_path}: the names in {item.fqn!r} are not those of the plan")
+
+
+def _prove_items(old: ShardedState, was: DcpMetadata, now: DcpMetadata, maps: PlaceMaps) -> None:
+    changed = new_paths(old, was, maps)
+    fqns = {path: fqn for fqn, path in paths_of(now).items()}
+    names = {fqn: fqns.get(changed.get(fqn, path)) for fqn, path in paths_of(was).items()}
+    if len(was.stored) != len(now.stored) or len(names) != len(fqns) or None in names.values():
+        raise OperationError(f"{old.metadata_path}: after the repair it lists other items")
+    tensors = {one.fqn: one for one in now.tensors}
+    for one in was.tensors:
+        twin = tensors.get(names[one.fqn] or "")
+        if twin is None or one[1:-1] != twin[1:-1]:  # all but the name and its site
+            raise OperationError(f"{old.metadata_path}: {one.fqn!r} is another tensor after the repair")
+    rewritten = {item.fqn for place, item in old.listed.items() if place in maps}
+    for (fqn, offsets), item in was.stored.items():
+        place = now.stored.get((names.get(fqn) or fqn, offsets))
+        if fqn in rewritten and offsets is None:
+            continue  # its names were looked at
+        if place is None or item[1:-1] != place[1:-1]:
+            raise OperationError(f"{old.metadata_path}: {fqn!r} lies elsewhere after the repair")
+
+
+# Proof, after the edits and before they are committed, that a repair did what it planned and nothing else.
+#
+# No tensor byte is read for it: every kept tensor must have the dtype and the shape that it had, under its
+# mapped name, and its bytes must lie where no edit wrote, or in a range that an edit copied from where they
+# were.
+
+_BROKEN = (
+    IncompleteTensor,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
+"""What no repair makes of a file."""
+
+
+class Span(NamedTuple):
+    """Bytes ``begin`` to ``end`` of a file after the repair are those from ``source`` on of the file before it."""
+
+    begin: int
+    end: int
+    source: int
+
+
+def prove_repair(
+    plan: Plan,
+    steps: tuple[Step, ...],
+    edits: tuple[Edit, ...],
+    stays: tuple[Unplanned, ...],
+    policy: Policy,
+    verdicts: Verdicts,
+) -> Diagnosis:
+    """Scan the folder again and prove the repair. Returns the new diagnosis; raises OperationError with what is wrong.
+
+    ``verdicts``: the comparisons made before the repair; it changed no tensor, so they hold still.
+    """
+    before = plan.folder
+    after = scan_folder(before.root, before.only)
+    _prove_tensors(before, after, steps, edits)
+    moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
+    dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
+    known = {
+        (moved.get(kept, kept), moved.get(other, other)): verdict
+        for (kept, other), verdict in verdicts.items()
+        if kept not in dropped and other not in dropped
+    }
+    diagnosis = diagnose(after, known=known)
+    prove_sharded(plan.sharded, diagnosis.sharded, steps, edits)
+    _prove_no_new_damage(plan, diagnosis, moved)
+    _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
+    return diagnosis
+
+
+def _moved(path: PurePosixPath, moved: Mapping[PurePosixPath, PurePosixPath]) -> PurePosixPath:
+    """Return where a file is after the moves, of which one may be of its folder."""
+    return moved[path.parent] / path.name if path.parent in moved else moved.get(path, path)
+
+
+def _prove_tensors(
+    before: CheckpointFolder, after: CheckpointFolder, steps: tuple[Step, ...], edits: tuple[Edit, ...]
+) -> None:
+    actions = [step.action for step in steps]
+    dropped = {action.path for action in actions if isinstance(action, DropEntry)}
+    moved = {action.source: action.target for action in actions if isinstance(action, Renumber)}
+    maps = {action.path: action.maps for action in actions if isinstance(action, RewriteNames)}
+    found = {component.path: component for component in after.components}
+    spans = _spans(before, edits)
+    for component in before.components:
+        if component.path in dropped or component.problem is not None:
+            continue
+        new = found.get(moved.get(component.path, component.path))
+        if new is None or new.problem is not None:
+            why = new.problem.message if new is not None and new.problem is not None else "it is not there"
+            raise OperationError(f"{component.path} after the repair: {why}")
+        _prove_component(component, new, maps.get(component.path, {}), spans.get(component.path))
+    expected = {moved.get(component.path, component.path) for component in before.components} - {
+        path for path in dropped if path not in moved.values()
+    }
+    if gone := sorted(str(path) for path in expected - found.keys()):
+        raise OperationError(f"after the repair these files are missing: {', '.join(gone)}")
+
+
+def _prove_component(
+    old: Component,
+    new: Component,
+    maps: Mapping[tuple[tuple[str, ...], str], KeyMap],
+    spans: tuple[Span, ...] | None,
+) -> None:
+    _prove_names(old, new, maps)
+    if len(old.tensors) != len(new.tensors):
+        raise OperationError(
+            f"{old.path} had {len(old.tensors)} tensors, after the repair {len(new.tensors)}"
+        )
+    for was, now in zip(old.tensors, new.tensors, strict=True):
+        if (was.dtype, was.shape) != (now.dtype, now.shape):
+            raise OperationError(
+                f"{old.path}: {was.fqn!r} was {was.dtype} {was.shape}, now {now.dtype} {now.shape}"
+            )
+        if was.data_offsets is None or now.data_offsets is None:
+            if was.data_offsets != now.data_offsets:
+                raise OperationError(f"{old.path}: the bytes of {was.fqn!r} moved out of one range")
+            continue
+        if not _is_same_range(was.data_offsets, now.data_offsets, spans):
+            raise OperationError(f"{old.path}: the bytes of {was.fqn!r} are not where the repair left them")
+
+
+def _prove_names(old: Component, new: Component, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]) -> None:
+    """Names may change by the key map of their place only, and keep their order."""
+
+    def renamed(scope: NameScope) -> list[str]:
+        key_map = maps.get((scope.path, scope.kind))
+        return [key_map(fqn) for fqn in scope.names] if key_map is not None else list(scope.names)
+
+    want = [(scope.path, scope.kind, renamed(scope)) for scope in old.scopes]
+    have = [(scope.path, scope.kind, list(scope.names)) for scope in new.scopes]
+    if want != have:
+        raise OperationError(f"{old.path}: the names after the repair are not those of the plan")
+
+
+def _is_same_range(was: tuple[int, int], now: tuple[int, int], spans: tuple[Span, ...] | None) -> bool:
+    if was[0] == was[1]:
+        return now[0] == now[1]
+    if spans is None:
+        return was == now
+    return any(
+        span.begin <= now[0] and now[1] <= span.end and now[0] - span.begin + span.source == was[0]
+        for span in spans
+    ) and (now[1] - now[0] == was[1] - was[0])
+
+
+def _spans(before: CheckpointFolder, edits: tuple[Edit, ...]) -> dict[PurePosixPath, tuple[Span, ...]]:
+    """Return, for every edited file, which of its bytes are old ones and where they were."""
+    sizes = {component.path: component.size for component in before.components}
+    spans: dict[PurePosixPath, tuple[Span, ...]] = {}
+    for edit in edits:
+        match edit:
+            case Patch():
+                known = spans.get(edit.path, (Span(0, sizes[edit.path], 0),))
+                spans[edit.path] = _without(known, edit.offset, edit.offset + len(edit.new))
+            case Append():
+                known = spans.get(edit.path, (Span(0, sizes[edit.path], 0),))
+                spans[edit.path] = _without(known, edit.old_size, edit.old_size + len(edit.data))
+            case Truncate():
+                known = spans.get(edit.path, (Span(0, sizes[edit.path], 0),))
+                spans[edit.path] = _without(known, edit.new_size, edit.old_size)
+            case Replace():
+                spans[edit.path] = tuple(_recipe_spans(edit))
+            case _:
+                pass  # removals and moves write no bytes
+    return spans
+
+
+def _without(spans: tuple[Span, ...], begin: int, end: int) -> tuple[Span, ...]:
+    kept = []
+    for span in spans:
+        if span.begin < min(begin, span.end):
+            kept.append(Span(span.begin, min(begin, span.end), span.source))
+        if max(end, span.begin) < span.end:
+            start = max(end, span.begin)
+            kept.append(Span(start, span.end, span.source + start - span.begin))
+    return tuple(kept)
+
+
+def _recipe_spans(edit: Replace) -> Iterable[Span]:
+    position = 0
+    for piece in edit.content.pieces:
+        if isinstance(piece, Range) and piece.path == edit.path:
+            yield Span(position, position + piece.length, piece.offset)
+        position += piece.length
+
+
+def _prove_no_new_damage(
+    plan: Plan, diagnosis: Diagnosis, moved: Mapping[PurePosixPath, PurePosixPath]
+) -> None:
+    """No file may be broken or missing that was not so before."""
+    known = {(finding.code, _moved(finding.path, moved)) for finding in plan.findings}
+    for finding in diagnosis.findings:
+        if isinstance(finding, _BROKEN) and (finding.code, finding.path) not in known:
+            raise OperationError(f"after the repair: {finding}")
+
+
+def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
+    """A second repair must find nothing to do, except about files of which this one said that they stay."""
+    plan = make_plan(diagnosis, policy)
+    asked = {path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths}
+    doubles = [
+        finding
+        for finding in diagnosis.findings
+        if isinstance(finding, DoubledModel)
+        and policy.wants(finding.code)
+        and finding.path not in asked
+        and not stays & {finding.path, finding.original}
+    ]
+    surprises = [step for step in plan.steps if not stays & set(step.before)]
+    if doubles or surprises:
+        raise OperationError(f"after the repair there is still something to do: {(doubles or surprises)[0]}")

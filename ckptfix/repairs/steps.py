@@ -1,0 +1,244 @@
+"""The steps of a repair as values that print themselves, and the draft in which a plan collects them."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import ClassVar
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import Fingerprint
+from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.diagnosis.diagnose import Diagnosis
+from ckptfix.diagnosis.equal_entries import Numbered
+from ckptfix.diagnosis.findings.base import Finding
+from ckptfix.diagnosis.findings.damaged import UnsafePickle
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix
+from ckptfix.diagnosis.policy import Policy
+from ckptfix.reports import Serialized
+from ckptfix.wording import count_of, human_size
+
+# What a repair can do to a folder: five kinds of action, each a value that prints itself.
+
+
+class Safety(Enum):
+    """SAFE: applied by default. LOSSY: only when asked for by name, for it rests on the user's knowledge."""
+
+    SAFE = "safe"
+    LOSSY = "lossy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropEntry:
+    """Remove a file that another file holds again; the journal keeps what rebuilds it.
+
+    Of a DCP folder all files go; the folder itself stays, and nothing looks into an empty one.
+    """
+
+    path: PurePosixPath
+    kept: PurePosixPath
+    size: int
+    is_folder: bool = False
+
+    def __str__(self) -> str:
+        what = f"all files of {self.path}/" if self.is_folder else str(self.path)
+        empty = "; the empty folder stays" if self.is_folder else ""
+        return f"delete {what} ({human_size(self.size)}; duplicate of {self.kept}){empty}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trim:
+    """Cut a file to the size that its own content has."""
+
+    path: PurePosixPath
+    size: int
+    extra: int
+
+    def __str__(self) -> str:
+        return f"trim {self.path} to {count_of(self.size, 'byte')}, {self.extra} fewer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteNames:
+    """Rename what a file's header or pickle names, or the ``.metadata`` of a DCP folder; tensor bytes stay as they are.
+
+    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors "format".
+    ``renames`` counts the names that change; ``example`` is one of them, old and new.
+    """
+
+    path: PurePosixPath
+    maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+    add_format: bool
+    renames: int
+    example: tuple[str, str] | None
+
+    def __str__(self) -> str:
+        if self.example is None:
+            return f'add "format" to the header of {self.path}'
+        old, new = self.example
+        return f"rename {count_of(self.renames, 'key')} in {self.path}: {old!r} -> {new!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteIndex:
+    """Write an index that agrees with the headers. ``weight_map`` holds the names after the repair."""
+
+    path: PurePosixPath
+    weight_map: Mapping[str, str]
+    total_size: int
+    exists: bool
+
+    def __str__(self) -> str:
+        verb = "rewrite" if self.exists else "write"
+        return f"{verb} {self.path} from the headers: {count_of(len(self.weight_map), 'key')}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renumber:
+    """Move an entry, a file or all files of a DCP folder, to the position where the correct script looks for it."""
+
+    source: PurePosixPath
+    target: PurePosixPath
+
+    def __str__(self) -> str:
+        return f"move {self.source} to {self.target}"
+
+
+StepAction = DropEntry | Trim | RewriteNames | WriteIndex | Renumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Serialized):
+    """One action, the codes it fixes, and the files it relies on as they were when it was planned.
+
+    Steps of one ``bundle`` are done together or not at all, as the renames of all shards of a model; None: alone.
+    """
+
+    json_keys: ClassVar = "action=kind message=__str__ fixes safety files"
+
+    action: StepAction
+    fixes: tuple[str, ...]
+    safety: Safety
+    before: Mapping[PurePosixPath, Fingerprint]
+    bundle: PurePosixPath | None = None
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+    @property
+    def kind(self) -> str:
+        """The name of the action, as JSON has it."""
+        return type(self.action).__name__
+
+    @property
+    def files(self) -> tuple[PurePosixPath, ...]:
+        """The files that the action relies on."""
+        return tuple(self.before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplanned(Serialized):
+    """A finding that was to be fixed and is not, with the reason. ``others``: further files that stay for it."""
+
+    json_keys: ClassVar = "code path reason"
+
+    code: str
+    path: PurePosixPath
+    reason: str
+    others: tuple[PurePosixPath, ...] = ()
+
+    @property
+    def paths(self) -> tuple[PurePosixPath, ...]:
+        """All files that stay as they are."""
+        return self.path, *self.others
+
+    def __str__(self) -> str:
+        more = f" and {count_of(len(self.others), 'more file')}" if self.others else ""
+        return f"{self.path}{more}: {self.code} stays: {self.reason}"
+
+
+# What the planning of every kind of step shares: the folder, what may be repaired, and the steps so far.
+
+
+class Draft:
+    """A plan in the making: the modules of this package read the diagnosis here and add steps."""
+
+    def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
+        """Start without steps."""
+        self._diagnosis = diagnosis
+        self.folder = diagnosis.folder
+        self.groups = diagnosis.groups
+        self.sharded = diagnosis.sharded
+        self.states = {state.path: state for state in diagnosis.sharded}
+        self.all_findings = diagnosis.findings
+        self.findings = tuple(finding for finding in diagnosis.findings if policy.wants(finding.code))
+        self.unsafe = {finding.path for finding in diagnosis.findings if isinstance(finding, UnsafePickle)}
+        self.doubles = {
+            finding.path: finding.original
+            for finding in diagnosis.findings
+            if isinstance(finding, DoubledModel)
+        }
+        self.nested = {
+            (finding.path, finding.scope)
+            for finding in diagnosis.findings
+            if isinstance(finding, NestedPrefix)
+        }
+        self.links = diagnosis.links
+        self.policy = policy
+        self.counted = self._counted()
+        """Duplicates that stay, as the user counts them among the script's models -> why."""
+        for path in self.counted:
+            del self.doubles[path]
+        self.memberships = Counter(member.path for group in self.groups for member in group.members)
+        self.components = {component.path: component for component in self.folder.components}
+        self._fingerprints = {path: component.fingerprint for path, component in self.components.items()}
+        self._fingerprints |= {
+            path: file.fingerprint for state in self.sharded for path, file in state.files.items()
+        }
+        self.steps: list[Step] = []
+        self.unplanned: list[Unplanned] = []
+        self._by_path: dict[PurePosixPath, list[Finding]] = {}
+        for finding in self.findings:
+            self._by_path.setdefault(finding.path, []).append(finding)
+
+    def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
+        """Return the lists of numbered entries of a role (``Diagnosis.entries``)."""
+        return self._diagnosis.entries(role)
+
+    def _counted(self) -> dict[PurePosixPath, str]:
+        want = self.policy.keep.get(Role.MODEL, 0)
+        reasons: dict[PurePosixPath, str] = {}
+        for entries in self.entries(Role.MODEL):
+            doubles = [entry.path for entry in entries if entry.path in self.doubles]
+            if len(entries) - len(doubles) < want:
+                left = f"{len(entries) - len(doubles)} would remain of {len(entries)}"
+                reasons |= dict.fromkeys(doubles, f"{want} models asked for, without duplicates {left}")
+        return reasons
+
+    def files_of(self, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
+        """Return the files of an entry: itself, or all files of a DCP folder."""
+        state = self.states.get(path)
+        return (path,) if state is None else tuple(state.files)
+
+    def findings_of(self, path: PurePosixPath) -> Sequence[Finding]:
+        """Return what may be repaired in one file."""
+        return self._by_path.get(path, ())
+
+    def add(
+        self,
+        action: StepAction,
+        code: str,
+        safety: Safety,
+        paths: Iterable[PurePosixPath],
+        bundle: PurePosixPath | None = None,
+    ) -> None:
+        """Add a step that relies on the files ``paths`` as they are now."""
+        before: dict[PurePosixPath, Fingerprint] = {
+            path: self._fingerprints[path] for path in paths if path in self._fingerprints
+        }
+        self.steps.append(Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle))
+
+    def stay(self, code: str, paths: Sequence[PurePosixPath], reason: str) -> None:
+        """Say why something that was to be repaired stays, in all of these files."""
+        self.unplanned.append(Unplanned(code=code, path=paths[0], reason=reason, others=tuple(paths[1:])))

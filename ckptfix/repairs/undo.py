@@ -1,0 +1,113 @@
+"""``undo``: undo the last repair of a folder or file, byte for byte."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.target import find_target
+from ckptfix.errors import UsageError
+from ckptfix.reports import Serialized
+from ckptfix.storage.journal import recover
+from ckptfix.storage.journal import undo as undo_transaction
+from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.paths import command
+from ckptfix.storage.transactions import State, TransactionInfo, transactions
+from ckptfix.wording import Line, Printable, count_of, few, line, list_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class UndoReceipt(Printable, Serialized):
+    """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be undone next.
+
+    ``recovered``: an interrupted run was rolled back, and that was all there was to do. ``unproven``: the files that
+    ``force`` accepted without a proof that their content is what the repair left.
+    """
+
+    json_keys: ClassVar = "path status transaction steps remaining recovered unproven"
+
+    path: Path
+    transaction: int
+    steps: tuple[str, ...]
+    remaining: int
+    recovered: bool = False
+    unproven: tuple[PurePosixPath, ...] = ()
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0, for a failure is an exception."""
+        return 0
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what was undone, step by step, and what can be undone next."""
+        what = "an interrupted run" if self.recovered else "the last repair"
+        yield line(f"undid {what} of {self.path}:", bold=True)
+        yield from few([f"  undone: {step}" for step in self.steps], "steps")
+        if self.unproven:
+            files = list_names(map(str, self.unproven))
+            yield line(
+                f"not proven: the content of {files}, of which the journal of ckptfix 0.4.0 has no digest"
+            )
+        if self.remaining:
+            earlier = count_of(self.remaining, "earlier repair")
+            yield line(f"{earlier} can be undone: {command('undo', self.path)}")
+
+
+def undo(
+    path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
+) -> UndoReceipt:
+    """Undo the last repair of a folder, or of a lone file.
+
+    A repair that was killed is rolled back instead. Every byte that comes back is compared with its digest in the
+    journal first; times of files do not matter. ``force``, for a journal of 0.4.0, which has no digests, and for a
+    repair that was killed: accept files whose time changed while their size and their ends did not.
+
+    Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair or cannot be
+    proven the same, LockedError and JournalError as ``repair`` does. Nothing is touched then.
+    """
+    target = find_target(path)
+    wanted = target.only or ""
+    if not transactions(target.root):
+        raise UsageError(f"{target.path}: there is no repair to undo")
+    with folder_lock(target.root):
+        recovered = recover(target.root, force=force, progress=progress)
+        if recovered is not None and recovered.rolled_back is not None:
+            return _receipt(
+                target.path, recovered.rolled_back, len(_done(target.root, wanted)), recovered=True
+            )
+        done = _done(target.root, wanted)
+        if not done:
+            others = sorted({info.target or "the folder" for info in transactions(target.root)})
+            if not others:  # a run was killed before it touched anything, and what it left is gone now
+                raise UsageError(f"{target.path}: there is no repair to undo")
+            raise UsageError(
+                f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
+            )
+        last = done[-1]
+        unproven = undo_transaction(target.root, last.number, force=force, progress=progress)
+    return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
+
+
+def _done(root: Path, target: str) -> list[TransactionInfo]:
+    return [info for info in transactions(root) if info.state is State.DONE and info.target == target]
+
+
+def _receipt(
+    path: Path,
+    info: TransactionInfo,
+    remaining: int,
+    *,
+    recovered: bool,
+    unproven: tuple[PurePosixPath, ...] = (),
+) -> UndoReceipt:
+    steps = info.summary if isinstance(info.summary, list) else []
+    return UndoReceipt(
+        path=path,
+        transaction=info.number,
+        steps=tuple(str(step) for step in steps),
+        remaining=remaining,
+        recovered=recovered,
+        unproven=unproven,
+    )

@@ -1,0 +1,368 @@
+"""The transactions in a folder's journal, and the conditions under which a committed one can be undone."""
+
+import os
+import re
+import stat
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from typing_extensions import assert_never
+
+from ckptfix.errors import ChangedError, JournalError, OperationError
+from ckptfix.storage.copying import supports_reflink
+from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
+from ckptfix.storage.fingerprints import fingerprint, moment, samples_digest
+from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
+from ckptfix.storage.reading import Piece
+from ckptfix.storage.recipes import Absent, Bytes, Kept, Literal, Part, Recipe, differing, parts_of
+from ckptfix.storage.records import TransactionRecord, read_record
+from ckptfix.storage.workspace import Workspace, read_after, read_samples
+from ckptfix.wording import human_size
+
+# The bytes that an undo will restore, found where they are now: edits are undone in thought, nothing is
+# touched.
+
+
+class Rebuilt(NamedTuple):
+    """A dropped file that an undo makes again: its path, its recipe, and where the bytes of a part of it are now.
+
+    ``bytes_of`` raises ChangedError where they are not there.
+    """
+
+    path: PurePosixPath
+    recipe: Recipe
+    bytes_of: Callable[[Part], Bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The bytes of a file as pieces of the files that are there."""
+
+    pieces: Bytes
+    ends: tuple[int, ...] = field(repr=False)
+
+    @staticmethod
+    def of(pieces: Bytes) -> "_View":
+        lengths = (len(one) if isinstance(one, bytes) else one.length for one in pieces)
+        return _View(pieces, tuple(accumulate(lengths)))
+
+    @property
+    def size(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def cut(self, offset: int, length: int) -> Bytes:
+        """Return ``length`` bytes from ``offset``. Raises ChangedError when there are fewer."""
+        if offset + length > self.size:
+            raise ChangedError(f"byte {offset + length} is needed, the file has {self.size}")
+        found: list[Piece | bytes] = []
+        index, done = bisect_right(self.ends, offset), 0
+        while done < length:
+            one = self.pieces[index]
+            inside = offset + done - (self.ends[index - 1] if index else 0)
+            take = min(length - done, self.ends[index] - offset - done)
+            found.append(
+                one[inside : inside + take]
+                if isinstance(one, bytes)
+                else Piece(one.path, one.offset + inside, take)
+            )
+            index, done = index + 1, done + take
+        return tuple(found)
+
+
+def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
+    """Yield every file that an undo makes again from ranges of other files; each holds until the next one.
+
+    Raises ChangedError, OperationError, OSError.
+    """
+    views: dict[PurePosixPath, _View | None] = {}
+
+    def find(path: PurePosixPath) -> _View | None:
+        if path not in views:
+            views[path] = _file(locate(work.root, path))
+        return views[path]
+
+    def view(path: PurePosixPath) -> _View:
+        known = find(path)
+        if known is None:
+            raise ChangedError(f"{work.root / path}: is not there, and an undo needs its bytes")
+        return known
+
+    def made(recipe: Recipe) -> _View:
+        pieces: list[Piece | bytes] = []
+        for piece in recipe.pieces:
+            pieces += (
+                (piece.data,)
+                if isinstance(piece, Literal)
+                else view(piece.path).cut(piece.offset, piece.length)
+            )
+        return _View.of(tuple(pieces))
+
+    def bytes_of(part: Part) -> Bytes:
+        return view(part.source).cut(part.offset, part.length)
+
+    rebuilt = [number for number, edit in enumerate(record.edits) if _is_rebuilt(edit)]
+    for index in range(len(record.edits) - 1, min(rebuilt, default=len(record.edits)) - 1, -1):
+        edit = record.edits[index]
+        match edit:
+            case Move():
+                views[edit.source], views[edit.target] = find(edit.target), None
+            case Patch():
+                old, after = view(edit.path), edit.offset + len(edit.old)
+                patched = (*old.cut(0, edit.offset), edit.old, *old.cut(after, old.size - after))
+                views[edit.path] = _View.of(patched)
+            case Appended():
+                views[edit.path] = _View.of(view(edit.path).cut(0, edit.old_size))
+            case Truncate():
+                tail = Piece(work.tail(index), 0, edit.old_size - edit.new_size)
+                views[edit.path] = _View.of((*view(edit.path).cut(0, edit.new_size), tail))
+            case Remove() | Replaced():
+                match edit.previous:
+                    case Absent():
+                        views[edit.path] = None
+                    case Kept():
+                        views[edit.path] = _file(work.old(index, edit.previous))
+                    case Recipe():
+                        if isinstance(edit, Remove):
+                            yield Rebuilt(edit.path, edit.previous, bytes_of)
+                        views[edit.path] = made(edit.previous)
+            case _:
+                assert_never(edit)
+
+
+def _is_rebuilt(edit: Record) -> bool:
+    return isinstance(edit, Remove) and isinstance(edit.previous, Recipe)
+
+
+def _file(path: Path) -> _View | None:
+    try:
+        return _View.of((Piece(path, 0, os.stat(path).st_size),))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+# What transactions the journal of a folder holds.
+
+_NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
+
+
+class State(Enum):
+    """Where a transaction stands."""
+
+    BUILDING = "building"  # garbage: nothing of the folder was touched yet
+    PENDING = "pending"  # to be rolled back by the next run
+    DONE = "done"  # committed; can be undone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionInfo:
+    """One transaction as the journal describes it.
+
+    ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds since 1970;
+    ``paths`` are the edited files, ``watched`` those and the files that an undo reads. ``problem`` says why the
+    journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that is no
+    problem, but nothing is known of it.
+    """
+
+    number: int
+    state: State
+    target: str = ""
+    summary: object = None
+    created: float = 0.0
+    paths: tuple[PurePosixPath, ...] = ()
+    watched: tuple[PurePosixPath, ...] = ()
+    problem: str | None = None
+    foreign: bool = False
+
+
+def transactions(root: Path) -> tuple[TransactionInfo, ...]:
+    """Return the transactions in the journal of ``root``, oldest first. Reads only; needs no lock.
+
+    Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot be listed.
+    """
+    return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
+
+
+def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
+    """Return number, state and folder of each transaction, oldest first. Raises as ``transactions`` does."""
+    journal = root / JOURNAL
+    try:
+        if not stat.S_ISDIR(os.lstat(journal).st_mode):
+            raise JournalError(f"{journal}: is a symbolic link or no directory; move it away first")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    matches = [match for name in os.listdir(journal) if (match := _NAME.fullmatch(name))]
+    return sorted(
+        ((int(match[1]), State(match[2]), journal / match[0]) for match in matches),
+        key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage is in the way of a roll-back
+    )
+
+
+def check_real(folder: Path) -> None:
+    """Raise JournalError when a transaction is a symbolic link, which would lead out of the journal, or a file."""
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise JournalError(
+            f"{folder}: is a symbolic link or no directory, which ckptfix never makes; to remove it: "
+            f"rm {shell_path(folder)}"
+        )
+
+
+def describe(folder: Path, number: int, state: State) -> TransactionInfo:
+    """Read what the journal says of one transaction."""
+    try:
+        check_real(folder)
+        if state is State.BUILDING:
+            return TransactionInfo(number=number, state=state)
+        record = read_record(folder)
+    except JournalError as error:
+        if state is State.DONE and isinstance(error.__cause__, PermissionError):
+            return TransactionInfo(number=number, state=state, foreign=True)
+        return TransactionInfo(number=number, state=state, problem=str(error))
+    edited = dict.fromkeys(path for edit in record.edits for path in edited_paths(edit))
+    return TransactionInfo(
+        number=number,
+        state=state,
+        target=record.target,
+        summary=record.summary,
+        created=record.created,
+        paths=tuple(edited),
+        watched=record.watched,
+    )
+
+
+# What must hold before a committed transaction is undone.
+
+
+class Allowed(NamedTuple):
+    """What an undo may rely on.
+
+    ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it. ``unproven``: the files
+    of which ``--force`` accepts it.
+    """
+
+    any_time: bool
+    unproven: tuple[PurePosixPath, ...]
+
+
+def check_undoable(root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool) -> Allowed:
+    """Raise ChangedError, JournalError or OperationError when an undo would lose something or could not finish."""
+    _check_later(root, number, record)
+    allowed = _check_unchanged(root, done, number, record, force)
+    _check_space(root, record)
+    _check_restored(root, done, number, record)
+    return allowed
+
+
+def _check_later(root: Path, number: int, record: TransactionRecord) -> None:
+    edited = {path for edit in record.edits for path in edited_paths(edit)}
+    for info in transactions(root):
+        if info.number <= number:
+            continue
+        if info.foreign or info.problem:
+            why = info.problem or "it belongs to another user, who alone can read and undo it"
+            raise ChangedError(
+                f"{root}: transaction {info.number} came later; undo {info.number} first ({why})"
+            )
+        changed, needed = set(record.watched).intersection(info.paths), edited.intersection(info.watched)
+        if changed or needed:
+            what = f"changed {min(changed)} too" if changed else f"needs {min(needed)} as it is now"
+            raise ChangedError(
+                f"{root}: transaction {info.number} came later and {what}; undo {info.number} first: "
+                f"{command('undo', root, info.target)}"
+            )
+
+
+def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRecord, force: bool) -> Allowed:
+    """Compare every file with what was left of it. Its time says nothing: a copy and ``touch`` give another one."""
+    samples = read_samples(done)
+    any_time, unproven = False, dict[PurePosixPath, str]()
+    for path, left in read_after(done, record.watched).items():
+        full = locate(root, path)
+        now = fingerprint(full)
+        if left is None or now is None:
+            if left is not now:
+                what = "appeared" if now else "disappeared"
+                raise ChangedError(f"{root / path}: {what} since repair {number}; {_advice(root)}")
+            continue
+        if not left.same_content(now):
+            sizes = f"it has {now.size} bytes, {left.size} were left; " if now.size != left.size else ""
+            raise ChangedError(
+                f"{root / path}: changed since repair {number}: {sizes}"
+                f"the sha256 of its ends is {now.sha256[:12]}, was {left.sha256[:12]}; {_advice(root)}"
+            )
+        digest = samples_digest(full) if now.kind == "file" else ""
+        if samples.get(path, digest) != digest:
+            raise ChangedError(
+                f"{root / path}: changed since repair {number}: pages between its ends have another sha256 "
+                f"({digest[:12]}, was {samples[path][:12]}); {_advice(root)}"
+            )
+        if now != left:
+            any_time = True
+            if digest and path not in samples:
+                unproven[path] = f"its time is {moment(now.mtime_ns)}, was {moment(left.mtime_ns)}"
+    if unproven and not force:
+        path, why = next(iter(unproven.items()))
+        raise ChangedError(
+            f"{root / path}: cannot be proven unchanged since repair {number}: {why}, and the journal, written by "
+            f"ckptfix 0.4.0 or older, has no digest of its bytes; nothing was undone; if you know that only its time "
+            f"changed, as in a copy: {command('undo', root, record.target, '--force')}"
+        )
+    return Allowed(any_time, tuple(unproven))
+
+
+def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
+    """Hash every byte that other files are to give to a file that comes back."""
+    for path, recipe, bytes_of in rebuilt_files(Workspace(root, done), record):
+        for source in differing(recipe, bytes_of):
+            now = {
+                piece.path
+                for part in parts_of(recipe)
+                if part.source == source
+                for piece in bytes_of(part)
+                if isinstance(piece, Piece)
+            }
+            names = ", ".join(sorted(map(str, now)))
+            raise ChangedError(
+                f"{names}: changed since repair {number}: the bytes that {path} had in common with it have another "
+                f"sha256, so that an undo would restore {path} with other bytes; nothing was undone; bring back "
+                f"{names} as the repair left it, then: {command('undo', root, record.target)}; or {forget(root)}"
+            )
+
+
+def _check_space(root: Path, record: TransactionRecord) -> None:
+    """Refuse before anything is touched: an undo that runs out of space halfway must wait for the user."""
+    needed = 1 << 16
+    in_place = any(isinstance(edit, Patch | Appended | Truncate) for edit in record.edits)
+    if in_place:
+        needed += sum(_linked_size(root, path) for path in record.watched)
+    for edit in record.edits:
+        if isinstance(edit, Truncate):
+            needed += edit.old_size - edit.new_size + 4096
+        elif isinstance(edit, Remove | Replaced) and isinstance(edit.previous, Recipe):
+            needed += edit.previous.size + 4096
+    status = os.statvfs(root)
+    free = status.f_bavail * status.f_frsize
+    if needed > free and not supports_reflink(
+        root
+    ):  # where blocks are shared, a rebuilt file takes almost none
+        raise OperationError(
+            f"{root}: an undo writes {human_size(needed)}, {human_size(free)} are free on this disk; free some, then: "
+            f"{command('undo', root, record.target)}"
+        )
+
+
+def _advice(root: Path) -> str:
+    return f"nothing was undone; bring back what the repair left and undo again, or {forget(root)}"
+
+
+def _linked_size(root: Path, path: PurePosixPath) -> int:
+    """A file that got a second name is copied before it is changed in place."""
+    try:
+        status = os.lstat(locate(root, path))
+    except FileNotFoundError:
+        return 0
+    return status.st_size + 4096 if stat.S_ISREG(status.st_mode) and status.st_nlink > 1 else 0

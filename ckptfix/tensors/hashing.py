@@ -1,0 +1,163 @@
+"""Hash files and tensors on all cores, in constant memory, each byte read from the disk about once.
+
+Every thread takes the next job. Those of one file stand together, the file itself first and its tensors by offset: the
+thread that hashes the file and those that hash its tensors go through it side by side, so the second read of a block
+finds it in the page cache.
+"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import CkptfixError
+from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
+from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tiled
+from ckptfix.tensors.stored import BLOCK, StoredTensor, digest_head
+
+if TYPE_CHECKING:
+    from ckptfix.tensors.scanning import Scan
+
+_TICK = 0.1
+_ENDS = 16
+
+
+class FileJob(NamedTuple):
+    """A whole file to be hashed."""
+
+    path: Path
+    size: int
+
+
+class TensorJob(NamedTuple):
+    """A tensor to be hashed. ``scan``: look at its values, too."""
+
+    tensor: StoredTensor
+    scan: bool = False
+
+
+Job = FileJob | TensorJob
+
+
+class Hashed(NamedTuple):
+    """What became of a job. ``digest``: "" when it could not be read, ``problem`` says why.
+
+    ``zeros``: how many zero bytes it ends with. ``scan``: what its values are, None when nobody looked.
+    """
+
+    digest: str
+    zeros: int = 0
+    scan: "Scan | None" = None
+    problem: str = ""
+
+
+def hash_all(
+    jobs: Sequence[Job], *, threads: int | None = None, progress: Progress | None = None
+) -> list[Hashed]:
+    """Do all jobs and return what became of each, in their order. ``threads``: as many as this process has cores.
+
+    ``progress`` is called with numbers of bytes, from this thread. What cannot be read is a value, not an exception.
+    """
+    threads = threads or len(os.sched_getaffinity(0))
+    if any(isinstance(job, TensorJob) and job.scan for job in jobs):
+        import ckptfix.tensors.scanning  # noqa: F401 - not by several threads at once
+    queue, results = deque(_reading_order(jobs)), [Hashed("")] * len(jobs)
+    done, stop = [0] * threads, Event()
+
+    def work(worker: int) -> None:
+        buffer = page_buffer(BLOCK)
+        with OpenFiles() as files:
+            while queue and not stop.is_set():
+                try:
+                    number = queue.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                results[number] = _done(jobs[number], files, buffer, done, worker, stop)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="ckptfix-hash") as pool:
+        try:
+            waiting, told = {pool.submit(work, worker) for worker in range(threads)}, 0
+            while waiting:
+                finished, waiting = wait(waiting, timeout=_TICK)
+                for future in finished:
+                    future.result()
+                if progress is not None:
+                    now = sum(done)
+                    progress(now - told)
+                    told = now
+        except BaseException:
+            stop.set()
+            raise
+    return results
+
+
+def _done(
+    job: Job, files: OpenFiles, buffer: memoryview, done: list[int], worker: int, stop: Event
+) -> Hashed:
+    look = None
+    if isinstance(job, FileJob):
+        digest = hashlib.sha256()
+        blocks = files.blocks((Piece(job.path, 0, job.size),), buffer)
+    else:
+        tensor = job.tensor
+        digest = hashlib.sha256(digest_head(tensor.dtype, tensor.shape))
+        blocks = tensor.blocks(files, buffer)
+        if job.scan:
+            from ckptfix.tensors.scanning import Look
+
+            look = Look(tensor)
+    zeros = 0
+    try:
+        for block in blocks:
+            digest.update(block)
+            if look is not None:
+                look.feed(block)
+            zeros = _zeros_at_end(block, zeros)
+            done[worker] += len(block)
+            if stop.is_set():
+                return Hashed("", problem="interrupted")
+        for _ in look.reread(files, buffer) if look is not None else ():
+            if stop.is_set():
+                return Hashed("", problem="interrupted")
+    except OSError as error:
+        return Hashed("", problem=error.strerror or str(error))
+    except (CkptfixError, ValueError, MemoryError) as error:
+        return Hashed("", problem=str(error) or type(error).__name__)
+    return Hashed(digest.hexdigest(), zeros, look.result() if look is not None else None)
+
+
+def _zeros_at_end(block: memoryview, before: int) -> int:
+    """Return how many zero bytes all ends with, when ``before`` were at the end before this block."""
+    if any(block[-_ENDS:]):
+        return len(block[-_ENDS:]) - len(bytes(block[-_ENDS:]).rstrip(b"\0"))
+    left = len(bytes(block).rstrip(b"\0"))
+    return before + len(block) if left == 0 else len(block) - left
+
+
+def _reading_order(jobs: Sequence[Job]) -> Iterator[int]:
+    """Return the numbers of the jobs: large files first, so that no thread ends alone with one; in each by offset."""
+    sizes: dict[Path, int] = {}
+    places: list[tuple[Path, int]] = []
+    for job in jobs:
+        path, offset = (job.path, -1) if isinstance(job, FileJob) else first_place(job.tensor.layout)
+        size = job.size if isinstance(job, FileJob) else job.tensor.nbytes
+        sizes[path] = sizes.get(path, 0) + size
+        places.append((path, offset))
+    order = {path: number for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))}
+    return iter(sorted(range(len(jobs)), key=lambda number: (order[places[number][0]], places[number][1])))
+
+
+def first_place(layout: Layout) -> tuple[Path, int]:
+    """Return the file and the offset of a tensor's first byte; an empty path for one without bytes."""
+    if isinstance(layout, Contiguous) and layout.pieces:
+        return layout.pieces[0].path, layout.pieces[0].offset
+    if isinstance(layout, Strided):
+        return layout.storage.path, layout.storage.offset + layout.first * layout.width
+    if isinstance(layout, Tiled) and layout.tiles:
+        return first_place(layout.tiles[0].layout)
+    return Path(), 0

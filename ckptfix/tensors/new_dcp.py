@@ -1,0 +1,248 @@
+"""New folders of torch.distributed.checkpoint (DCP), such as Accelerate's FSDP reads.
+
+What torch 2.13 writes for one rank (``torch/distributed/checkpoint``: ``metadata.py``, ``filesystem.py``): in
+``__0_0.distcp`` one torch zip file after the other, of one tensor each, and their places in ``.metadata``. Read by
+``torch.distributed.checkpoint.load`` on any number of ranks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.errors import UnsupportedFormat
+from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME
+from ckptfix.formats.dcp_names import MODEL_KEY
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile, Part, in_shards
+from ckptfix.tensors.new_torch_files import (
+    BUILD,
+    DTYPE_NAMES,
+    EMPTY_TUPLE,
+    MARK,
+    NEWOBJ,
+    REDUCE,
+    TUPLE,
+    Call,
+    Global,
+    PickleWriter,
+    archive_records,
+    tensor_pickle,
+    zip_parts,
+)
+
+_ARCHIVE = "archive"  # what torch.save calls the root folder when it writes into a stream
+_ANY = ""  # stands for the name in what is the same for all tensors of one dtype and shape
+_VERSION = "1.0.0"
+_EMPTY_DICT, _EMPTY_LIST, _APPEND, _TUPLE1 = b"}", b"]", b"a", b"\x85"
+_END = b"u" + BUILD  # SETITEMS of the attributes since the mark, and BUILD
+_PACKAGE = "torch.distributed.checkpoint"
+_METADATA = Global(f"{_PACKAGE}.metadata", "Metadata")
+_TENSOR = Global(f"{_PACKAGE}.metadata", "TensorStorageMetadata")
+_PROPERTIES = Global(f"{_PACKAGE}.metadata", "TensorProperties")
+_CHUNK = Global(f"{_PACKAGE}.metadata", "ChunkStorageMetadata")
+_INDEX = Global(f"{_PACKAGE}.metadata", "MetadataIndex")
+_PLACE = Global(f"{_PACKAGE}.filesystem", "_StorageInfo")
+_SIZE = Global("torch", "Size")
+_STRIDED = Call(function=Global("torch.serialization", "_get_layout"), args=("torch.strided",))
+_CONTIGUOUS = Call(function=Global(f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"), args=(0,))
+
+
+class _Placed(NamedTuple):
+    """A tensor with the file, and the bytes of it, that its item takes."""
+
+    tensor: NewTensor
+    file: str
+    offset: int
+    length: int
+
+
+def dcp_files(
+    folder: PurePosixPath,
+    tensors: Sequence[NewTensor],
+    ties: Mapping[str, str],
+    *,
+    prefix: str = MODEL_KEY,
+    most: int | None = None,
+) -> tuple[OutputFile, ...]:
+    """Return the files of one model, in the order in which they must be written: ``.metadata`` is the last.
+
+    ``ties``: other name -> name in ``tensors``; both lead to one place. ``prefix``: the key under which the state dict
+    stands, ``model`` for Accelerate, "" for the state dict alone. ``most``: bytes of tensors a file takes; a larger
+    tensor gets a file to itself. Raises UnsupportedFormat for a dtype of which torch has no tensors, or for more
+    tensors than are read back.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedFormat(
+                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
+            )
+    files = []
+    placed: list[_Placed] = []
+    with paused_gc():
+        for number, shard in enumerate(in_shards(tensors, most)):
+            name = f"__0_{number}.distcp"
+            parts: list[Part] = []
+            offset = 0
+            for tensor in shard:
+                item = _item(tensor)
+                length = sum(part.length for part in item)
+                placed.append(_Placed(tensor, name, offset, length))
+                parts += item
+                offset += length
+            files.append(OutputFile(path=folder / name, parts=tuple(parts)))
+        metadata = _MetadataWriter().write([*_named(placed, ties, prefix)])
+    if len(metadata) > MAX_METADATA:
+        raise UnsupportedFormat(
+            f"its {METADATA_NAME} takes {len(metadata)} bytes, {MAX_METADATA} are read back at most"
+        )
+    return (*files, OutputFile(path=folder / METADATA_NAME, parts=(Literal(metadata),)))
+
+
+def _item(tensor: NewTensor) -> tuple[Part, ...]:
+    """Return the parts of the torch zip file of one tensor; few, as there may be 100,000."""
+    kind = tensor._replace(fqn=_ANY)
+    head, tail = _archive(kind)
+    if not tensor.nbytes:
+        return (Literal(head),)
+    return Literal(head), Data(tensor.fqn, tensor.nbytes), Computed(tail, partial(_tail, kind, tensor.fqn))
+
+
+@lru_cache(maxsize=1024)
+def _archive(kind: NewTensor) -> tuple[bytes, int]:
+    """Return what stands before the data of a tensor, and how many bytes follow them; the name is not in it."""
+    before, _, behind = _parts(kind)
+    return _rendered(before, {}), sum(part.length for part in behind)
+
+
+def _tail(kind: NewTensor, fqn: str, crcs: Mapping[str, int]) -> bytes:
+    """Return what follows the data of a tensor with this CRC-32: checksums, small records, the directory."""
+    _, _, behind = _parts(kind)
+    return _rendered(behind, {_ANY: crcs[fqn]})
+
+
+@lru_cache(maxsize=1024)
+def _parts(kind: NewTensor) -> tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]:
+    """Return the parts of an item before, with and after its data."""
+    parts = tuple(zip_parts(archive_records(_ARCHIVE, tensor_pickle(kind), [kind])))
+    at = next((number for number, part in enumerate(parts) if isinstance(part, Data)), len(parts))
+    return parts[:at], parts[at : at + 1], parts[at + 1 :]
+
+
+def _rendered(parts: Sequence[Part], crcs: Mapping[str, int]) -> bytes:
+    """Return parts without data as bytes."""
+    data = bytearray()
+    for part in parts:
+        assert not isinstance(part, Data)
+        data += part.data if isinstance(part, Literal) else part.make(crcs)
+    return bytes(data)
+
+
+def _named(
+    placed: Sequence[_Placed], ties: Mapping[str, str], prefix: str
+) -> Iterator[tuple[str, tuple[str, ...], _Placed]]:
+    """Yield name, path in the state dict that was saved, and place of each tensor by each of its names."""
+    by_name = {one.tensor.fqn: one for one in placed}
+    for fqn, one in (*by_name.items(), *((other, by_name[kept]) for other, kept in ties.items())):
+        yield (f"{prefix}.{fqn}", (prefix, fqn), one) if prefix else (fqn, (fqn,), one)
+
+
+class _MetadataWriter:
+    """Writes ``.metadata`` opcode by opcode: objects for 100,000 tensors would take a gigabyte."""
+
+    def __init__(self) -> None:
+        self._pickle = PickleWriter(protocol=4)
+        self._names: dict[str, int] = {}
+
+    def write(self, named: Sequence[tuple[str, tuple[str, ...], _Placed]]) -> bytes:
+        """Return the pickle of a ``Metadata``."""
+        pickle = self._pickle
+        self._begin(_METADATA)
+        pickle.value("state_dict_metadata")
+        self._kept(_EMPTY_DICT)
+        pickle.batches(named, lambda one: self._tensor(one[0], one[2].tensor))
+        pickle.value("planner_data")
+        self._kept(_EMPTY_DICT)
+        pickle.batches(named, lambda one: self._path(one[0], one[1]))
+        pickle.value("storage_data")
+        self._kept(_EMPTY_DICT)
+        pickle.batches(named, lambda one: self._place(one[0], one[2]))
+        for name, value in (("storage_meta", None), ("version", _VERSION)):
+            pickle.value(name)
+            pickle.value(value)
+        pickle.opcodes(_END)
+        return pickle.finish()
+
+    def _begin(self, cls: Global) -> None:
+        """Push an instance and begin its attributes, which ``_END`` sets."""
+        self._pickle.named(cls.module, cls.name)
+        self._kept(EMPTY_TUPLE + NEWOBJ)
+        self._kept(_EMPTY_DICT)
+        self._pickle.opcodes(MARK)
+
+    def _kept(self, opcodes: bytes) -> None:
+        """Push what the pickler keeps in the memo, though nothing refers to it: so the fast reader knows it."""
+        self._pickle.opcodes(opcodes)
+        self._pickle.put()
+
+    def _name(self, name: str) -> None:
+        number = self._names.get(name)
+        if number is None:
+            self._names[name] = self._pickle.text(name)
+        else:
+            self._pickle.get(number)
+
+    def _size(self, attribute: str, numbers: tuple[int, ...]) -> None:
+        """Push a size anew, as torch does: the fast reader knows none that it did not read itself."""
+        self._pickle.value(attribute)
+        self._pickle.named(_SIZE.module, _SIZE.name)
+        self._pickle.sizes(numbers)
+        self._kept(_TUPLE1)
+        self._kept(REDUCE)
+
+    def _tensor(self, name: str, tensor: NewTensor) -> None:
+        pickle = self._pickle
+        self._name(name)
+        self._begin(_TENSOR)
+        pickle.value("properties")
+        pickle.named(_PROPERTIES.module, _PROPERTIES.name)
+        self._kept(EMPTY_TUPLE + NEWOBJ)
+        pickle.opcodes(MARK)
+        pickle.named("torch", DTYPE_NAMES[tensor.dtype])
+        for value in (_STRIDED, False, _CONTIGUOUS, False):
+            pickle.value(value)
+        self._kept(TUPLE)
+        pickle.opcodes(BUILD)
+        self._size("size", tensor.shape)
+        pickle.value("chunks")
+        self._kept(_EMPTY_LIST)
+        self._begin(_CHUNK)
+        self._size("offsets", (0,) * len(tensor.shape))
+        self._size("sizes", tensor.shape)
+        pickle.opcodes(_END + _APPEND + _END)
+
+    def _path(self, name: str, path: tuple[str, ...]) -> None:
+        self._name(name)
+        self._pickle.opcodes(MARK)
+        for step in path:
+            self._name(step)
+        self._pickle.opcodes(TUPLE)
+
+    def _place(self, name: str, placed: _Placed) -> None:
+        pickle = self._pickle
+        self._begin(_INDEX)
+        pickle.value("fqn")
+        self._name(name)
+        pickle.value("index")
+        pickle.integer(0)
+        self._size("offset", (0,) * len(placed.tensor.shape))
+        pickle.opcodes(_END)
+        self._begin(_PLACE)
+        pickle.value("relative_path")
+        self._name(placed.file)
+        pickle.value("offset")
+        pickle.integer(placed.offset)
+        pickle.value("length")
+        pickle.integer(placed.length)
+        pickle.opcodes(_END)

@@ -1,0 +1,569 @@
+"""New files of torch.save: the pickle, and the zip archive that holds it."""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from struct import pack
+from typing import Any, NamedTuple, TypeVar
+
+from ckptfix.errors import UnsupportedFormat
+from ckptfix.formats.pickle_opcodes import MAX_TEXT
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.formats.torch_tensors import STORAGE_DTYPES, TORCH_DTYPES
+from ckptfix.formats.torch_zip import (
+    ALIGNMENT,
+    END,
+    END64,
+    ENTRY,
+    IN_UTF8,
+    LOCAL,
+    LOCATOR,
+    MAX_PICKLE,
+    STORED,
+    U16,
+    U32,
+)
+from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.new_files import (
+    NO_WORDS,
+    Computed,
+    Data,
+    NewTensor,
+    OutputFile,
+    Part,
+    in_shards,
+    index_file,
+    shard_names,
+)
+
+# The zip archives of torch.save, as parts that can be written one after the other without going back.
+#
+# As ``caffe2/serialize/inline_container.cc`` of torch 2.13 (and the miniz in it) writes them: every record
+# is stored, its data starts on a multiple of 64 bytes of the archive thanks to an extra field ``FB``; sizes
+# and CRC-32 are zero in the local header and follow the data in a descriptor, which a record of no bytes
+# lacks; numbers from 2**32 - 1 on are in a ZIP64 field, and then the descriptor has 64-bit sizes; the end
+# records are always those of ZIP64.
+#
+# All offsets count from the first byte of the archive, so an archive can stand anywhere in a larger file,
+# as DCP has it.
+
+_IN_DESCRIPTOR = 0x8
+_MADE_BY, _NEEDS = 0x031E, 45  # what miniz puts into the end record: Unix and version 3.0; 4.5 for ZIP64
+
+
+class NewRecord(NamedTuple):
+    """A record of a new archive: its whole name with the root folder, and its bytes."""
+
+    name: str
+    content: Part
+
+
+class _Placed(NamedTuple):
+    """A record with the offset of its local header in the archive."""
+
+    name: bytes
+    content: Part
+    offset: int
+
+    @property
+    def flags(self) -> int:
+        return IN_UTF8 | (_IN_DESCRIPTOR if self.content.length else 0)
+
+    @property
+    def zip64(self) -> bytes:
+        """The ZIP64 field, empty where all numbers are small; the same in the local header and in the directory."""
+        size, offset = self.content.length, self.offset
+        values = pack("<QQ", size, size) if size >= U32 else b""
+        values += pack("<Q", offset) if offset >= U32 else b""
+        return pack("<HH", 1, len(values)) + values if values else b""
+
+    def crc(self, crcs: Mapping[str, int]) -> int:
+        """The CRC-32 of its bytes."""
+        match self.content:
+            case Data(fqn, length):
+                return crcs[fqn] if length else 0
+            case Literal(data):
+                return zlib.crc32(data)
+            case Computed(_, make):
+                return zlib.crc32(make(crcs))
+
+
+def zip_parts(records: Iterable[NewRecord]) -> Iterator[Part]:
+    """Yield the parts of an archive of these records, in their order."""
+    placed: list[_Placed] = []
+    offset = 0
+    for name, content in records:
+        record = _Placed(name.encode(), content, offset)
+        placed.append(record)
+        header = _local_header(record)
+        yield Literal(header)
+        if content.length:
+            yield content
+            if isinstance(content, Literal):
+                yield Literal(_descriptor(record, {}))
+            else:
+                yield Computed(_descriptor_size(record), partial(_descriptor, record))
+        offset += len(header) + content.length + (_descriptor_size(record) if content.length else 0)
+    size = sum(ENTRY.size + len(record.name) + len(record.zip64) for record in placed)
+    end = _end_records(offset, size, len(placed))
+    yield Computed(size + len(end), lambda crcs: _directory(placed, crcs) + end)
+
+
+def _local_header(record: _Placed) -> bytes:
+    wide = record.zip64
+    before = record.offset + LOCAL.size + len(record.name) + len(wide) + 4
+    padding = -before % ALIGNMENT
+    extra = wide + b"FB" + pack("<H", padding) + b"Z" * padding
+    head = LOCAL.pack(b"PK\3\4", 0, record.flags, STORED, 0, 0, 0, 0, 0, len(record.name), len(extra))
+    return head + record.name + extra
+
+
+def _descriptor_size(record: _Placed) -> int:
+    return 24 if record.zip64 else 16
+
+
+def _descriptor(record: _Placed, crcs: Mapping[str, int]) -> bytes:
+    """Return what follows the data of a record."""
+    size = record.content.length
+    return b"PK\7\x08" + pack("<IQQ" if record.zip64 else "<III", record.crc(crcs), size, size)
+
+
+def _directory(placed: Iterable[_Placed], crcs: Mapping[str, int]) -> bytes:
+    """Return the central directory."""
+    directory = bytearray()
+    for record in placed:
+        size, offset = min(record.content.length, U32), min(record.offset, U32)
+        wide = record.zip64
+        lengths = (len(record.name), len(wide), 0, 0, 0, 0)
+        numbers = (0, 0, record.flags, STORED, 0, 0, record.crc(crcs), size, size)
+        directory += ENTRY.pack(b"PK\1\2", *numbers, *lengths, offset) + record.name + wide
+    return bytes(directory)
+
+
+def _end_records(offset: int, size: int, count: int) -> bytes:
+    """Return the ZIP64 end record, its locator, and the end record."""
+    end64 = END64.pack(b"PK\6\6", END64.size - 12, _MADE_BY, _NEEDS, 0, 0, count, count, size, offset)
+    locator = LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
+    few = min(count, U16)
+    return end64 + locator + END.pack(b"PK\5\6", 0, 0, few, few, min(size, U32), min(offset, U32), 0)
+
+
+# Pickles as bytes, opcode by opcode, in the form that CPython's pickler gives protocol 2 or 4.
+#
+# Protocol 2 is what ``torch.save`` writes; ``torch.load(weights_only=True)`` reads no opcode of a newer
+# one. Protocol 4 is what DCP has for its metadata. The order of opcodes, the memo and the batches follow
+# CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes. Nothing of Python's own
+# pickle module takes part: classes are names here, and are never imported.
+
+MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = b"(", b")", b"t", b"R", b"\x81", b"b", b"Q"
+NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
+_SHORT_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_BATCH = 1000  # entries that one SETITEMS or APPENDS takes
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Global:
+    """A function or a class by its name: ``Global("collections", "OrderedDict")``."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Call:
+    """What a call returns: ``function(*args)``, then its dict ``items`` are set, then ``state`` is given to BUILD.
+
+    ``new``: ``function.__new__(function, *args)`` is called, as for most classes, and not the function itself.
+    """
+
+    function: Global
+    args: tuple[Any, ...] = ()
+    items: Mapping[Any, Any] | None = None
+    state: Any = None
+    new: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Persistent:
+    """An object that the reader finds by an id, as torch finds storages."""
+
+    id: Any
+
+
+class PickleWriter:
+    """One pickle that grows at its end.
+
+    ``value`` writes any value whole; the other methods write single opcodes, for what is written 100,000 times.
+    """
+
+    def __init__(self, protocol: int = 2) -> None:
+        """Begin a pickle of protocol 2, or of 4, without its frames, which no reader needs."""
+        self._data = bytearray(b"\x80" + pack("<B", protocol))
+        self._is_new = protocol >= 4
+        self._words: dict[str, int] = {}  # of names of modules, which protocol 4 pushes as strings
+        self._puts = 0
+        self._globals: dict[tuple[str, str], int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}  # the object is kept, lest another gets its id
+
+    def finish(self) -> bytes:
+        """Return the pickle; its value is what was pushed last."""
+        return bytes(self._data + b".")
+
+    def opcodes(self, data: bytes) -> None:
+        """Write opcodes as they stand."""
+        self._data += data
+
+    def put(self) -> int:
+        """Keep the value on top of the stack in the memo, and return its number there."""
+        number = self._puts
+        if self._is_new:
+            self._data += b"\x94"
+        else:
+            self._data += b"q" + pack("<B", number) if number < 256 else b"r" + pack("<I", number)
+        self._puts = number + 1
+        return number
+
+    def get(self, number: int) -> None:
+        """Push the value of the memo with this number."""
+        self._data += b"h" + pack("<B", number) if number < 256 else b"j" + pack("<I", number)
+
+    def text(self, value: str) -> int:
+        """Push a string and keep it; half of a surrogate pair is written as pickle writes it. Returns its number.
+
+        Raises UnsupportedFormat for one that is longer than what is read back.
+        """
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) > MAX_TEXT:
+            raise UnsupportedFormat(
+                f"the name {value!r:.80}... takes {len(data)} bytes in a pickle, {MAX_TEXT} are read back at most"
+            )
+        is_short = self._is_new and len(data) < 256
+        self._data += b"\x8c" + pack("<B", len(data)) if is_short else b"X" + pack("<I", len(data))
+        self._data += data
+        return self.put()
+
+    def integer(self, value: int) -> None:
+        """Push an integer in the shortest form."""
+        if 0 <= value <= 0xFF:
+            self._data += b"K" + pack("<B", value)
+        elif 0 <= value <= 0xFFFF:
+            self._data += b"M" + pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self._data += b"J" + pack("<i", value)
+        else:
+            length = (value if value >= 0 else ~value).bit_length() // 8 + 1
+            if length > 0xFF:
+                raise UnsupportedFormat(f"an integer of {length} bytes in a pickle")
+            self._data += b"\x8a" + pack("<B", length) + value.to_bytes(length, "little", signed=True)
+
+    def sizes(self, values: tuple[int, ...]) -> None:
+        """Push a tuple of integers: a shape or a stride."""
+        if not values:
+            self._data += EMPTY_TUPLE
+            return
+        short = _SHORT_TUPLES.get(len(values))
+        if short is None:
+            self._data += MARK
+        for value in values:
+            self.integer(value)
+        self._data += short or TUPLE
+        self.put()
+
+    def named(self, module: str, name: str) -> None:
+        """Push a function or a class by its name; from the second time on out of the memo."""
+        number = self._globals.get((module, name))
+        if number is not None:
+            self.get(number)
+            return
+        if self._is_new:
+            self._word(module)
+            self._word(name)
+            self._data += b"\x93"
+        else:
+            self._data += b"c" + module.encode("ascii") + b"\n" + name.encode("ascii") + b"\n"
+        self._globals[module, name] = self.put()
+
+    def _word(self, word: str) -> None:
+        if word in self._words:
+            self.get(self._words[word])
+        else:
+            self._words[word] = self.text(word)
+
+    def value(self, value: Any) -> None:
+        """Push a value: None, bool, int, float, str, tuple, list, mapping, Global, Call or Persistent.
+
+        An object that was pushed before, the same one and not an equal one, is taken out of the memo, as pickle does.
+        Raises TypeError for anything else: that is the caller's mistake.
+        """
+        if value is None or value is True or value is False:
+            self._data += NONE if value is None else TRUE if value else FALSE
+        elif isinstance(value, int):
+            self.integer(value)
+        elif isinstance(value, float):
+            self._data += b"G" + pack(">d", value)
+        elif isinstance(value, Global):
+            self.named(value.module, value.name)
+        elif isinstance(value, Persistent):
+            self.value(value.id)
+            self._data += BINPERSID
+        elif value == ():
+            self._data += EMPTY_TUPLE
+        elif id(value) in self._met:
+            self.get(self._met[id(value)][0])
+        else:
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        """Push an object that is kept in the memo."""
+        if isinstance(value, str):
+            self._keep(value, self.text(value))
+        elif isinstance(value, tuple):
+            short = _SHORT_TUPLES.get(len(value))
+            self._data += b"" if short else MARK
+            for item in value:
+                self.value(item)
+            self._data += short or TUPLE
+            self._keep(value, self.put())
+        elif isinstance(value, list):
+            self._data += b"]"
+            self._keep(value, self.put())
+            self.batches(value, self.value, exact=True, opcodes=(b"a", b"e"))
+        elif isinstance(value, Mapping):
+            self._data += b"}"
+            self._keep(value, self.put())
+            self._entries(value, exact=True)
+        elif isinstance(value, Call):
+            self.named(value.function.module, value.function.name)
+            self.value(value.args)
+            self._data += NEWOBJ if value.new else REDUCE
+            self._keep(value, self.put())
+            self._entries(value.items or {}, exact=False)
+            if value.state is not None:
+                self.value(value.state)
+                self._data += BUILD
+        else:
+            raise TypeError(f"a {type(value).__name__} has no place in a pickle that is written here")
+
+    def _entries(self, items: Mapping[Any, Any], *, exact: bool) -> None:
+        def pair(entry: tuple[Any, Any]) -> None:
+            self.value(entry[0])
+            self.value(entry[1])
+
+        self.batches(list(items.items()), pair, exact=exact)
+
+    def batches(
+        self,
+        groups: Sequence[T],
+        write: Callable[[T], None],
+        *,
+        exact: bool = False,
+        opcodes: tuple[bytes, bytes] = (b"s", b"u"),
+    ) -> None:
+        """Have ``write`` push each key with its value, and set them in the dict below: 1,000 at a time, as pickle does.
+
+        ``exact``: it is a plain dict or list, no OrderedDict; then a last batch of one gets a mark, too. ``opcodes``:
+        what takes one entry, and what takes all since the mark.
+        """
+        one, many = opcodes
+        for begin in range(0, len(groups), _BATCH):
+            batch = groups[begin : begin + _BATCH]
+            alone = len(groups if exact else batch) == 1
+            self._data += b"" if alone else MARK
+            for group in batch:
+                write(group)
+            self._data += one if alone else many
+
+    def _keep(self, value: Any, number: int) -> None:
+        self._met[id(value)] = (number, value)
+
+
+# New files of torch.save that hold the state dict of a module.
+#
+# Their pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU,
+# each of a storage of its own (``torch/serialization.py``, ``torch/_tensor.py``): ``_rebuild_tensor_v2``
+# over a typed storage, and ``_rebuild_tensor_v3`` over an untyped one for the dtypes that have no storage
+# class.
+
+STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+"""Dtype in safetensors' nouns -> typed storage class."""
+
+DTYPE_NAMES = {noun: name for name, noun in TORCH_DTYPES.items()}
+"""Dtype in safetensors' nouns -> its name in torch. torch.save has no tensors of those that are missing."""
+
+# One object each, and the pickle refers to it when it comes again.
+_STORAGE, _CPU, _VERSION, _METADATA = "storage", "cpu", "version", "_metadata"
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_NO_VERSIONS: Mapping[str, int] = {}
+
+
+@paused_gc()
+def torch_files(
+    stem: str,
+    tensors: Sequence[NewTensor],
+    ties: Mapping[str, str],
+    *,
+    most: int | None = None,
+    versions: Mapping[str, int] = _NO_VERSIONS,
+    suffix: str = ".bin",
+    index_words: Mapping[str, Any] = NO_WORDS,
+) -> tuple[OutputFile, ...]:
+    """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
+
+    The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the other at the
+    end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state dict has; every shard
+    has it whole. ``index_words``: what their index says beside its map. Raises UnsupportedFormat for a dtype that
+    torch.save has no tensors of, or a pickle that is too long.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedFormat(
+                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
+            )
+    shards = in_shards(tensors, most)
+    tied = [_tied(shard, ties) for shard in shards]
+    names = shard_names(stem, suffix, len(shards))
+    files = [_file(*one, versions) for one in zip(names, shards, tied, strict=True)]
+    if len(shards) > 1:
+        named = [  # the total size counts a storage once
+            [*shard, *(kept._replace(fqn=other, nbytes=0) for other, kept in own.items())]
+            for shard, own in zip(shards, tied, strict=True)
+        ]
+        files.append(index_file(stem, suffix, named, index_words))
+    return tuple(files)
+
+
+def _tied(shard: Sequence[NewTensor], ties: Mapping[str, str]) -> dict[str, NewTensor]:
+    """Return other name -> tensor, of the ties to the tensors of a shard."""
+    held = {tensor.fqn: tensor for tensor in shard}
+    return {other: held[kept] for other, kept in ties.items() if kept in held}
+
+
+def _file(
+    name: PurePosixPath,
+    tensors: Sequence[NewTensor],
+    tied: Mapping[str, NewTensor],
+    versions: Mapping[str, int],
+) -> OutputFile:
+    data = state_dict_pickle(tensors, tied, versions)
+    if len(data) > MAX_PICKLE:
+        raise UnsupportedFormat(
+            f"the pickle of {name} takes {len(data)} bytes, {MAX_PICKLE} are read back at most; use shards"
+        )
+    return OutputFile(path=name, parts=tuple(zip_parts(archive_records(_root(name.stem), data, tensors))))
+
+
+def _root(stem: str) -> str:
+    """Return the folder in the archive: the name of the file, or torch's own word where zip has no such name."""
+    try:
+        stem.encode()
+    except UnicodeEncodeError:
+        return "archive"
+    return stem
+
+
+def archive_records(root: str, data: bytes, tensors: Sequence[NewTensor]) -> Iterator[NewRecord]:
+    """Yield the records of an archive in the order that torch has: a pickle, and the storages 0, 1, 2 and so on."""
+    heads = {
+        "data.pkl": data,
+        ".format_version": b"1",
+        ".storage_alignment": b"%d" % ALIGNMENT,
+        "byteorder": b"little",
+    }
+    names = [*heads, *(f"data/{number}" for number in range(len(tensors))), "version"]
+    for name, content in heads.items():
+        yield NewRecord(f"{root}/{name}", Literal(content))
+    for number, tensor in enumerate(tensors):
+        yield NewRecord(f"{root}/data/{number}", Data(tensor.fqn, tensor.nbytes))
+    yield NewRecord(f"{root}/version", Literal(b"3\n"))
+    yield NewRecord(f"{root}/.data/serialization_id", serialization_id(names, tensors))
+
+
+def serialization_id(names: Sequence[str], tensors: Sequence[NewTensor]) -> Part:
+    """Return 40 digits that name the content of an archive: 20 of its records' names, 20 of the tensors' CRC-32.
+
+    torch makes them with hash functions of its own; nothing compares them.
+    """
+    first = _digits("\n".join(names).encode())
+    return Computed(40, lambda crcs: first + _digits(b"".join(_crc(one, crcs) for one in tensors)))
+
+
+def _crc(tensor: NewTensor, crcs: Mapping[str, int]) -> bytes:
+    return pack("<I", crcs[tensor.fqn] if tensor.nbytes else 0)
+
+
+def _digits(data: bytes) -> bytes:
+    return b"%020d" % int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def state_dict_pickle(
+    tensors: Sequence[NewTensor], tied: Mapping[str, NewTensor], versions: Mapping[str, int]
+) -> bytes:
+    """Return the data.pkl of a state dict; the tensors' storages have the keys 0, 1, 2 and so on."""
+    writer = PickleWriter()
+    writer.value(Call(function=_ORDERED_DICT))
+    keys: dict[str, int] = {}
+
+    def entry(pair: tuple[str, NewTensor]) -> None:
+        writer.text(pair[0])
+        _push_tensor(writer, pair[1], keys)
+
+    writer.batches([*((tensor.fqn, tensor) for tensor in tensors), *tied.items()], entry)
+    if versions:
+        items = {module: {_VERSION: version} for module, version in versions.items()}
+        writer.value({_METADATA: Call(function=_ORDERED_DICT, items=items)})
+        writer.opcodes(BUILD)
+    return writer.finish()
+
+
+def tensor_pickle(tensor: NewTensor) -> bytes:
+    """Return the data.pkl of a tensor that is saved alone, as each is in a DCP folder."""
+    writer = PickleWriter()
+    _push_tensor(writer, tensor, {})
+    return writer.finish()
+
+
+def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) -> None:
+    """Push a tensor over a storage of its own, or the same one again. ``keys``: where the memo has the storage keys."""
+    storage_class = STORAGE_CLASSES.get(tensor.dtype)
+    writer.named("torch._utils", "_rebuild_tensor_v2" if storage_class else "_rebuild_tensor_v3")
+    writer.opcodes(MARK + MARK)
+    writer.value(_STORAGE)
+    if storage_class:
+        writer.named("torch", storage_class)
+    else:
+        writer.named("torch.storage", "UntypedStorage")
+    if tensor.fqn in keys:
+        writer.get(keys[tensor.fqn])
+    else:
+        keys[tensor.fqn] = writer.text(str(len(keys)))
+    writer.value(_CPU)
+    writer.integer(tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype] if storage_class else tensor.nbytes)
+    writer.opcodes(TUPLE)
+    writer.put()
+    writer.opcodes(BINPERSID)
+    writer.integer(0)  # where in the storage it begins
+    writer.sizes(tensor.shape)
+    writer.sizes(_contiguous(tensor.shape))
+    writer.opcodes(FALSE)  # requires_grad
+    writer.value(_ORDERED_DICT)
+    writer.opcodes(EMPTY_TUPLE + REDUCE)  # no hooks
+    writer.put()
+    if not storage_class:
+        writer.named("torch", DTYPE_NAMES[tensor.dtype])
+    writer.opcodes(TUPLE)
+    writer.put()
+    writer.opcodes(REDUCE)
+    writer.put()
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that torch gives a contiguous tensor; a dimension of no elements counts as one."""
+    strides = [1]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * max(length, 1))
+    return tuple(reversed(strides)) if shape else ()

@@ -1,0 +1,301 @@
+"""A path turned into the tensors it holds: a folder of any kind, one file, an index, or sub-folders with models."""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    FileName,
+    ModelName,
+    Role,
+    parse_file_name,
+    parse_folder_name,
+)
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
+from ckptfix.checkpoint.groups import group_files
+from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.errors import FormatError, OperationError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.storage.paths import command, existing, listed_files
+from ckptfix.tensors.dcp_tensors import dcp_folders, dcp_paths, dcp_weights
+from ckptfix.tensors.deepspeed import deepspeed_weights
+from ckptfix.tensors.single_files import file_weights
+from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
+
+# Sub-folders that hold models of a checkpoint: as hooks of ``save_state`` write them, and pipelines of
+# diffusers.
+
+_DEEPEST = 2
+_NUMBERED = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
+"""How scripts call the checkpoints in a folder of such."""
+
+_PIPELINE = "model_index.json"
+_CONFIG, _ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
+_LONGEST_CONFIG = 1 << 20
+_CONFIGS = frozenset({_CONFIG, _ADAPTER})
+_PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
+_TRAINER_STATE = "trainer_state.json"
+
+
+def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
+    """Yield the sub-folders whose weights belong to the checkpoint in a scanned folder.
+
+    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``: its own weights are
+    in it; below are then only models that a library finds by their names and a config. ``depth``: how far below the
+    checkpoint it lies itself. Links and checkpoints of their own are left out.
+    """
+    if depth >= _DEEPEST or not (depth or _is_checkpoint(folder)):
+        return
+    taken = {where for _, where in deepspeed_folders(folder)}
+    for path, kind in folder.subfolders.items():
+        full = folder.root / path
+        if kind != PLAIN_FOLDER or path in taken or _NUMBERED.fullmatch(path.name) or full.is_symlink():
+            continue
+        try:
+            names = os.listdir(full)
+        except OSError:
+            continue
+        if _is_own_checkpoint(names) or (has_weights and not _is_of_library(names)):
+            continue
+        yield path
+
+
+def configured_models(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath, str]]:
+    """Yield the configs in sub-folders that a library saves together with weights, each with the class of its model.
+
+    Left out is what is also saved without weights: schedulers and tokenizers (other file names), image processors of
+    diffusers, and a config of transformers next to a tokenizer, unless a model's ``generation_config.json`` is there.
+    """
+    if not _is_checkpoint(folder):
+        return
+    has_weights = any(component.role in NOT_STATES for component in folder.components)
+    for path, kind in folder.subfolders.items():
+        if kind != PLAIN_FOLDER or _NUMBERED.fullmatch(path.name):
+            continue
+        for name in (_ADAPTER, _CONFIG):
+            # A lone config may describe the weights in the checkpoint itself. An adapter is a model of its own.
+            model = _class_of(folder.root / path, name) if name == _ADAPTER or not has_weights else ""
+            if model:
+                yield path / name, model
+
+
+def _class_of(folder: Path, name: str) -> str:
+    """Return the class of the model whose weights belong next to a config, "" where none need to be there."""
+    try:
+        beside = set(os.listdir(folder))
+        if name not in beside or not (folder / name).is_file():
+            return ""
+        with (folder / name).open("rb") as file:
+            config = json.loads(file.read(_LONGEST_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    if not isinstance(config, dict):
+        return ""
+    if name == _ADAPTER:
+        kind = config.get("peft_type")
+        return f"a PEFT adapter ({kind})" if isinstance(kind, str) else ""
+    of_diffusers = config.get("_class_name")
+    if isinstance(of_diffusers, str):
+        return "" if of_diffusers.endswith("Processor") else of_diffusers
+    architectures = config.get("architectures")
+    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
+        return ""
+    is_of_tokenizer = any(one.startswith(_PREPROCESSING) for one in beside)
+    return architectures[0] if _GENERATION in beside or not is_of_tokenizer else ""
+
+
+def _is_checkpoint(folder: CheckpointFolder) -> bool:
+    """Whether a folder holds a state, weights of a library or the list of a pipeline's models."""
+    names = (component.name for component in folder.components)
+    return (
+        any(name.role not in NOT_STATES or name.is_of_library for name in names)
+        or any(path.name == _PIPELINE for path in folder.strays)
+        or any(_is_model_folder(path.name) for path in folder.subfolders)
+    )
+
+
+def _is_own_checkpoint(names: list[str]) -> bool:
+    parsed = map(parse_file_name, names)
+    return _TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+
+
+def _is_of_library(names: list[str]) -> bool:
+    return not _CONFIGS.isdisjoint(names) and any(map(_is_model, names))
+
+
+def _is_model(name: str) -> bool:
+    file = parse_file_name(name)
+    return (file is not None and file.is_of_library) or _is_model_folder(name)
+
+
+def _is_model_folder(name: str) -> bool:
+    folder = parse_folder_name(name)
+    return folder is not None and folder.role is Role.MODEL
+
+
+# Turn a path into the tensors that lie there: a folder of any kind, one file, or an index.
+
+
+@paused_gc()
+def open_checkpoint(
+    path: str | os.PathLike[str], *, original: bool = False, lone_shard: bool = False
+) -> StoredCheckpoint:
+    """Return what lies at a path, by headers and opcodes; no tensor is read.
+
+    Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format; without
+    any, every state dict of a module; and those in sub-folders as hooks and pipelines have them. ``original``: of
+    DeepSpeed the weights in the dtype of training, not in fp32.
+    ``lone_shard``: a shard that is given by its name stands for itself, without the other files of its model.
+    Raises UsageError when nothing is there, OperationError when weights cannot be read as a whole (what is wrong, and
+    what to type next), OSError.
+    """
+    given = existing(path)
+    if not given.is_dir():
+        return _one_file(given, lone_shard=lone_shard)
+    try:
+        return _folder(given, original=original)
+    except FormatError as error:
+        raise OperationError(f"{given}: {error}; next: {command('check', given)}") from error
+
+
+def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
+    """Return all that holds no weights of a checkpoint, relative to its root, at any depth, as ``listed_files`` does.
+
+    Walks the folder, which opening does not. None are beside a lone file. Raises OSError when it cannot be listed.
+    """
+    if checkpoint.only is not None:
+        return ()
+    used = {str(file) for one in checkpoint.weights for file in one.files}
+    return tuple(PurePosixPath(name) for name in listed_files(checkpoint.root) if name not in used)
+
+
+def _one_file(path: Path, *, lone_shard: bool) -> StoredCheckpoint:
+    is_index = path.name.endswith(".json")
+    folder = scan_folder(path.parent, None if is_index else path.name)
+    if lone_shard and not is_index:
+        folder = replace(folder, components=tuple(map(_by_itself, folder.components)))
+    found = all_state_dicts(folder) or all_state_dicts(folder, of_modules=False)
+    entries = [one for one in found if not is_index or one.label == path.name]
+    if not entries:
+        why = _unsupported(folder) or f"next: {command('check', path)}"
+        raise UsageError(f"{path} holds no weights of a model; {why}")
+    return StoredCheckpoint(root=folder.root, only=path.name, weights=_all_readable(folder, entries, path))
+
+
+def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
+    folder, found = _opened(root, original=original, depth=0)
+    if not found.weights:
+        below = ("--recursive",) if folder.subfolders and not folder.components else ()
+        why = _unsupported(folder) or f"next: {command('check', root, '', *below)}"
+        raise UsageError(f"{root} holds no weights of a model; {why}")
+    return found
+
+
+def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder, StoredCheckpoint]:
+    """Return what is in a folder, and in those below that belong to the same checkpoint; it can be nothing."""
+    folder = scan_folder(
+        root, wanted=lambda name: not is_deepspeed_file(str(name))
+    )  # a thousand ranks have many
+    manifest = usable_manifest(root)
+    found: dict[int, Weights] = {}
+    for entry in model_entries(folder, manifest):
+        found[entry.index] = _readable(folder, entry, root)
+    for index, where in dcp_folders(folder):
+        if index not in found:
+            found[index] = dcp_weights(root, where, index)
+    for index, where in deepspeed_folders(folder):
+        if index not in found:
+            found[index] = deepspeed_weights(root, where, index, original=original)
+    weights = tuple(found[index] for index in sorted(found))
+    if not weights:
+        weights = _all_readable(folder, _in_one_format(all_state_dicts(folder)), root)
+    used = {str(file) for one in weights for file in one.files}
+    rivals = [path for path in _other_weights(folder, weights) if str(path) not in used]
+    for where in model_folders(folder, has_weights=bool(weights), depth=depth):
+        _, below = _opened(root / where, original=original, depth=depth + 1)
+        weights += tuple(one.below(where) for one in below.weights)
+        rivals += (where / path for path in below.rivals)
+    return folder, StoredCheckpoint(
+        root=root, weights=weights, rivals=tuple(rivals), is_save_state=folder.is_save_state
+    )
+
+
+def _unsupported(folder: CheckpointFolder) -> str:
+    """Return in words which file is of a kind that is not read, "" when none is."""
+    found = (one for one in folder.components if one.problem is not None and one.is_unsupported)
+    return next((f"not read: {one.path}: {one.problem.message}" for one in found if one.problem), "")
+
+
+def _by_itself(component: Component) -> Component:
+    """Return a shard as a file of its own."""
+    return replace(component, name=replace(component.name, shard=None))
+
+
+def _all_readable(folder: CheckpointFolder, entries: Sequence[Entry], given: Path) -> tuple[Weights, ...]:
+    """Return the weights of entries of which several can be in one file."""
+    paths: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for entry in entries:
+        paths.setdefault(entry.files, []).append(entry.path)
+    return tuple(
+        _readable(folder, entry, given, [path for path in paths[entry.files] if path != entry.path])
+        for entry in entries
+    )
+
+
+def _readable(
+    folder: CheckpointFolder, entry: Entry, given: Path, beside: Collection[tuple[str, ...]] = ()
+) -> Weights:
+    if entry.problem:
+        raise OperationError(
+            f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to recover what is "
+            f"intact: {command('salvage', given)} NEW_FOLDER"
+        )
+    return file_weights(folder.root, entry, beside)
+
+
+def _in_one_format(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries without those of a library's model that is there as safetensors, too, as loaders take that."""
+    safe = {
+        name.model
+        for entry in entries
+        if (name := _library_name(entry.members)) is not None and name.suffix == ".safetensors"
+    }
+    return [
+        entry
+        for entry in entries
+        if (name := _library_name(entry.members)) is None
+        or name.suffix == ".safetensors"
+        or name.model not in safe
+    ]
+
+
+def _library_name(members: Sequence[Component]) -> FileName | None:
+    return members[0].name if members and members[0].name.is_of_library else None
+
+
+def _other_weights(folder: CheckpointFolder, weights: Sequence[Weights]) -> Iterator[PurePosixPath]:
+    """Yield the files of the same models in a second format, and what is left of an earlier save with other shards."""
+    first = [parse_file_name(str(one.files[0])) for one in weights if one.files]
+    opened = {(name.model, name.index) for name in first if name is not None}
+    opened |= {
+        (ModelName("model"), one.index) for one in weights if one.format in (Format.DCP, Format.DEEPSPEED)
+    }
+    for group in group_files(folder):
+        name = _library_name(group.members)
+        if name is None or (name.model, name.index) not in opened:
+            continue
+        paths = [member.path for member in group.members]
+        yield from paths
+        if paths and group.index_path is not None and group.index is not None:
+            yield group.index_path
+    for _, where in dcp_folders(folder):
+        yield from dcp_paths(folder.root, where)
+    for _, where in deepspeed_folders(folder):
+        yield from deepspeed_paths(folder.root, where)

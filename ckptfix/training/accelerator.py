@@ -1,0 +1,158 @@
+"""The guarded Accelerator, and the patch that guards every Accelerator of a process."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+
+from ckptfix.devices.dispatching import patch_dispatch, unpatch_dispatch
+from ckptfix.devices.transfers import Mode, mode_named
+from ckptfix.training import guard
+from ckptfix.training.guard import OnReprepare, Settings, guard_of
+from ckptfix.training.resuming import load_state
+from ckptfix.training.saving.meeting import timeout_of
+from ckptfix.training.saving.save_state import save_model, save_state
+
+_GUARDED: dict[str, Callable[..., Any]] = {
+    "prepare": guard.prepare,
+    "prepare_model": guard.prepare_model,
+    "prepare_optimizer": guard.prepare_other,
+    "prepare_scheduler": guard.prepare_other,
+    "prepare_data_loader": guard.prepare_other,
+    "register_for_checkpointing": guard.register_for_checkpointing,
+    "free_memory": guard.free_memory,
+    "clear": guard.free_memory,
+    "backward": guard.backward,
+    "save_state": save_state,
+    "load_state": load_state,
+    "save_model": save_model,
+}
+"""Method of ``accelerate.Accelerator`` -> what stands in front of it."""
+
+_ORIGINALS: dict[str, Callable[..., Any]] = {}
+"""What the patch replaced, while it is on."""
+
+
+def _in_front(
+    name: str,
+    signature_of: Callable[..., Any],
+    find: Callable[[accelerate.Accelerator], Callable[..., Any] | None],
+) -> Callable[..., Any]:
+    """Return a method of this name with its guard in front of the method that ``find`` gives.
+
+    None from ``find`` means that the guard is off.
+    """
+    stand_in = _GUARDED[name]
+    first = list(inspect.signature(signature_of).parameters.values())[1]
+    takes_one = first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+    @functools.wraps(signature_of)
+    def method(self: accelerate.Accelerator, *args: Any, **kwargs: Any) -> Any:
+        original = find(self)
+        if original is None:
+            return signature_of(self, *args, **kwargs)
+        if takes_one and not args:
+            if first.name in kwargs:
+                args = (kwargs.pop(first.name),)
+            elif first.default is inspect.Parameter.empty:
+                return original(**kwargs)  # it says itself what is missing
+        return stand_in(self, original, *args, **kwargs)
+
+    return method
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """A drop-in ``accelerate.Accelerator`` that cannot register an object twice.
+
+    Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do with an object that it
+    holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
+    accumulated or scaled. ``tensor_digests``: record a sha256 of every tensor in the manifest of each save.
+    ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
+    that calls it on the main process alone. ``save_timeout``: seconds after which a save that waits for other processes
+    ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        on_reprepare: OnReprepare | str = OnReprepare.WARN,
+        check_backward: bool = True,
+        tensor_digests: bool = False,
+        save_together: bool = True,
+        save_timeout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make an accelerator; other arguments go to ``accelerate.Accelerator``."""
+        timeout_of(save_timeout)  # a wrong value is said now, not at the first save
+        guard_of(
+            self,
+            Settings(OnReprepare(on_reprepare), check_backward, tensor_digests, save_together, save_timeout),
+        )
+        super().__init__(*args, **kwargs)
+
+
+def _of_the_base(name: str) -> Callable[[accelerate.Accelerator], Callable[..., Any]]:
+    # Looked up at each call: a patch of the base class, ours or another's, stays in the chain.
+    return lambda self: getattr(super(Accelerator, self), name)
+
+
+for _name in _GUARDED:
+    setattr(Accelerator, _name, _in_front(_name, getattr(accelerate.Accelerator, _name), _of_the_base(_name)))
+
+
+def _of_the_patch(
+    name: str, original: Callable[..., Any]
+) -> Callable[[accelerate.Accelerator], Callable[..., Any] | None]:
+    return lambda self: original.__get__(self) if name in _ORIGINALS else None
+
+
+def patch_accelerate(
+    *,
+    on_reprepare: OnReprepare | str = OnReprepare.WARN,
+    check_backward: bool = True,
+    tensor_digests: bool = False,
+    save_together: bool = False,
+    save_timeout: float | None = None,
+    safe_transfers: Mode | str = Mode.AUTO,
+) -> None:
+    """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
+
+    For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
+    ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
+    ``unpatch_accelerate`` ends it.
+
+    ``safe_transfers``: what every model gets that accelerate dispatches from now on, transformers'
+    ``from_pretrained(device_map="auto")`` included, as ``ckptfix.dispatch_model`` does it: "auto", "always" or "never".
+    The environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
+    """
+    mode = mode_named(safe_transfers)
+    timeout_of(save_timeout)
+    guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
+    guard.DEFAULTS.check_backward = check_backward
+    guard.DEFAULTS.tensor_digests = tensor_digests
+    guard.DEFAULTS.save_together = save_together
+    guard.DEFAULTS.save_timeout = save_timeout
+    for name in _GUARDED:
+        if name not in _ORIGINALS:
+            original = getattr(accelerate.Accelerator, name)
+            _ORIGINALS[name] = original
+            setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))
+    patch_dispatch(mode)
+
+
+def unpatch_accelerate() -> None:
+    """Take the patch back, and leave in place what others patched since.
+
+    Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers`` or their end.
+    """
+    unpatch_dispatch()
+    for name, original in _ORIGINALS.items():
+        if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
+            setattr(accelerate.Accelerator, name, original)
+    _ORIGINALS.clear()
+    for accelerator, its_guard in list(guard.GUARDS.items()):
+        if not isinstance(accelerator, Accelerator):
+            its_guard.backward.stop()
+            del guard.GUARDS[accelerator]

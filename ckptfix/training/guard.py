@@ -1,0 +1,570 @@
+"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again."""
+
+import gc
+import inspect
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import accelerate
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ckptfix.devices.callers import calling_line
+from ckptfix.errors import UsageError
+from ckptfix.training.prepared import Entry, Held, innermost, level_ids, levels
+from ckptfix.training.running import as_given
+
+# What the installed accelerate would do with an object that it is given again, for the guard's warning.
+#
+# Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12 registers it
+# again. Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when ``prepare`` made them,
+# and not when ``prepare_optimizer`` or the like did. The mark and the code are asked, not a version number.
+
+_MARK = "_is_accelerate_prepared"
+
+
+def consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
+    """Return in words what would come of the object being given to the stock ``verb`` once more."""
+    if verb == "register_for_checkpointing":
+        number = len(accelerator._custom_objects)
+        return (
+            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that registers it once "
+            "could not load the checkpoint"
+        )
+    if isinstance(thing, torch.nn.Module):
+        return _of_model(accelerator, thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        registry, what = accelerator._optimizers, "its state"
+    elif isinstance(thing, torch.utils.data.DataLoader):
+        return _of_dataloader(accelerator, thing)
+    else:
+        registry, what = accelerator._schedulers, "it"
+    if _is_returned(thing, registry):
+        return _HARMLESS.format(version=accelerate.__version__)
+    stem = "optimizer" if what == "its state" else "scheduler"
+    return f"save_state would write {what} again as {stem}_{len(registry)}.bin"
+
+
+_HARMLESS = "accelerate {version} would return it as it is and save it once"
+
+
+def _of_model(accelerator: Accelerator, model: Any) -> str:
+    if _looks_at_marks() and _is_returned(model, accelerator._models):
+        return _HARMLESS.format(version=accelerate.__version__)
+    is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
+    keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
+    return (
+        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, in twice the time and "
+        "space, and runs could not load each other's checkpoints"
+    )
+
+
+def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
+    from accelerate.data_loader import DataLoaderStateMixin
+
+    from ckptfix.training.loading.states import has_sampler, is_stateful
+
+    registry = accelerator._dataloaders
+    if _is_returned(loader, registry):
+        return _HARMLESS.format(version=accelerate.__version__)
+    if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
+        return "its data would be divided among the processes a second time, and most of it never be seen"
+    if is_stateful(loader) or getattr(accelerator.dataloader_config, "use_stateful_dataloader", False):
+        return f"save_state would write its state again as dl_state_dict_{len(registry)}.bin"
+    if has_sampler(loader):
+        return f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
+    return "it would be registered a second time, and load_state look for a state of it at the wrong number"
+
+
+def _is_returned(thing: Any, registry: list[Any]) -> bool:
+    """Whether accelerate recognises a thing by its mark, and has it already."""
+    return bool(getattr(thing, _MARK, False)) and any(one is thing for one in registry)
+
+
+def _looks_at_marks() -> bool:
+    """Whether this accelerate's ``prepare_model`` reads the mark: then the attribute's name is a constant in it."""
+    return _MARK in inspect.unwrap(accelerate.Accelerator.prepare_model).__code__.co_consts
+
+
+# Objects that some accelerator prepared before, brought back to what they were, to be prepared in earnest.
+
+_PREPARED = "_is_accelerate_prepared"
+_MADE: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def made_here(wrapper: object) -> None:
+    """Remember that an accelerator made this: older versions of accelerate leave no flag."""
+    _MADE[id(wrapper)] = wrapper
+
+
+def as_new(accelerator: Accelerator, thing: Any) -> Any:
+    """Return an object as if it had never been prepared: a flag that came from elsewhere proves nothing.
+
+    Set by another accelerator, or copied along by deepcopy, accelerate takes the flag for its own, skips the
+    preparation, and leaves a model without autocast or gradient synchronisation.
+    """
+    if isinstance(thing, torch.nn.Module):
+        return _model_as_new(accelerator, thing)
+    if type(thing) in (AcceleratedOptimizer, AcceleratedScheduler):
+        return innermost(thing)
+    return thing  # a data loader that was sharded stays so: sharded again it would lose data
+
+
+def wrapper_of(model: torch.nn.Module) -> Any:
+    """Return the DistributedDataParallel that lives around a model; the model itself where none does."""
+    return next(
+        (
+            thing
+            for thing in gc.get_objects()
+            if type(thing) is DistributedDataParallel and any(level is model for level in levels(thing))
+        ),
+        model,
+    )
+
+
+def _model_as_new(accelerator: Accelerator, model: torch.nn.Module) -> Any:
+    around = list(levels(model))
+    stale = _MADE.get(id(model)) is model
+    for level in around:
+        stale |= vars(level).pop(_PREPARED, False)
+        stale |= _strip_autocast(level)
+    if not stale:
+        return model
+    data_parallel = [
+        i for i, level in enumerate(around) if isinstance(level, DataParallel | DistributedDataParallel)
+    ]
+    first = data_parallel[-1] + 1 if data_parallel else 0
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        first = max(first, next((i for i, level in enumerate(around) if not _is_compiled(level)), 0))
+    return around[first]
+
+
+def _is_compiled(level: object) -> bool:
+    return "_orig_mod" in {**vars(level), **vars(level).get("_modules", {})}
+
+
+def _strip_autocast(model: Any) -> bool:
+    """Take accelerate's autocast off ``forward`` and return whether it was there; leave what others put in front."""
+    original = getattr(model, "_original_forward", None)
+    forward = vars(model).get("forward")
+    if original is None or forward is None:
+        return False
+    wanted = getattr(original, "__func__", original)
+    inner = getattr(forward, "__func__", forward)
+    while inner is not wanted:
+        inner = getattr(inner, "__wrapped__", None)
+        if inner is None:
+            return False
+    if wanted is getattr(type(model), "forward", None):
+        del model.__dict__["forward"]
+    else:
+        model.forward = original
+    for level in levels(model):
+        vars(level).pop("_original_forward", None)
+    return True
+
+
+# Gradients that did not come from ``accelerator.backward`` although it had to scale or divide them.
+#
+# Nothing of torch is patched: ``accelerator.backward`` is counted, and a hook of the optimizer looks at the
+# count when it steps. The count is one for all accelerators, so that a second one that shares an optimizer
+# raises no false alarm.
+
+_calls = itertools.count(1)
+_latest = 0
+
+
+def count_backward() -> None:
+    """Take note that some accelerator's ``backward`` was called."""
+    global _latest
+    _latest = next(_calls)
+
+
+class BackwardCheck:
+    """Watches the optimizers of one Accelerator, and warns once."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.warned = False
+        self._accelerator = weakref.ref(accelerator)
+        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def watch(self, optimizer: Any) -> None:
+        """Look at the count whenever this optimizer, the one inside accelerate's wrapper, steps."""
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None or optimizer in self._handles:
+            return
+        self._handles[optimizer] = register(_hook(weakref.ref(self)))
+
+    def stop(self) -> None:
+        """Watch no optimizer any more."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def stepped(self, optimizer: Any) -> None:
+        """Warn when gradients are there that need ``accelerator.backward`` and none was called since the last step."""
+        accelerator = self._accelerator()
+        if accelerator is None or self.warned:
+            return
+        reason = _reason(accelerator)
+        if reason is None or not _has_gradients(optimizer):
+            return
+        self.warned = True
+        line = calling_line()
+        switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
+        warnings.warn_explicit(
+            f"{type(optimizer).__name__}.step() at {line} uses gradients that did not come from "
+            f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "
+            f"meant, {switch} ends the warning.",
+            UserWarning,
+            line.path,
+            line.number,
+        )
+
+
+def _hook(check: "weakref.ref[BackwardCheck]") -> Callable[..., None]:
+    seen = _latest  # at the optimizer's last step
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal seen
+        watching = check()
+        if watching is not None and seen == _latest:
+            watching.stepped(optimizer)
+        seen = _latest
+
+    hook: Callable[..., None] = torch.compiler.disable(before_step)
+    return hook
+
+
+def _reason(accelerator: Accelerator) -> str | None:
+    """Return what loss.backward() leaves out here; None when it leaves nothing out."""
+    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
+        return None  # their engines divide and scale, whoever calls them
+    if accelerator.scaler is not None and accelerator.scaler.is_enabled():
+        return "the loss was not scaled, so dividing by the scale makes the updates vanish."
+    steps = accelerator.gradient_accumulation_steps
+    if steps > 1:
+        return f"over {steps} accumulated batches they are {steps} times too large."
+    return None
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+# Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
+#
+# Each function stands in front of one method of ``accelerate.Accelerator``. It gets the accelerator, the
+# method it stands in front of, already bound, and the call's arguments, so that a subclass and a patch of
+# the class itself share it.
+
+Method = Callable[..., Any]
+
+REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+
+
+class OnReprepare(Enum):
+    """WARN: once a call, and return what the first ``prepare`` gave. RAISE: UsageError. ALLOW: as accelerate does."""
+
+    WARN = "warn"
+    RAISE = "raise"
+    ALLOW = "allow"
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a guard does.
+
+    ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
+    every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
+    and all of them save as one. ``save_timeout``: seconds that such a save waits for the others, None for the default.
+    """
+
+    on_reprepare: OnReprepare = OnReprepare.WARN
+    check_backward: bool = True
+    tensor_digests: bool = False
+    save_together: bool = False
+    save_timeout: float | None = None
+
+
+class Guard:
+    """The guard of one Accelerator: what it holds, and whether one of its methods is running."""
+
+    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+        self.settings = settings
+        self.held = Held()
+        self.backward = BackwardCheck(accelerator)
+        self._running = threading.local()
+        self._accelerator = weakref.ref(accelerator)
+        self._registered: frozenset[int] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[bool]:
+        """Yield whether this is the outermost call: what accelerate calls on itself goes through untouched."""
+        depth = getattr(self._running, "depth", 0)  # of this thread: a save may go on in another
+        if depth == 0:
+            self.follow_the_registries()
+        self._running.depth = depth + 1
+        try:
+            yield depth == 0
+        finally:
+            self._running.depth = depth
+
+    def add(self, things: Sequence[Any], prepared: Any, where: str, *, evaluation: bool = False) -> Entry:
+        """Remember what these objects became."""
+        self._registered = None
+        return self.held.add(things, prepared, where, evaluation=evaluation)
+
+    def follow_the_registries(self) -> None:
+        """Forget what was taken out of the registries by hand, as some scripts do to free memory."""
+        accelerator = self._accelerator()
+        if accelerator is None or not self.held.entries:
+            return
+        things = [thing for name in REGISTRIES for thing in getattr(accelerator, name)]
+        registered = frozenset(map(id, things))
+        if registered != self._registered:
+            self._registered = registered
+            self.held.keep_only(level_ids(things))
+
+
+DEFAULTS = Settings()
+"""Of every Accelerator that was not given settings of its own."""
+
+GUARDS: "weakref.WeakKeyDictionary[Accelerator, Guard]" = weakref.WeakKeyDictionary()
+
+
+def guard_of(accelerator: Accelerator, settings: Settings | None = None) -> Guard:
+    """Return the guard of an accelerator, made at its first use."""
+    guard = GUARDS.get(accelerator)
+    if guard is None:
+        guard = GUARDS[accelerator] = Guard(accelerator, settings or DEFAULTS)
+    return guard
+
+
+def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placement: Any = None) -> Any:
+    """Stand in front of ``Accelerator.prepare``."""
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
+        if not is_outermost or _is_left_to_accelerate(accelerator, guard, args, device_placement):
+            return method(*args, device_placement=device_placement)
+        entries = [_held(accelerator, guard, thing) if _counts(thing) else None for thing in args]
+        twins = _twins(args)
+        new = [i for i in range(len(args)) if entries[i] is None and twins[i] == i]
+        again = [i for i in range(len(args)) if i not in new]
+        if again:
+            _complain(accelerator, guard, "prepare", [args[i] for i in again], [entries[i] for i in again])
+        given = [as_new(accelerator, args[i]) if _counts(args[i]) else args[i] for i in new]
+        placement = None if device_placement is None else [device_placement[i] for i in new]
+        if new and again and _wants_its_model(accelerator) and not any(map(_is_model, given)):
+            # FSDP2 wants model and optimizer in one call; of a model that is sharded already it needs nothing.
+            made: Any = [accelerator._prepare_one(thing, first_pass=True) for thing in given]
+            made = tuple(accelerator._prepare_one(thing) for thing in made)
+        elif new:
+            made = method(*given, device_placement=placement)
+            made = made if len(new) > 1 else (made,)
+        result = list(args)
+        for position, i in enumerate(new):
+            result[i] = made[position]
+            _remember(guard, args[i], given[position], made[position])
+        for i in again:
+            entry = entries[i]
+            result[i] = result[twins[i]] if entry is None else entry.prepared
+        return tuple(result) if len(result) > 1 else result[0]
+
+
+def prepare_model(
+    accelerator: Accelerator,
+    method: Method,
+    model: Any,
+    device_placement: Any = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """Stand in front of ``Accelerator.prepare_model``."""
+    return _prepare_one(accelerator, method, model, (device_placement, evaluation_mode), {}, evaluation_mode)
+
+
+def prepare_other(accelerator: Accelerator, method: Method, thing: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in front of ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader``."""
+    return _prepare_one(accelerator, method, thing, args, kwargs, False)
+
+
+def _prepare_one(
+    accelerator: Accelerator,
+    method: Method,
+    thing: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    evaluation: bool,
+) -> Any:
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
+        if not is_outermost or _is_left_to_accelerate(accelerator, guard, (thing,)):
+            return method(thing, *args, **kwargs)
+        entry = _held(accelerator, guard, thing, evaluation=evaluation)
+        if entry is not None:
+            _complain(accelerator, guard, method.__name__, [thing], [entry])
+            return entry.prepared
+        given = as_new(accelerator, thing)
+        made = method(given, *args, **kwargs)
+        _remember(guard, thing, given, made, evaluation=evaluation)
+        return made
+
+
+def register_for_checkpointing(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
+    """Stand in front of ``Accelerator.register_for_checkpointing``."""
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost:
+        if not is_outermost or guard.settings.on_reprepare is OnReprepare.ALLOW:
+            return method(*objects)
+        known = {id(thing) for thing in accelerator._custom_objects}
+        new: list[Any] = []
+        again: list[Any] = []
+        for thing in objects:
+            (again if id(thing) in known else new).append(thing)
+            known.add(id(thing))
+        if again:
+            _complain(accelerator, guard, "register_for_checkpointing", again, [])
+        return method(*new) if new or not objects else None
+
+
+def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
+    """Stand in front of ``Accelerator.free_memory`` and ``clear``: what was let go can be prepared anew."""
+    guard = guard_of(accelerator)
+    with guard.entered():
+        guard.held.clear()
+        guard.backward.stop()
+        return method(*objects)
+
+
+def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any) -> Any:
+    """Stand in front of ``Accelerator.backward``: count it."""
+    count_backward()
+    guard_of(accelerator).follow_the_registries()
+    return method(loss, **kwargs)
+
+
+def _is_left_to_accelerate(
+    accelerator: Accelerator, guard: Guard, args: Sequence[Any], device_placement: Any = None
+) -> bool:
+    """Whether a call goes to accelerate as it is: what the guard must not change, and what accelerate refuses."""
+    kind = accelerator.distributed_type.value
+    one_model = kind == "DEEPSPEED" or getattr(accelerator, "is_fsdp2", False)
+    return (
+        guard.settings.on_reprepare is OnReprepare.ALLOW
+        or kind == "MEGATRON_LM"  # it builds models from a configuration, not from what prepare is given
+        or (device_placement is not None and len(device_placement) != len(args))
+        or (
+            one_model
+            and len({i for i, thing in zip(_twins(args), args, strict=True) if _is_model(thing)}) > 1
+        )
+    )
+
+
+def _wants_its_model(accelerator: Accelerator) -> bool:
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    return getattr(accelerator, "is_fsdp2", False) or bool(parallelism and parallelism.tp_enabled)
+
+
+def _twins(args: Sequence[Any]) -> list[int]:
+    """Return for each argument the position of the first that is the same object, wrappers aside."""
+    inside = [level_ids([thing]) if _counts(thing) else set() for thing in args]
+    return [next((j for j in range(i) if inside[i] & inside[j]), i) for i in range(len(args))]
+
+
+def _held(accelerator: Accelerator, guard: Guard, thing: Any, *, evaluation: bool = False) -> Entry | None:
+    """Return the entry of an object that this accelerator holds, None for one to be prepared."""
+    entry = guard.held.find(thing)
+    if entry is None:
+        return _prepared_unguarded(accelerator, guard, thing)
+    if entry.evaluation and not evaluation:
+        # Prepared for evaluation only, it has no gradient synchronisation: this time it is meant.
+        mine = set(entry.members)
+        accelerator._models[:] = [
+            model for model in accelerator._models if mine.isdisjoint(level_ids([model]))
+        ]
+        guard.held.forget(entry)
+        return None
+    return entry
+
+
+def _prepared_unguarded(accelerator: Accelerator, guard: Guard, thing: Any) -> Entry | None:
+    """Return an entry for an object that was registered before this accelerator was guarded."""
+    mine = level_ids([thing])
+    for name in REGISTRIES:
+        for known in getattr(accelerator, name):
+            if mine.isdisjoint(level_ids([known])):
+                continue
+            prepared = known
+            if name == "_models":  # for DistributedDataParallel the registry holds what is inside
+                prepared = wrapper_of(known) if thing is known else thing
+            return guard.add((known, thing), prepared, "a line before the guard was on")
+    return None
+
+
+@contextmanager
+def _restored_on_error(accelerator: Accelerator, guard: Guard) -> Iterator[None]:
+    """Take back what a call registered when it fails: the next try would register it again."""
+    before = {name: list(getattr(accelerator, name)) for name in REGISTRIES}
+    entries = list(guard.held.entries)
+    try:
+        yield
+    except BaseException:
+        guard.held.entries = entries
+        for name, things in before.items():
+            getattr(accelerator, name)[:] = things
+        raise
+
+
+def _remember(guard: Guard, thing: Any, given: Any, made: Any, *, evaluation: bool = False) -> None:
+    if made is None or not _counts(thing):
+        return
+    guard.add((thing, given), made, str(calling_line()), evaluation=evaluation)
+    made_here(made)
+    if guard.settings.check_backward and isinstance(made, torch.optim.Optimizer):
+        guard.backward.watch(innermost(made))
+
+
+def _is_model(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module)
+
+
+def _counts(thing: Any) -> bool:
+    """Whether ``prepare`` does anything with an object; it hands numbers and strings through."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler)
+    ours = (AcceleratedOptimizer, AcceleratedScheduler)
+    return isinstance(thing, (*kinds, *ours)) or type(thing).__name__ in ("DummyOptim", "DummyScheduler")
+
+
+def _complain(
+    accelerator: Accelerator, guard: Guard, verb: str, things: list[Any], entries: Sequence[Entry | None]
+) -> None:
+    line = calling_line()
+    names = ", ".join(dict.fromkeys(type(thing).__name__ for thing in things))
+    first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
+    what = "; ".join(dict.fromkeys(consequence(accelerator, verb, thing) for thing in things))
+    once = verb if verb == "register_for_checkpointing" else "prepare"
+    is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
+    ending = (
+        f", and the object of the first {once}() is returned" if once == "prepare" and not is_raised else ""
+    )
+    message = (
+        f"{verb}() at {line} was given {names}, which this Accelerator holds already{first}. Nothing is added{ending}. "
+        f"Without the guard, {what}. Give each object to {once}() once."
+    )
+    if is_raised:
+        raise UsageError(message)
+    warnings.warn_explicit(message, UserWarning, line.path, line.number)

@@ -1,0 +1,428 @@
+"""The commit of a load: all ranks load, or all roll back."""
+
+import copy
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from typing_extensions import assert_never
+
+from ckptfix.checkpoint.latest import checkpoint_number
+from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
+from ckptfix.training.loading.draft import (
+    OF_A_RANK,
+    Action,
+    Draft,
+    LoadModel,
+    LoadState,
+    SetRandom,
+    SetSampler,
+    SetStep,
+)
+from ckptfix.training.loading.load_report import LoadError, Part
+from ckptfix.training.loading.randomness import current_random, set_random
+from ckptfix.training.loading.targets import distinct
+from ckptfix.training.prepared import innermost, levels
+from ckptfix.training.ranks import Ranks
+
+# The way back: what a load is going to modify, kept so that it can be put back as it was.
+
+
+def may_refuse(part: Part, action: Action) -> bool:
+    """Whether code of the script, or of another library, runs in an action, so that it can fail half way.
+
+    Classes of torch and accelerate are given only what was found to suit them.
+    """
+    match action:
+        case LoadModel(target=target):
+            hooked = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+            return _loads_itself(target.thing) or any(
+                getattr(module, name, None) for module in target.inner.modules() for name in hooked
+            )
+        case LoadState(thing=thing):
+            is_unknown = part is Part.DATALOADERS or (
+                part is Part.CUSTOM and not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+            )
+            return is_unknown or _loads_itself(thing)
+    return False
+
+
+def _loads_itself(thing: Any) -> bool:
+    for level in levels(thing):
+        method = getattr(type(level), "load_state_dict", None)
+        is_known = str(getattr(method, "__module__", "")).startswith(("torch.", "accelerate."))
+        if not is_known or "load_state_dict" in getattr(level, "__dict__", {}):
+            return True
+        hooked = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+        if any(getattr(level, name, None) for name in hooked):
+            return True
+    return False
+
+
+class Tensors:
+    """The parameters and buffers of models, copied to the CPU: both the objects in their places and their values.
+
+    What is done to submodules, and to weights that are kept offloaded on a disk, is not taken back.
+    """
+
+    def __init__(self, models: Sequence[Any], slots: Sequence[Slot] = ()) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any, torch.Tensor | None]] = []
+        modules = {id(module): module for target in distinct(models) for module in target.thing.modules()}
+        copies: dict[int, torch.Tensor | None] = {}
+        for module in modules.values():
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if id(tensor) not in copies:  # tied ones are kept once
+                        is_here = tensor is not None and tensor.device.type != "meta"
+                        copies[id(tensor)] = copied(tensor) if is_here else None
+                    self._before.append((registry, name, tensor, copies[id(tensor)]))
+        self._slots = [(slot, copied(slot.read())) for slot in slots if isinstance(slot, MemorySlot)]
+
+    def restore(self) -> None:
+        """Put every tensor back in its place, with its value."""
+        with torch.no_grad():
+            for registry, name, tensor, value in self._before:
+                registry[name] = tensor
+                if value is not None:
+                    tensor.copy_(value)
+        for slot, value in self._slots:
+            slot.write(value)
+
+
+def can_be_kept(slots: Sequence[Slot]) -> bool:
+    """Whether ``Tensors`` covers these slots: what lies on a disk is there because memory is short."""
+    return all(isinstance(slot, MemorySlot | EmptySlot) for slot in slots)
+
+
+class State:
+    """The attributes and the ``state_dict()`` of one object, tensors copied to the CPU."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+        self._inner = innermost(thing)
+        self._attributes = dict(getattr(self._inner, "__dict__", {}))
+        # torch's optimizers make a new state of what they load, and let go of the old one untouched.
+        self._is_replaced = isinstance(self._inner, torch.optim.Optimizer) and not _loads_itself(thing)
+        self._state: Any = None
+        self._is_known = True
+        if not self._is_replaced:
+            try:
+                self._state = copied(thing.state_dict())
+            except Exception:  # of a class of the script; a load that works does not need it
+                self._is_known = False
+
+    def restore(self) -> bool:
+        """Put back what was there; return whether it is there again."""
+        self._restore_attributes()
+        if self._is_replaced:
+            return True
+        if not self._is_known:
+            return False
+        for keeps_attributes in (True, False):
+            if self._is_as_before():
+                return True
+            with suppress(Exception):  # it may refuse this as well, and be as it was all the same
+                self._thing.load_state_dict(copied(self._state))
+            if keeps_attributes:
+                self._restore_attributes()
+        return self._is_as_before()
+
+    def _restore_attributes(self) -> None:
+        own = getattr(self._inner, "__dict__", None)
+        if own is not None:
+            own.clear()
+            own.update(self._attributes)
+
+    def _is_as_before(self) -> bool:
+        return same(self._thing.state_dict(), self._state)
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy of a state, its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal; NaN equals NaN, and objects that do not compare have equal attributes."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and same_bytes(one.to("cpu"), other.to("cpu"))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, numpy.ndarray):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return is_alike and same(one.tolist(), other.tolist())
+    if bool(one == other) or (one != one and other != other):
+        return True
+    attributes = getattr(one, "__dict__", None)
+    return attributes is not None and same(attributes, getattr(other, "__dict__", None))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare the bits of two tensors on one device, for NaN equals nothing."""
+    if one.shape != other.shape:
+        return False
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return bool(torch.equal(*flat))
+
+
+# All ranks load, or none: they agree, modify everything in the order of ``Accelerator.load_state``, or take
+# it back.
+#
+# Beside hooks of the script and loads that are delegated to accelerate, nothing is modified anywhere else.
+
+Outline = tuple[tuple[object, ...], ...]
+
+_ORDER = (
+    Part.MODELS,
+    Part.OPTIMIZERS,
+    Part.SCHEDULERS,
+    Part.DATALOADERS,
+    Part.SCALER,
+    Part.RNG,
+    Part.STEP,
+    Part.CUSTOM,
+)
+"""The order of ``accelerate.checkpointing.load_accelerator_state``, then step and custom objects."""
+
+
+class Commit:
+    """What a draft is going to do, and the way back from it where code of the script may stop it half way.
+
+    Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``: what hooks of the
+    script began to modify already. ``refused``: the part of the object that raised.
+    """
+
+    def __init__(self, draft: Draft, accelerator: Any, tensors: Tensors | None = None) -> None:
+        """Keep what will be modified. Modifies nothing."""
+        self._draft = draft
+        self._accelerator = accelerator
+        self._planned = sorted(draft.planned, key=lambda pair: _ORDER.index(pair[0].part))
+        self._attempted = 0
+        self.refused: Part | None = None
+        self._random = current_random()
+        self._step = getattr(accelerator, "step", None)
+        self._tensors = tensors
+        self._states: dict[int, State] = {}
+        self._samplers: dict[int, Any] = {}
+        self._is_kept = tensors is not None or any(
+            may_refuse(report.part, action) for report, action in self._planned
+        )
+        if self._is_kept:
+            try:
+                self._keep()
+            except (
+                MemoryError,
+                RuntimeError,
+            ):  # torch's word for no memory; a load that works needs no way back
+                self._is_kept = False
+
+    def _keep(self) -> None:
+        models = [action for _, action in self._planned if isinstance(action, LoadModel)]
+        if self._tensors is None:
+            slots = [slot for action in models for slot in action.slots.values()]
+            self._tensors = Tensors([action.target.thing for action in models], slots)
+        for number, (_, action) in enumerate(self._planned):
+            if isinstance(action, LoadState):
+                self._states[number] = State(action.thing)
+            elif isinstance(action, SetSampler):
+                self._samplers[number] = action.dataloader.get_sampler()
+
+    def run(self) -> None:
+        """Do every action. Raises LoadError when one fails; what was done until then is not taken back here."""
+        for report, action in self._planned:
+            self._attempted += 1
+            try:
+                perform(action, self._accelerator)
+            except Exception as error:  # load_state_dict of a class of the script raises anything
+                self.refused = report.part
+                raise LoadError(
+                    f"{self._draft.path}: {report.name} refused its state: {type(error).__name__}: {error}",
+                    report=self._draft.report(),
+                    modified=True,
+                ) from error
+
+    def take_back(self) -> list[str]:
+        """Put everything back as it was; return the names of what could not be."""
+        attempted = self._planned[: self._attempted]
+        if not self._is_kept:
+            return [report.name for report, _ in attempted]
+        lost = []
+        for number, (report, action) in reversed(list(enumerate(attempted))):
+            try:
+                is_back = self._restore(number, action)
+            except Exception:  # of a class of the script, or no memory
+                is_back = False
+            if not is_back:
+                lost.append(report.name)
+        try:
+            if self._tensors is not None:
+                self._tensors.restore()
+        except Exception:
+            lost += [report.name for report, action in attempted if isinstance(action, LoadModel)]
+        set_random(self._random)
+        if self._accelerator is not None:
+            self._accelerator.step = self._step
+        return lost[::-1]
+
+    def _restore(self, number: int, action: Action) -> bool:
+        match action:
+            case LoadModel():
+                return can_be_kept(list(action.slots.values()))
+            case LoadState():
+                return self._states[number].restore()
+            case SetSampler():
+                action.dataloader.set_sampler(self._samplers[number])
+        return True
+
+
+def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError) -> LoadError:
+    """Take a commit back on every rank after it failed on any; return the error to raise, which says how that went.
+
+    ``commit``: None on a rank that did not come to begin.
+    """
+    own = [] if commit is None else commit.take_back()
+    everyone = (
+        [(0, own)] if accelerator is None else Ranks(accelerator).gather((accelerator.process_index, own))
+    )
+    lost = [
+        f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
+    ]
+    ending = "everything was undone, nothing is modified"
+    refused = None if commit is None else commit.refused
+    if refused not in (None, Part.MODELS):  # optimizers need the weights of models
+        ending += f'; next: policy=LoadPolicy({refused.value}="ignore") leaves it as it is'
+    if lost:
+        ending = f"{'; '.join(lost)} could not be undone: the run must not go on from here"
+    return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
+
+
+def agree(accelerator: Any, error: BaseException | None, outline: Outline = ()) -> None:
+    """Raise on every rank when any rank failed, or when ranks would load different things.
+
+    Every rank must call it, failed or not. A rank's own error is raised as it is, others see a LoadError that names the
+    rank.
+    """
+    rank = accelerator.process_index
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = Ranks(accelerator).gather((rank, own, bool(getattr(error, "modified", False)), outline))
+    if error is not None:
+        raise error
+    failed = [(other, text) for other, text, _, _ in everyone if text is not None]
+    if failed:
+        more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise LoadError(
+            f"rank {failed[0][0]} failed{more}, so rank {rank} stops too: {failed[0][1]}",
+            modified=any(flag for _, _, flag, _ in everyone),
+        )
+    for other, _, _, theirs in everyone:
+        if theirs != everyone[0][3]:
+            raise LoadError(
+                f"rank {other} would load something else than rank {everyone[0][0]}: "
+                f"{_first_difference(everyone[0][3], theirs)}; do all ranks see the same folder?"
+            )
+
+
+def outline(draft: Draft) -> Outline:
+    """Return what must be the same on every rank: component, status, files, their sizes in bytes, and what is left."""
+    sizes = {str(member.path): member.size for entry in draft.used for member in entry.members}
+    return tuple(
+        (
+            report.name,
+            report.status.value,
+            report.files,
+            tuple(sizes.get(name, 0) for name in report.files),
+            *(() if report.is_in_full else (report.fresh, report.unused, report.mismatched)),
+        )
+        for report in draft.report().components
+        if report.part not in OF_A_RANK
+    )
+
+
+def go_on_numbering(accelerator: Any, path: Path) -> None:
+    """Let automatic numbers go on after the checkpoint that was loaded, and after all that are there.
+
+    Stock ``save_state`` refuses a number that is taken, and ``load_state`` leaves it at 0. Every rank must call it.
+    """
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        return
+
+    def following() -> int | None:
+        loaded = checkpoint_number(Path(os.path.abspath(path)).name)
+        if loaded is None:
+            return None
+        names: list[str] = []
+        with suppress(OSError):  # everything is loaded by now
+            names = os.listdir(Path(accelerator.project_dir or "") / "checkpoints")
+        taken = [number for name in names if (number := checkpoint_number(name)) is not None]
+        return 1 + max([loaded, *taken])
+
+    number = Ranks(accelerator).on_main(following, f"load_state_tolerant {path}")
+    if number is not None:
+        config.iteration = number
+
+
+def perform(action: Action, accelerator: Any) -> None:
+    """Do one action."""
+    match action:
+        case LoadModel():
+            _load_model(action)
+        case LoadState():
+            action.thing.load_state_dict(action.state)
+        case SetSampler():
+            action.dataloader.set_sampler(action.sampler)
+        case SetRandom():
+            if left := set_random(action.states):
+                warnings.warn(f"random number generators: {left}", UserWarning, stacklevel=2)
+        case SetStep():
+            accelerator.step = action.step
+        case _:
+            assert_never(action)
+
+
+def _load_model(action: LoadModel) -> None:
+    """Load a model's tensors, those on the meta device into their slots, and check that each name was taken."""
+    state = action.state
+    values = {name: state[name] for name in action.slots if name in state}
+    for name in action.slots:
+        if name not in values:  # tied to a tensor that is in the file, and may be kept apart from it
+            tied = next(other for other in action.target.ties[name] if other in state)
+            values[name] = state[tied]
+    for name in values:
+        state.pop(name, None)
+    result = action.target.thing.load_state_dict(state, strict=False)
+    if result is None:  # a model with a load_state_dict of its own
+        result = torch.nn.modules.module._IncompatibleKeys([], [])
+    missing = set(result.missing_keys) - action.fit.absent - action.fit.kept - set(values)
+    if missing or result.unexpected_keys:
+        raise RuntimeError(
+            f"missing names {sorted(missing)}, unexpected names {sorted(result.unexpected_keys)}"
+        )
+    for name, value in values.items():
+        action.slots[name].write(value)
+        arrived = action.slots[name].read()
+        if not same_bytes(arrived.to("cpu"), value.to("cpu", arrived.dtype)):
+            raise RuntimeError(f"{name!r} is not what was written")
+
+
+def _first_difference(one: Outline, other: Outline) -> str:
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            return f"{left} against {right}"
+    return f"{len(one)} components against {len(other)}"

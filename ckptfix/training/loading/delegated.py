@@ -1,0 +1,174 @@
+"""FSDP, DeepSpeed and Megatron-LM: accelerate loads, after every file was looked at."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.devices.torch_reading import resolve
+from ckptfix.errors import FormatError
+from ckptfix.formats.pickle_globals import GlobalSafety, classify
+from ckptfix.formats.torch_file import TorchFile, read_torch_file
+from ckptfix.storage.reading import open_reader
+from ckptfix.training.loading.commit import agree, go_on_numbering, perform
+from ckptfix.training.loading.draft import Draft, SetRandom, SetStep, as_load_error, stop_if_failed, warn_of
+from ckptfix.training.loading.load_report import (
+    ComponentReport,
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Need,
+    Part,
+    Status,
+)
+from ckptfix.training.loading.randomness import current_random, not_of_a_rank, plan_random, set_random
+from ckptfix.training.loading.states import has_sampler, is_stateful
+from ckptfix.training.loading.targets import Target, distinct
+
+_PICKLES = (".pt", ".bin", ".pkl", ".pth", ".metadata")
+
+
+class _Step(int):
+    """The step before a load: equal to it, and told from any step that accelerate sets."""
+
+
+def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
+    """Refuse damaged files and pickles that can run code, on all ranks alike; then call ``accelerator.load_state``.
+
+    Of the policy ``trust``, ``rng`` and ``step`` count. What sharded loading itself does cannot be staged: when it
+    fails, parts may be modified. Raises LoadError.
+    """
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    error: Exception | None = None
+    draft = Draft(path=root, policy=policy)
+    try:
+        if policy.models is Need.PARTIAL:
+            raise LoadError(
+                f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's own load_state loads "
+                f"its models, all keys or none; next: load_checkpoint_tolerant(model, path, "
+                f"policy=LoadPolicy(models='partial')) before accelerator.prepare(model)"
+            )
+        _check(draft, root)
+        plan_random(draft, root, read_manifest(root), accelerator.process_index, accelerator.num_processes)
+        stop_if_failed(draft, root)
+    except Exception as problem:  # told to the other ranks first: they would wait for ever
+        error = as_load_error(problem, draft)
+    agree(accelerator, error)
+    before, step = current_random(), _Step(accelerator.step)
+    accelerator.step = step
+    try:
+        accelerator.load_state(str(root))
+    except Exception as problem:  # whatever the engine raises; parts of it may be loaded
+        error = LoadError(f"{root}: {kind} could not load it: {problem}", modified=True)
+        error.__cause__ = problem
+    _set_random_and_step(draft, accelerator, before, step, failed=error is not None)
+    agree(accelerator, error)
+    go_on_numbering(accelerator, root)
+    _report(draft, accelerator, kind)
+    warn_of(draft, is_main=accelerator.is_main_process)
+    return draft.report()
+
+
+def _check(draft: Draft, root: Path) -> None:
+    """Raise LoadError for a folder that must not be loaded; warn of code in a pickle that the policy trusts."""
+    if not root.is_dir():
+        raise LoadError(f"{root} is not a folder")
+    if problem := mixed(root):
+        raise LoadError(problem)
+    damage, code = _look(scan_folder(root, wanted=not_of_a_rank))
+    if wrong := damage + ([] if draft.policy.trust else code):
+        raise LoadError(f"{root} was not loaded, nothing was modified:\n  " + "\n  ".join(wrong))
+    for text in code:
+        warnings.warn(f"code in a pickle is executed, because trust=True: {text}", UserWarning, stacklevel=4)
+
+
+def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Step, *, failed: bool) -> None:
+    """Set what accelerate lost, and put back what the policy ignores or what is wrong.
+
+    It swallows what goes wrong with the generators, and with a file that it cannot read it loses the step, too
+    (accelerate#4283).
+    """
+    is_lost = accelerator.step is step
+    if is_lost:
+        accelerator.step = int(step)
+    if failed:
+        return
+    actions = [action for _, action in draft.planned]
+    for action in actions:
+        if is_lost or isinstance(
+            action, SetStep
+        ):  # an object of the script may have drawn random numbers since
+            perform(action, accelerator)
+    if not any(isinstance(action, SetRandom) for action in actions):
+        set_random(before)
+    if not any(isinstance(action, SetStep) for action in actions):
+        accelerator.step = int(step)
+
+
+def _report(draft: Draft, accelerator: Any, kind: str) -> None:
+    reason = f"by accelerator.load_state ({kind}); its files were looked at, its names were not mapped"
+
+    def add(part: Part, index: int | None, thing: Any) -> None:
+        draft.others.append(
+            ComponentReport(
+                part=part, status=Status.RESTORED, index=index, what=type(thing).__name__, reason=reason
+            )
+        )
+
+    registries = (
+        (Part.MODELS, accelerator._models),
+        (Part.OPTIMIZERS, accelerator._optimizers),
+        (Part.SCHEDULERS, accelerator._schedulers),
+        (Part.CUSTOM, accelerator._custom_objects),
+    )
+    for part, things in registries:
+        for target in distinct(things):
+            add(part, target.index, target.inner)
+    for index, dataloader in enumerate(accelerator._dataloaders):
+        name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
+        if is_stateful(dataloader) and not (draft.path / name).exists():  # which accelerate passes over
+            target = Target(index=index, thing=dataloader, inner=dataloader)
+            draft.cannot(Part.DATALOADERS, f"{draft.path / name} is missing", target=target, missing=True)
+        elif is_stateful(dataloader) or has_sampler(dataloader):
+            add(Part.DATALOADERS, index, dataloader)
+    if accelerator.scaler is not None:
+        add(Part.SCALER, None, accelerator.scaler)
+
+
+def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:
+    """Return in words which files are damaged, and which need code: stock accelerate unpickles some of them in full."""
+    damage, code = [], []
+    for component in folder.components:
+        if component.role is Role.UNKNOWN or component.name.is_of_trainer:
+            continue  # a file that load_state never reads
+        if component.problem is not None:
+            damage.append(f"{component.path}: {component.problem.kind.value}: {component.problem.message}")
+        elif isinstance(component.content, TorchFile):
+            _, refused = resolve(component.content.tree.globals)
+            named = ", ".join(f"{module}.{name}" for module, name in sorted(refused))
+            if named:
+                code.append(
+                    f"{component.path} needs {named}; next, when you trust it: LoadPolicy(trust=True)"
+                )
+    for name, what in folder.subfolders.items():
+        if what == PLAIN_FOLDER:
+            continue
+        for file in sorted((folder.root / name).rglob("*")):
+            if file.is_file() and file.name.endswith(_PICKLES):
+                try:
+                    code += _unsafe(file)
+                except FormatError as error:
+                    damage.append(f"{file}: {error}")
+    return damage, code
+
+
+def _unsafe(file: Path) -> list[str]:
+    """Look for code in a file of DCP or DeepSpeed, whose own classes are fine. Raises FormatError."""
+    with open_reader(file) as reader:
+        found = read_torch_file(reader).tree.globals
+    unsafe = [f"{module}.{name}" for module, name in found if classify(module, name) is GlobalSafety.UNSAFE]
+    return [f"{file} calls {', '.join(unsafe)}, which can run any code"] if unsafe else []

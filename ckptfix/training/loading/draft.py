@@ -1,0 +1,174 @@
+"""What a load is going to do: collected before anything is modified, and judged by the policy."""
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.entries import Entry, changed_files
+from ckptfix.devices.offloaded import Slot
+from ckptfix.training.loading.load_report import (
+    ComponentReport,
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Need,
+    Part,
+    Status,
+)
+from ckptfix.training.loading.targets import Fit, ModelTarget, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel:
+    """Load ``state``, in the model's own names, into a model; ``slots`` are its tensors on the meta device."""
+
+    target: ModelTarget
+    state: Any
+    fit: Fit
+    slots: dict[str, Slot]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    """Call ``thing.load_state_dict(state)``."""
+
+    thing: Any
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetSampler:
+    """Call ``dataloader.set_sampler(sampler)``."""
+
+    dataloader: Any
+    sampler: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetRandom:
+    """Set the random number generators from what ``save_state`` wrote for this rank."""
+
+    states: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetStep:
+    """Set ``accelerator.step``."""
+
+    step: int
+
+
+OF_A_RANK = (Part.RNG, Part.STEP, Part.DATALOADERS)
+"""The parts that each rank has a state of its own of."""
+
+Action = LoadModel | LoadState | SetSampler | SetRandom | SetStep
+
+
+@dataclass(slots=True)
+class Draft:
+    """The actions in their order with their reports, and why they may not be done.
+
+    ``advice``: what to do where entries cannot be told apart, when that is not ``ckptfix check``.
+    """
+
+    path: Path
+    policy: LoadPolicy
+    advice: str = ""
+    planned: list[tuple[ComponentReport, Action]] = field(default_factory=list)
+    others: list[ComponentReport] = field(default_factory=list)
+    failures: dict[str, list[ComponentReport]] = field(default_factory=dict)
+    used: list[Entry] = field(default_factory=list)
+
+    def do(self, report: ComponentReport, action: Action, *entries: Entry) -> None:
+        """Add what will be done, from which files."""
+        self.planned.append((report, action))
+        self.used += entries
+
+    def cannot(
+        self, part: Part, reason: str, *, target: Target | None = None, files: tuple[str, ...] = (),
+        what: str = "", missing: bool = False,
+    ) -> None:  # fmt: skip
+        """Record that an object gets nothing: SKIPPED where nothing is there for it, FAILED where that is wrong.
+
+        A required part then fails the whole load.
+        """
+        required = self.policy.need(part) in (Need.REQUIRE, Need.PARTIAL)
+        report = ComponentReport(
+            part=part,
+            status=Status.SKIPPED if missing and not required else Status.FAILED,
+            index=target.index if target else None,
+            what=target.what if target else what,
+            files=files,
+            reason=reason,
+        )
+        self.others.append(report)
+        if required:
+            self.failures.setdefault(reason, []).append(report)
+
+    def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
+        """Record that the policy ignores an object."""
+        self.others.append(
+            ComponentReport(
+                part=part,
+                status=Status.SKIPPED,
+                index=target.index if target else None,
+                what=target.what if target else what,
+                reason="the policy says ignore",
+            )
+        )
+
+    def leave(self, part: Part, files: tuple[str, ...], reason: str) -> None:
+        """Record files that no object gets."""
+        self.others.append(ComponentReport(part=part, status=Status.SKIPPED, files=files, reason=reason))
+
+    def to_warn_of(self) -> tuple[ComponentReport, ...]:
+        """Return the objects that were left as they were, or in part, although the policy did not say ignore."""
+        return tuple(report for report, _ in self.planned if not report.is_in_full) + tuple(
+            report
+            for report in self.others
+            if self.policy.need(report.part) is Need.WARN
+            and report.status in (Status.SKIPPED, Status.FAILED)
+            and not (report.index is None and not report.what)
+        )
+
+    def report(self) -> LoadReport:
+        """Return the report, ordered by part."""
+        order = list(Part)
+        components = [report for report, _ in self.planned] + self.others
+        components.sort(key=lambda component: order.index(component.part))
+        return LoadReport(path=self.path, components=tuple(components))
+
+
+def stop_if_failed(draft: Draft, root: Path) -> None:
+    """Raise LoadError when something required is not there, or a file is not what was scanned."""
+    if draft.failures:
+        order = list(Part)
+        failures = sorted(draft.failures.items(), key=lambda failure: order.index(failure[1][0].part))
+        lines = [f"{', '.join(report.name for report in reports)}: {reason}" for reason, reports in failures]
+        raise LoadError(
+            f"{draft.path} was not loaded, nothing was modified:\n  " + "\n  ".join(lines),
+            report=draft.report(),
+        )
+    changed = changed_files(root, draft.used)
+    if changed:
+        raise LoadError(f"{draft.path}: {', '.join(changed)} changed while it was read; load it again")
+
+
+def as_load_error(problem: Exception, draft: Draft) -> LoadError:
+    """Return any failure before the commit as a LoadError with the report so far."""
+    if isinstance(problem, LoadError):
+        return problem
+    found = LoadError(f"{draft.path}: {type(problem).__name__}: {problem}", report=draft.report())
+    found.__cause__ = problem
+    return found
+
+
+def warn_of(draft: Draft, *, is_main: bool) -> None:
+    """Emit one UserWarning for each object that was left as it was, or in part.
+
+    For an object that all ranks share only the main one does.
+    """
+    for report in draft.to_warn_of():
+        if is_main or report.part in OF_A_RANK:
+            warnings.warn(f"{draft.path}: {report}", UserWarning, stacklevel=3)

@@ -1,0 +1,284 @@
+"""``load_state_tolerant`` and ``load_checkpoint_tolerant``: look at everything, read everything, agree, and only
+then modify.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, believed, model_entries, state_entries
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
+from ckptfix.training.loading.commit import Commit, Tensors, agree, go_on_numbering, outline, take_back_on_all
+from ckptfix.training.loading.delegated import load_delegated
+from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Need, Part
+from ckptfix.training.loading.models import plan_models, run_hooks
+from ckptfix.training.loading.pairs_of_objects import Owners, Placed
+from ckptfix.training.loading.randomness import not_of_a_rank, plan_random, ranks_in
+from ckptfix.training.loading.states import (
+    Offer,
+    after_models,
+    is_hopeless,
+    plan_dataloaders,
+    plan_scaler,
+    plan_states,
+    read_states,
+)
+from ckptfix.training.loading.targets import distinct, model_targets
+from ckptfix.training.ranks import SHARDED, cannot_agree
+from ckptfix.training.saving.recording import driven_optimizer, held_models
+
+# ``load_state_tolerant``: look at everything, read everything, agree, and only then modify.
+
+
+def load_state_tolerant(
+    accelerator: Any, path: str | os.PathLike[str], *, policy: LoadPolicy | None = None
+) -> LoadReport:
+    """Load a checkpoint folder of ``save_state`` into everything an accelerator holds; the folder is not changed.
+
+    Takes what ``Accelerator.load_state`` takes, and folders it fails on or loads wrongly: doubled or moved entries,
+    nested names, other containers, sharded weights, another number of ranks, missing and extra components. On a healthy
+    folder the result is that of ``load_state``, bit for bit. On a distributed run every rank must call it.
+
+    Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any rank, or when an
+    object refuses its own state. Nothing is modified then, unless ``error.modified``: the error names what could not be
+    taken back. ValueError for a policy that is none.
+
+    For the way back the weights are copied to the CPU, if objects with a ``load_state_dict`` that is not torch's are
+    to be loaded. With automatic naming, numbers go on after the checkpoint.
+    """
+    policy = policy or LoadPolicy()
+    if cannot_agree(accelerator):
+        raise LoadError(
+            "several XLA processes cannot agree on a load here; next: accelerator.load_state(path)"
+        )
+    root = Path(path).expanduser()
+    if accelerator.distributed_type in SHARDED:
+        return load_delegated(accelerator, root, policy)
+    draft = Draft(path=root, policy=policy)
+    undo: Tensors | None = None
+    error: Exception | None = None
+    try:
+        folder, manifest = look(root)
+        offers = _plan_before_hooks(draft, accelerator, folder, manifest)
+    except Exception as problem:  # told to the other ranks, then raised: a rank that leaves alone hangs them
+        error = as_load_error(problem, draft)
+    agree(accelerator, error)
+    try:  # a rank without hooks goes the same way, as one with hooks will wait for it
+        models = accelerator._models
+        if accelerator._load_model_state_pre_hook:
+            undo = Tensors(models)
+            models = run_hooks(accelerator, str(root), draft)
+        _plan(draft, accelerator, models, folder, manifest, offers)
+        stop_if_failed(draft, root)
+    except Exception as problem:
+        error = as_load_error(problem, draft)
+    try:
+        agree(accelerator, error, outline(draft))
+    except Exception:
+        if undo is not None:
+            undo.restore()
+        raise
+    _commit(draft, accelerator, undo)
+    go_on_numbering(accelerator, root)
+    warn_of(draft, is_main=accelerator.is_main_process)
+    return draft.report()
+
+
+def load_here(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
+    """Load as ``load_state_tolerant`` does, and wait for no other process: some scripts load on some of them only.
+
+    Raises LoadError; what was modified until then is taken back.
+    """
+    draft = Draft(path=root, policy=policy)
+    undo: Tensors | None = None
+    commit: Commit | None = None
+    try:
+        folder, manifest = look(root)
+        offers = _plan_before_hooks(draft, accelerator, folder, manifest)
+        models = accelerator._models
+        if accelerator._load_model_state_pre_hook:
+            undo = Tensors(models)
+            models = run_hooks(accelerator, str(root), draft)
+        _plan(draft, accelerator, models, folder, manifest, offers)
+        stop_if_failed(draft, root)
+        commit = Commit(draft, accelerator, undo)
+        commit.run()
+    except Exception as problem:
+        if commit is not None:
+            commit.take_back()
+        elif undo is not None:
+            undo.restore()
+        raise as_load_error(problem, draft) from problem.__cause__
+    warn_of(draft, is_main=accelerator.is_main_process)
+    return draft.report()
+
+
+def _commit(draft: Draft, accelerator: Any, undo: Tensors | None) -> None:
+    """Do what was planned on every rank, or take it back on every rank and raise LoadError."""
+    error: Exception | None = None
+    commit: Commit | None = None
+    try:
+        commit = Commit(draft, accelerator, undo)
+        commit.run()
+    except Exception as problem:
+        error = as_load_error(problem, draft)
+    try:
+        agree(accelerator, error)
+    except LoadError as failure:
+        raise take_back_on_all(accelerator, commit, failure) from failure.__cause__
+
+
+def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
+    """Return what a folder holds, by headers and opcodes. Raises LoadError, OSError, FormatError."""
+    if not root.is_dir():
+        kind = "is a file; next: load_checkpoint_tolerant(model, path)" if root.exists() else "does not exist"
+        raise LoadError(f"{root} {kind}")
+    if problem := mixed(root):
+        raise LoadError(problem)
+    folder = scan_folder(root, wanted=not_of_a_rank)
+    if not folder.components and not ranks_in(root):
+        numbered = sorted(str(name) for name in folder.subfolders if str(name).startswith("checkpoint_"))
+        hint = f"; it holds checkpoints: {', '.join(numbered[:3])}" if numbered else ""
+        others = ", ".join(f"{name} is {what}" for name, what in list(folder.subfolders.items())[:3])
+        raise LoadError(
+            f"{root} is not a checkpoint: no file of save_state is there{hint or (others and f'; {others}')}"
+        )
+    return folder, read_manifest(root)
+
+
+def _plan_before_hooks(
+    draft: Draft, accelerator: Any, folder: CheckpointFolder, manifest: Manifest | None
+) -> tuple[Offer, Offer, Offer]:
+    """Plan what does not depend on where models go; return what optimizers, schedulers and custom objects may get.
+
+    Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can be known.
+    """
+    root = folder.root
+    said = believed(manifest, folder) or Manifest(versions={}, world_size=0, step=0)
+    parts = (
+        (Part.OPTIMIZERS, Role.OPTIMIZER, said.optimizers, accelerator._optimizers, optimizer_problem),
+        (Part.SCHEDULERS, Role.SCHEDULER, said.schedulers, accelerator._schedulers, scheduler_problem),
+        (Part.CUSTOM, Role.CUSTOM, said.custom, accelerator._custom_objects, custom_problem),
+    )
+    optimizers, schedulers, custom = (
+        read_states(draft, part, root, state_entries(folder, role, recorded), distinct(things), check)
+        for part, role, recorded, things, check in parts
+    )
+    plan_dataloaders(draft, folder, accelerator._dataloaders)
+    plan_scaler(draft, folder, accelerator.scaler)
+    plan_random(draft, root, manifest, accelerator.process_index, accelerator.num_processes)
+    if accelerator._load_model_state_pre_hook:
+        trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
+        for offer in (optimizers, schedulers, custom):
+            # Which moments a model that is loaded in part leaves in use is known only after the hooks.
+            depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Need.PARTIAL
+            if not depends and is_hopeless(trial, offer):
+                plan_states(trial, root, offer)
+        stop_if_failed(trial, root)
+    return optimizers, schedulers, custom
+
+
+def _plan(
+    draft: Draft, accelerator: Any, left: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
+    offers: tuple[Offer, Offer, Offer],
+) -> None:  # fmt: skip
+    """Add to the draft what models get, and what follows them. ``left``: the models that hooks left to load."""
+    root = folder.root
+    optimizers, schedulers, custom = offers
+    placed = _plan_models(draft, accelerator, left, folder, manifest)
+    things = [target.thing for target in optimizers.targets]
+    models = [target.thing for target in placed.targets]
+
+    def owners() -> Owners:
+        return held_models(things, models)
+
+    optimizers = after_models(draft, optimizers, placed, owners)
+    driving = plan_states(draft, root, optimizers, placed, owners)
+    plan_states(draft, root, schedulers, driving, lambda: _driven(schedulers, driving))
+    plan_states(draft, root, custom)
+
+
+def _plan_models(
+    draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None
+) -> Placed:
+    if draft.policy.models is Need.IGNORE:
+        for target in distinct(models):
+            draft.ignore(Part.MODELS, target)
+        return Placed(part=Part.MODELS)
+    entries = model_entries(folder, manifest)
+    targets = model_targets(models, accelerator._models)
+    return plan_models(draft, folder.root, entries, targets, accelerator.device)
+
+
+def _driven(schedulers: Offer, optimizers: Placed) -> Owners:
+    things = [target.thing for target in optimizers.targets]
+    found = [driven_optimizer(target.thing, things) for target in schedulers.targets]
+    return [() if number is None else (number,) for number in found]
+
+
+# ``load_checkpoint_tolerant``: the weights of one model, out of whatever file or folder holds them.
+
+
+def load_checkpoint_tolerant(
+    model: Any, path: str | os.PathLike[str], *, policy: LoadPolicy | None = None
+) -> LoadReport:
+    """Load the weights of one model from a file, an index, a folder, or a training dict that holds a state dict.
+
+    All names must be found, and none be left over; wrappers are taken off and put back as the model has them. Of a
+    folder the one entry that fits is taken; of several that fit, equal ones count once, others are refused by name.
+    Only ``models`` and ``trust`` of the policy count. No rank speaks with another.
+
+    Raises LoadError when nothing fits or can be read; the model is then as it was, unless ``error.modified``.
+    """
+    policy = policy or LoadPolicy()
+    path = Path(path).expanduser()
+    draft = Draft(path=path, policy=policy, advice="give the path of one file")
+    error: LoadError | None = None
+    try:
+        entries, folder = _entries(path)
+        if policy.models is not Need.IGNORE:
+            plan_models(draft, folder.root, entries, model_targets([model]), _device(model))
+        stop_if_failed(draft, folder.root)
+    except Exception as problem:
+        error = as_load_error(problem, draft)
+    if error is not None:
+        raise error
+    commit = Commit(draft, None)
+    try:
+        commit.run()
+    except LoadError as failure:
+        raise take_back_on_all(None, commit, failure) from failure.__cause__
+    warn_of(draft, is_main=True)
+    return draft.report()
+
+
+def _entries(path: Path) -> tuple[list[Entry], CheckpointFolder]:
+    """Return the state dicts at a path. An index brings the shards that it names."""
+    if not path.exists():
+        raise LoadError(f"{path} does not exist")
+    if path.is_dir():
+        folder = scan_folder(path)
+        return list(all_state_dicts(folder)), folder
+    if path.name.endswith(".json"):
+        folder = scan_folder(path.parent)
+        wanted = [entry for entry in all_state_dicts(folder) if entry.label == path.name]
+        return wanted, folder
+    folder = scan_folder(path.parent, path.name)
+    return list(all_state_dicts(folder)), folder
+
+
+def _device(model: Any) -> torch.device:
+    """Return where the model is: the device of its first parameter that is anywhere."""
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return torch.device(parameter.device)
+    return torch.device("cpu")

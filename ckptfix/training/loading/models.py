@@ -1,0 +1,263 @@
+"""Plans of what each model of a run gets: which entry, under which names, and that it really arrives."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptfix.checkpoint.entries import Entry
+from ckptfix.devices.offloaded import EmptySlot, find_slots
+from ckptfix.devices.torch_reading import Unreadable, read_weights
+from ckptfix.storage.paths import command
+from ckptfix.training.loading.checking import dtype_change, dtype_problem
+from ckptfix.training.loading.draft import Draft, LoadModel
+from ckptfix.training.loading.load_report import ComponentReport, Mismatch, Need, Part, Status
+from ckptfix.training.loading.pairs_of_objects import (
+    Assignment,
+    Placed,
+    hidden_by,
+    misfits,
+    settle,
+    settle_by_score,
+    undecided,
+    went_elsewhere,
+)
+from ckptfix.training.loading.targets import Fit, ModelTarget, distinct, fit, partial_fit, without
+from ckptfix.wording import count_of, list_names
+
+Fits = list[list[Fit | str]]
+
+
+def plan_models(
+    draft: Draft, root: Path, entries: Sequence[Entry], targets: Sequence[ModelTarget], device: torch.device
+) -> Placed:
+    """Add to the draft what every model gets. Reads tensors onto the CPU, modifies nothing. Raises OSError.
+
+    ``device``: where tensors go that are on the meta device and that no hook looks after.
+    """
+    fits: Fits = [[entry.problem or fit(entry.shapes, target) for target in targets] for entry in entries]
+    reasons = [[found if isinstance(found, str) else "" for found in row] for row in fits]
+    exact = [[isinstance(found, Fit) and found.is_exact for found in row] for row in fits]
+    settled = settle(root, entries, targets, reasons, exact=exact)
+    if draft.policy.models is Need.PARTIAL and not settled.assignment.is_whole(len(targets)):
+        fits = [[_as_far_as_it_goes(entry, target) for target in targets] for entry in entries]
+        scores = [[len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits]
+        settled = settle_by_score(root, entries, targets, scores, settled.aside)
+    assignment = settled.assignment
+    pairs: dict[int, int] = {}
+    loaded: dict[int, Fit] = {}
+    for number, target in enumerate(targets):
+        position = assignment.pairs.get(number)
+        if position is None:
+            _nothing_for(draft, entries, targets, number, reasons, assignment)
+            continue
+        if hidden := hidden_by(entries, position, number, [entry.problem for entry in entries]):
+            draft.cannot(Part.MODELS, hidden, target=target)
+            continue
+        found = fits[position][number]
+        assert isinstance(found, Fit)
+        moved = position != number
+        arrives = _load(
+            draft, root, entries[position], target, found, device, number in assignment.by_position, moved
+        )
+        if arrives is not None:
+            pairs[number], loaded[number] = position, arrives
+    for double, original in settled.aside.items():
+        reason = f"the same model again as {entries[original].label}, equal in every byte"
+        draft.leave(Part.MODELS, entries[double].files, reason)
+    for number in assignment.left:
+        draft.leave(
+            Part.MODELS, entries[number].files, entries[number].problem or "it fits no model of this run"
+        )
+    return Placed(
+        part=Part.MODELS,
+        entries=entries,
+        targets=targets,
+        pairs=pairs,
+        aside=settled.aside,
+        is_moved=went_elsewhere(entries, targets, pairs, settled.aside),
+        fits=loaded,
+    )
+
+
+def run_hooks(accelerator: Any, path: str, draft: Draft) -> list[Any]:
+    """Call the hooks with the list of models, as ``load_state`` does, and return the models they left in it."""
+    models = list(accelerator._models)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(models, path)
+    kept = {id(model) for model in models}
+    for target in distinct(accelerator._models):
+        if id(target.thing) not in kept:
+            draft.others.append(
+                ComponentReport(
+                    part=Part.MODELS,
+                    status=Status.RESTORED,
+                    index=target.index,
+                    what=target.what,
+                    reason="by a hook of the script (register_load_state_pre_hook)",
+                )
+            )
+    return models
+
+
+def _nothing_for(
+    draft: Draft, entries: Sequence[Entry], targets: Sequence[ModelTarget], number: int,
+    reasons: Sequence[Sequence[str]], assignment: Assignment,
+) -> None:  # fmt: skip
+    """Say why a model gets nothing."""
+    target = targets[number]
+    if not entries:
+        reason = f"{draft.path} holds no weights of a model; next: {command('check', draft.path)}"
+        draft.cannot(Part.MODELS, reason, target=target, missing=True)
+        return
+    others = misfits(entries, [row[number] for row in reasons])
+    if assignment.refusal is not None and number in assignment.refusal[0]:
+        models = ", ".join(
+            f"{targets[index].index} ({targets[index].what})" for index in assignment.refusal[0]
+        )
+        reason = undecided(entries, assignment.refusal, f"models {models}", others)
+        reason += f"; next: {draft.advice or command('check', draft.path)}"
+    else:
+        reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
+        if draft.policy.models is Need.PARTIAL:
+            reason += (
+                '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", optimizers="warn") leaves '
+                "it as it is"
+            )
+        else:
+            reason += _partial_advice(entries, target)
+    draft.cannot(Part.MODELS, reason, target=target)
+
+
+def _as_far_as_it_goes(entry: Entry, target: ModelTarget) -> Fit | str:
+    """Return the fit of an entry, in full where there is one, or why it cannot be read."""
+    if entry.problem:
+        return entry.problem
+    found = fit(entry.shapes, target)
+    return found if isinstance(found, Fit) else partial_fit(entry.shapes, target)
+
+
+def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
+    """Return what to pass so that what matches is loaded, "" when nothing does."""
+    counts = [len(partial_fit(entry.shapes, target).names) for entry in entries if not entry.problem]
+    if not max(counts, default=0):
+        return ""
+    return (
+        f'; next: policy=LoadPolicy(models="partial") loads the {max(counts)} of its '
+        f"{count_of(len(target.state), 'key')} that match in name and shape"
+    )
+
+
+def _read(
+    draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit
+) -> tuple[Fit, "OrderedDict[str, Any]", str] | str:
+    """Return the fit with the values that arrive, in the model's names, and which dtypes change; or why none does."""
+    try:
+        weights = read_weights(root, entry, trust=draft.policy.trust)
+    except Unreadable as error:
+        return str(error)
+    listed = {*found.names, *found.unused, *(one.name for one in found.mismatched)}
+    if changed := weights.keys() ^ listed:
+        return f"{root / entry.label} changed while it was read: {min(changed)!r}; load it again"
+    pairs = []
+    mismatched = []
+    for name, ours in found.names.items():
+        value, own = weights[name], target.state[ours]
+        if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
+            continue
+        if type(own).__name__ == "DTensor":
+            return f"{ours!r}: the model's tensor is sharded over ranks; next: accelerator.load_state(path)"
+        shapes = tuple(value.shape), tuple(own.shape)
+        reason = dtype_problem(value, own)
+        if not reason and shapes[0] == shapes[1]:
+            pairs.append((value.dtype, own.dtype))
+        elif draft.policy.models is Need.PARTIAL:
+            mismatched.append(
+                Mismatch(key=ours, name=name, file_shape=shapes[0], model_shape=shapes[1], reason=reason)
+            )
+        else:
+            reason = reason or f"the shape is {list(shapes[0])} in the file, {list(shapes[1])} in the model"
+            return f"{entry.label}: {ours!r}: {reason}"
+    if mismatched:
+        found = without(found, mismatched, target)
+        if not found.names:
+            return f"{entry.label}: no key matches: {mismatched[0]}"
+    state: OrderedDict[str, Any] = OrderedDict((ours, weights[name]) for name, ours in found.names.items())
+    _metadata(weights, state, found)
+    return found, state, dtype_change(pairs)
+
+
+def _load(
+    draft: Draft, root: Path, entry: Entry, target: ModelTarget, found: Fit, device: torch.device,
+    by_position: bool, moved: bool,
+) -> Fit | None:  # fmt: skip
+    """Read an entry for a model, and add its loading or the reason against it. Return how it is loaded."""
+    read = _read(draft, root, entry, target, found)
+    if isinstance(read, str):
+        draft.cannot(Part.MODELS, read, target=target, files=entry.files)
+        return None
+    found, state, change = read
+    slots, wrong = find_slots(target.thing, [name for name in target.meta if name not in found.kept], device)
+    kept_slots, _ = find_slots(target.thing, [name for name in target.meta if name in found.kept], device)
+    wrong += [
+        f"{name!r} is on the meta device, without a value that it could keep, and the file has none for it"
+        for name, slot in kept_slots.items()
+        if isinstance(slot, EmptySlot)
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        draft.cannot(Part.MODELS, f"its weights would not arrive: {wrong[0]}{more}", target=target)
+        return None
+    reasons = [] if found.is_in_full else [_left_over(found, target)]
+    if not found.is_exact:
+        reasons.append(_renamed(entry, found))
+    if moved:
+        reasons.append("from another position")
+    if change:
+        reasons.append(change)
+    notes = [f"{len(slots)} tensors go to where accelerate keeps them offloaded"] if slots else []
+    status = Status.PARTIAL if found.kept else Status.ADAPTED if reasons else Status.RESTORED
+    report = ComponentReport(
+        part=Part.MODELS,
+        status=status,
+        index=target.index,
+        what=target.what,
+        files=entry.files,
+        reason=", ".join(reasons + notes),
+        by_position=by_position,
+        fresh=found.fresh(target),
+        unused=found.unused,
+        mismatched=found.mismatched,
+    )
+    draft.do(report, LoadModel(target=target, state=state, fit=found, slots=slots), entry)
+    return found
+
+
+def _left_over(found: Fit, target: ModelTarget) -> str:
+    """Say how many keys are loaded, and list those that are not."""
+    filled = len(target.state) - len(found.kept)
+    words = [f"{filled} of {count_of(len(target.state), 'key')} loaded"]
+    if fresh := found.fresh(target):
+        words.append(f"not in the file, kept as initialized: {list_names(fresh)}")
+    if found.mismatched:
+        shown = ", ".join(map(str, found.mismatched[:3]))
+        more = f" and {len(found.mismatched) - 3} more" if len(found.mismatched) > 3 else ""
+        words.append(f"mismatched, kept as initialized: {shown}{more}")
+    if found.unused:
+        words.append(f"in the file only, unused: {list_names(found.unused)}")
+    return "; ".join(words)
+
+
+def _metadata(weights: Any, state: Any, found: Fit) -> None:
+    """Give a state dict the versions of modules, under the names that the model gives them."""
+    metadata = getattr(weights, "_metadata", None)
+    if metadata is not None:
+        state._metadata = OrderedDict((found.modules.module(name), value) for name, value in metadata.items())
+
+
+def _renamed(entry: Entry, found: Fit) -> str:
+    old, new = next((old, new) for old, new in found.names.items() if old != new)
+    count = sum(1 for old, new in found.names.items() if old != new)
+    return f"{count} of {len(found.names)} names mapped ({old} -> {new})" if entry.shapes else ""

@@ -1,0 +1,393 @@
+"""Saved entries matched with the objects of a run: models first, then the optimizers and schedulers that follow
+them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptfix.checkpoint.entries import Entry, doubles
+from ckptfix.training.loading.load_report import Part
+from ckptfix.training.loading.targets import Fit, Target
+from ckptfix.wording import count_of
+
+# Which saved entry goes to which object of the run.
+#
+# What fits what decides, strict fits first, then proven doubles are set aside; order decides only among
+# equals.
+
+Relation = Sequence[Sequence[bool]]
+"""``relation[entry][target]``: whether this entry fits this target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """``pairs``: target -> entry. ``by_position``: targets that others fit as well. ``left``: entries without target.
+
+    ``refusal``: why some targets got nothing although entries fit them, in terms of (targets, entries) that cannot be
+    told apart; None when the assignment stands.
+    """
+
+    pairs: dict[int, int]
+    by_position: frozenset[int]
+    left: tuple[int, ...]
+    refusal: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def is_whole(self, targets: int) -> bool:
+        """Whether every target got an entry."""
+        return self.refusal is None and len(self.pairs) == targets
+
+
+def assign(relation: Relation, targets: int) -> Assignment:
+    """Give entries to targets where the relation leaves no doubt.
+
+    Entries that fit the same targets form a block with them. A block of as many entries as targets goes by position;
+    one with more or fewer entries is refused, unless it has no entries at all. Where blocks overlap, every entry must
+    fit the target of its own position.
+    """
+    rows = [frozenset(t for t in range(targets) if row[t]) for row in relation]
+    pairs: dict[int, int] = {}
+    by_position: set[int] = set()
+    fitting = [number for number, row in enumerate(rows) if row]
+    left = tuple(number for number, row in enumerate(rows) if not row)
+    if any(rows[one] != rows[two] and rows[one] & rows[two] for one in fitting for two in fitting):
+        if len(rows) == targets and all(number in row for number, row in enumerate(rows)):
+            return Assignment(
+                pairs={number: number for number in range(targets)},
+                by_position=frozenset(range(targets)),
+                left=(),
+            )
+        everything = tuple(sorted(frozenset[int]().union(*rows)))
+        return Assignment(pairs={}, by_position=frozenset(), left=left, refusal=(everything, tuple(fitting)))
+    for block in dict.fromkeys(rows[number] for number in fitting):
+        entries = [number for number in fitting if rows[number] == block]
+        wanted = sorted(block)
+        if len(entries) != len(wanted):
+            return Assignment(
+                pairs={}, by_position=frozenset(), left=left, refusal=(tuple(wanted), tuple(entries))
+            )
+        pairs.update(zip(wanted, entries, strict=True))
+        if len(wanted) > 1:
+            by_position.update(wanted)
+    return Assignment(pairs=pairs, by_position=frozenset(by_position), left=left)
+
+
+def best(relations: Sequence[Relation], loosest: Relation, targets: int) -> Assignment | None:
+    """Return the first whole assignment, strictest relation first, whose left entries fit no target even loosely."""
+    for relation in relations:
+        found = assign(relation, targets)
+        if found.is_whole(targets) and not any(any(loosest[entry]) for entry in found.left):
+            return found
+    return None
+
+
+Reasons = Sequence[Sequence[str]]
+"""``reasons[entry][target]``: why the entry does not fit the target, "" when it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """``assignment`` counts among all entries. ``aside``: entry -> the entry it is a proven double of."""
+
+    assignment: Assignment
+    aside: dict[int, int]
+
+
+def settle(
+    root: Path,
+    entries: Sequence[Entry],
+    targets: Sequence[Target],
+    reasons: Reasons,
+    *,
+    exact: Relation | None = None,
+) -> Settled:
+    """Decide which entry goes to which target.
+
+    ``exact``: for models, where the names of an entry are the target's own; what the manifest says of classes is heeded
+    as long as that gives every target an entry. Without a whole assignment, proven doubles whose names are wrapped more
+    are set aside, and then entries equal to another where there are too many for their targets. Raises OSError.
+    """
+    fits = [[not reason for reason in row] for row in reasons]
+    count = len(targets)
+    modes = [_both(fits, mode) for mode in _type_modes(entries, targets)]
+    strict = [_both(mode, exact) for mode in modes] if exact is not None else list(modes)
+    for relation, loosest in zip(strict, modes, strict=True):
+        if (found := best([relation], loosest, count)) is not None:
+            return Settled(assignment=found, aside={})
+    aside = doubles(root, entries, wrapped=True) if exact is not None else {}
+    while True:
+        for relation, loosest in [*zip(strict, modes, strict=True), *((mode, mode) for mode in modes)]:
+            found = best([_without(relation, aside)], _without(loosest, aside), count)
+            if found is not None:
+                return Settled(assignment=_trimmed(found, aside), aside=aside)
+        found = _trimmed(assign(_without(fits, aside), count), aside)
+        more = _surplus(root, entries, found)
+        if not more:
+            return Settled(assignment=found, aside=aside)
+        aside = {**aside, **more}
+
+
+def settle_by_score(
+    root: Path, entries: Sequence[Entry], targets: Sequence[Target], scores: Sequence[Sequence[int]],
+    aside: dict[int, int],
+) -> Settled:  # fmt: skip
+    """Decide which entry goes to which target where none fits in full.
+
+    ``scores[entry][target]``: how many of their keys match. An entry goes to the target that matches it best of all,
+    when that target has no better one; otherwise entries that match the same targets go by position. ``aside``: proven
+    doubles that are known already. Raises OSError.
+    """
+    count = len(targets)
+    modes = _type_modes(entries, targets)
+    while True:
+        left = [[0 if number in aside else score for score in row] for number, row in enumerate(scores)]
+        columns = [max(column, default=0) for column in zip(*left, strict=True)]
+        any_match = [[score > 0 for score in row] for row in left]
+        best_match = [
+            [score == max(row) == most > 0 for score, most in zip(row, columns, strict=True)] for row in left
+        ]
+        for relation in (best_match, any_match):
+            for mode in modes:
+                found = assign(_both(relation, mode), count)
+                if found.is_whole(count):
+                    return Settled(assignment=_trimmed(found, aside), aside=aside)
+        found = _trimmed(assign(any_match, count), aside)
+        more = _surplus(root, entries, found)
+        if not more:
+            return Settled(assignment=found, aside=aside)
+        aside = {**aside, **more}
+
+
+def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[int, int]:
+    """Return the doubles to set aside where more entries than targets fit, {} when bytes do not say which."""
+    if found.refusal is None or len(found.refusal[1]) <= len(found.refusal[0]):
+        return {}
+    wanted, block = found.refusal
+    surplus = len(block) - len(wanted)
+    local = doubles(root, [entries[number] for number in block], wrapped=False)
+    equal = {block[double]: block[original] for double, original in local.items()}
+    all_equal = len(equal) == len(block) - 1
+    if len(equal) < surplus or (len(equal) > surplus and not all_equal):
+        return {}
+    return dict(sorted(equal.items())[-surplus:])
+
+
+def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Relation]:
+    """Return relations of what the manifest says of classes: full names, last names, and no word on it."""
+    everything = [[True] * len(targets) for _ in entries]
+    if not any(entry.recorded is not None and entry.recorded.type for entry in entries):
+        return [everything]
+    full = [[same_class(entry, target, full=True) for target in targets] for entry in entries]
+    last = [[same_class(entry, target, full=False) for target in targets] for entry in entries]
+    return [full, last, everything]
+
+
+def same_class(entry: Entry, target: Target, *, full: bool) -> bool:
+    """Whether the manifest allows that an entry was saved from an object of this class; True where it is silent.
+
+    ``full``: the module must agree as well, which a script that became a module loses (``__main__.Net``).
+    """
+    recorded = entry.recorded.type if entry.recorded is not None else ""
+    if not recorded:
+        return True
+    if full:
+        return recorded in target.types
+    return recorded.rpartition(".")[2] in {name.rpartition(".")[2] for name in target.types}
+
+
+def undecided(
+    entries: Sequence[Entry], refusal: tuple[tuple[int, ...], tuple[int, ...]], wanted: str, others: str
+) -> str:
+    """Say which entries fit which targets in unequal numbers. ``wanted``: the targets in words."""
+    targets, fitting = refusal
+    names = ", ".join(entries[index].label for index in fitting)
+    count = "1 entry" if len(fitting) == 1 else f"{len(fitting)} entries"
+    return (
+        f"{count} for {count_of(len(targets), 'object')}, and nothing shows which belongs to which: "
+        f"{names} for {wanted}" + (f" ({others})" if others else "")
+    )
+
+
+def misfits(entries: Sequence[Entry], reasons: Sequence[str]) -> str:
+    """Say why entries do not fit one target, the first three of them."""
+    texts = [f"{entry.label}: {reason}" for entry, reason in zip(entries, reasons, strict=True) if reason]
+    return "; ".join(texts[:3])
+
+
+def hidden_by(entries: Sequence[Entry], position: int, number: int, problems: Sequence[str]) -> str:
+    """Return why a target may not get an entry of another position: the one at its own cannot be read, else ""."""
+    if position == number or number >= len(entries) or not problems[number]:
+        return ""
+    return (
+        f"{entries[number].label} is at its position and cannot be read ({problems[number]}); "
+        f"{entries[position].label} would fit, which may be another object's"
+    )
+
+
+def _both(one: Relation, other: Relation) -> Relation:
+    return [
+        [a and b for a, b in zip(left, right, strict=True)] for left, right in zip(one, other, strict=True)
+    ]
+
+
+def _without(relation: Relation, aside: dict[int, int]) -> Relation:
+    return [[fits and number not in aside for fits in row] for number, row in enumerate(relation)]
+
+
+def _trimmed(found: Assignment, aside: dict[int, int]) -> Assignment:
+    left = tuple(number for number in found.left if number not in aside)
+    return Assignment(pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal)
+
+
+# Optimizers go where their models went, and schedulers where their optimizers went.
+
+Owners = Sequence[tuple[int, ...]]
+"""``owners[number]``: the objects of the part before (its numbers) that an object holds; () when none is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where the entries of a part went. ``pairs``: target -> entry, of those that get one. ``aside``: as in Settled.
+
+    ``is_moved``: entries went to other positions than they were saved at, doubles not counted. ``fits``: of models,
+    target -> how its names lead to those of its entry.
+    """
+
+    part: Part
+    entries: Sequence[Entry] = ()
+    targets: Sequence[Target] = ()
+    pairs: Mapping[int, int] = field(default_factory=dict)
+    aside: Mapping[int, int] = field(default_factory=dict)
+    is_moved: bool = False
+    fits: Mapping[int, Fit] = field(default_factory=dict, repr=False)
+
+    def name(self, number: int) -> str:
+        """Return what a target is called in messages."""
+        target = self.targets[number]
+        return f"{self.part.value} {target.index} ({target.what})"
+
+    def got(self) -> dict[int, int]:
+        """Return entry -> target, a double like the one it doubles."""
+        found = {entry: number for number, entry in self.pairs.items()}
+        return found | {double: found[one] for double, one in self.aside.items() if one in found}
+
+
+def went_elsewhere(
+    entries: Sequence[Entry], targets: Sequence[Target], pairs: Mapping[int, int], aside: Mapping[int, int]
+) -> bool:
+    """Whether entries go to other positions than they were saved at.
+
+    Counted among those that a hook left, and among all that are registered: a hook of the script may have taken the
+    same ones away when it saved, or not.
+    """
+    kept = {entry: rank for rank, entry in enumerate(n for n in range(len(entries)) if n not in aside)}
+    among_kept = all(kept.get(entry) == number for number, entry in pairs.items())
+    among_all = all(entries[entry].index == targets[number].index for number, entry in pairs.items())
+    return not (among_kept or among_all)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no manifest said it."""
+
+    reasons: list[list[str]]
+    held: Owners = ()
+    by_order: frozenset[int] = frozenset()
+
+    def why(self, before: Placed, number: int, entry: int) -> str:
+        """Return in words why a target gets the entry of another position."""
+        names = ", ".join(before.name(owned) for owned in (self.held[number] if self.held else ()))
+        how = ", by the order in which both were saved" if entry in self.by_order else ""
+        return "from another position" + (f", with {names}{how}" if names else "")
+
+
+def follow(
+    reasons: list[list[str]], entries: Sequence[Entry], before: Placed, owners: Callable[[], Owners]
+) -> Followed:
+    """Let entries fit only where the objects that they belong to went.
+
+    The manifest says what belongs together. Without it, and where the part before moved, entries that fit several
+    targets go by the order of both parts; where that says nothing, they fit none. ``owners`` is asked for only then.
+    """
+    recorded = [_recorded(entry, before) for entry in entries]
+    if not before.is_moved and not any(recorded):
+        return Followed(reasons=reasons)
+    held = owners()
+    result = [
+        [
+            reason or _apart(before, belongs, held[number]) for number, reason in enumerate(row)
+        ]
+        for row, belongs in zip(reasons, recorded, strict=True)
+    ]  # fmt: skip
+    doubtful = [
+        number
+        for number, row in enumerate(result)
+        if row.count("") > 1 and not (recorded[number] and all(held))
+    ]
+    if not before.is_moved or not doubtful:
+        return Followed(reasons=result, held=held)
+    place = _by_order(entries, before, held)
+    for number in doubtful:
+        text = _not_here(before, None if place is None else place[number])
+        meant = None if place is None else _holder(before.got().get(place[number]), held)
+        result[number] = [
+            reason or ("" if target == meant else text) for target, reason in enumerate(result[number])
+        ]
+    by_order = frozenset(doubtful if place is not None else ())
+    return Followed(reasons=result, held=held, by_order=by_order)
+
+
+def _recorded(entry: Entry, before: Placed) -> frozenset[int]:
+    """Return the entries of the part before that an entry belongs to, as the manifest says."""
+    if entry.recorded is None:
+        return frozenset()
+    driven = entry.recorded.optimizer
+    positions = {*entry.recorded.models, *(() if driven is None else (driven,))}
+    return frozenset(n for n, one in enumerate(before.entries) if one.index in positions)
+
+
+def _apart(before: Placed, belongs: frozenset[int], held: tuple[int, ...]) -> str:
+    """Return why an entry does not belong to a target that holds these; what went nowhere is no reason."""
+    if not belongs or not held:
+        return ""
+    got = before.got()
+    for entry in sorted(belongs):
+        if entry in got and got[entry] not in held:
+            return _not_here(before, entry)
+    for number in held:
+        entry = before.pairs.get(number, -1)
+        if entry >= 0 and not {entry, *(d for d, one in before.aside.items() if one == entry)} & belongs:
+            return f"it does not belong to {before.entries[entry].label}, which {before.name(number)} gets"
+    return ""
+
+
+def _by_order(entries: Sequence[Entry], before: Placed, held: Owners) -> list[int] | None:
+    """Return for each entry the one of the part before that was saved at its position, None when that says nothing.
+
+    It does when there are as many of both, in the folder and in the run, and each object holds one of the other part.
+    """
+    if sorted(held) != [(number,) for number in range(len(before.targets))]:
+        return None
+    everything = list(range(len(before.entries)))
+    if [entry.index for entry in before.entries] != everything:
+        return None
+    alone = [number for number in everything if number not in before.aside]
+    positions = [entry.index for entry in entries]
+    return next((place for place in (everything, alone) if positions == list(range(len(place)))), None)
+
+
+def _holder(number: int | None, held: Owners) -> int | None:
+    return next((target for target, owned in enumerate(held) if owned == (number,)), None)
+
+
+def _not_here(before: Placed, entry: int | None) -> str:
+    """Return why an entry fits only another target, or none because nothing says which."""
+    word = before.part.value
+    if entry is None:
+        return (
+            f"the {word} are in another order here than in the folder, and nothing shows which of them it belongs to; "
+            f"next: prepare the {word} in the order of the run that saved"
+        )
+    number = before.got().get(entry)
+    where = "nothing of this run gets" if number is None else f"{before.name(number)} gets"
+    return f"it belongs to {before.entries[entry].label}, which {where}"

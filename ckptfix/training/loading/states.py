@@ -1,0 +1,320 @@
+"""Plan what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.entries import Entry, component_at, single_entry
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.devices.torch_reading import Unreadable, read_pickle
+from ckptfix.storage.paths import command
+from ckptfix.training.loading.checking import scaler_problem
+from ckptfix.training.loading.draft import Draft, LoadState, SetSampler
+from ckptfix.training.loading.load_report import ComponentReport, Need, Part, Status
+from ckptfix.training.loading.moments import Carried, carry
+from ckptfix.training.loading.pairs_of_objects import (
+    Owners,
+    Placed,
+    follow,
+    hidden_by,
+    misfits,
+    settle,
+    undecided,
+    went_elsewhere,
+)
+from ckptfix.training.loading.targets import Target
+
+Check = Callable[[Any, Entry, Target], str]
+"""Returns why a state does not suit a target, "" when it does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it can.
+
+    ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores the part.
+
+    Of optimizers: ``carried`` are the states to load instead of those that are saved, by entry and target; ``withheld``
+    says of a target why it gets nothing, whatever fits it; ``remark`` is added to what is said of all others.
+    """
+
+    part: Part
+    entries: Sequence[Entry]
+    targets: Sequence[Target]
+    states: list[Any] = field(default_factory=list, repr=False)
+    problems: list[str] = field(default_factory=list)
+    reasons: list[list[str]] = field(default_factory=list)
+    carried: Mapping[tuple[int, int], Carried] = field(default_factory=dict, repr=False)
+    withheld: Mapping[int, str] = field(default_factory=dict)
+    remark: str = ""
+
+
+def read_states(
+    draft: Draft, part: Part, root: Path, entries: Sequence[Entry], targets: Sequence[Target],
+    check: Check | None = None,
+) -> Offer:  # fmt: skip
+    """Read the states of a part, and hold each against every object."""
+    offer = Offer(part=part, entries=entries, targets=targets)
+    if draft.policy.need(part) is Need.IGNORE or not targets:
+        return offer
+    for entry in entries:
+        state, problem = _read(draft, root, entry)
+        offer.states.append(state)
+        offer.problems.append(problem)
+        offer.reasons.append(
+            [problem or (check(state, entry, target) if check else "") for target in targets]
+        )
+    return offer
+
+
+def is_hopeless(draft: Draft, offer: Offer) -> bool:
+    """Whether a part that is required lacks a state for some object, wherever the models will go."""
+    if draft.policy.need(offer.part) is not Need.REQUIRE:
+        return False
+    fitting = [row for row in offer.reasons if "" in row]
+    return len(fitting) < len(offer.targets) or any(all(column) for column in zip(*fitting, strict=True))
+
+
+def after_models(draft: Draft, offer: Offer, models: Placed, owners: Callable[[], Owners]) -> Offer:
+    """Return what optimizers may get once it is known which weights are loaded.
+
+    ``owners`` says which of the models each optimizer has parameters of; it is asked for only where some model is not
+    loaded, or in part. An optimizer of a model that is not loaded gets nothing: its moments belong to other weights.
+    """
+    if draft.policy.models is Need.IGNORE:
+        return replace(offer, remark="its weights are not loaded, as the policy says")
+    in_part = {number for number, found in models.fits.items() if not found.is_in_full}
+    lacking = set(range(len(models.targets))) - models.pairs.keys()
+    if not offer.reasons or not (in_part or lacking) or (lacking and draft.policy.models is not Need.WARN):
+        return offer
+    held = owners()
+    names = {
+        number: ", ".join(models.name(model) for model in sorted(lacking.intersection(owned)))
+        for number, owned in enumerate(held)
+    }
+    withheld = {number: _withheld(draft, text) for number, text in names.items() if text}
+    carried: dict[tuple[int, int], Carried] = {}
+    reasons = [list(row) for row in offer.reasons]
+    for number, owned in enumerate(held):
+        if not in_part.intersection(owned) or number in withheld:
+            continue
+        found = {
+            position: carry(offer.states[position], entry, offer.targets[number], models, owned)
+            for position, entry in enumerate(offer.entries)
+            if not offer.problems[position]
+        }
+        most = max((one.count for one in found.values() if isinstance(one, Carried)), default=0)
+        for position, one in found.items():
+            if isinstance(one, str):
+                reasons[position][number] = f"{one}; next: {_policy(offer.part)}"
+            elif one.count < most and not one.count:
+                reasons[position][number] = "none of its moments fits a parameter that is loaded"
+            else:
+                reasons[position][number] = ""
+                carried[position, number] = one
+    return replace(offer, reasons=reasons, carried=carried, withheld=withheld)
+
+
+def _withheld(draft: Draft, models: str) -> str:
+    """Say why an optimizer of models that are not loaded gets nothing, and what to pass."""
+    reason = (
+        f"its moments belong to the weights of {models}, which are not loaded; "
+        f'next: policy=LoadPolicy(models="partial") loads what matches'
+    )
+    if draft.policy.optimizers is Need.REQUIRE:
+        reason += ', LoadPolicy(models="warn", optimizers="warn") leaves both as they are'
+    return reason
+
+
+def plan_states(
+    draft: Draft, root: Path, offer: Offer, before: Placed | None = None, owners: Callable[[], Owners] = tuple
+) -> Placed:
+    """Add to the draft what every object of a numbered part gets. Modifies nothing. Raises OSError.
+
+    ``before``: where the objects went that these belong to; ``owners`` says which of them each holds.
+    """
+    part, entries, targets = offer.part, offer.entries, offer.targets
+    before = before or Placed(part=part)
+    if draft.policy.need(part) is Need.IGNORE:
+        for target in targets:
+            draft.ignore(part, target)
+        return Placed(part=before.part, is_moved=before.is_moved)
+    if not targets:
+        for entry in entries:
+            draft.leave(part, entry.files, "no object of this run is registered for it")
+        return Placed(part=part, is_moved=before.is_moved)
+    followed = follow(offer.reasons, entries, before, owners)
+    settled = settle(root, entries, targets, followed.reasons)
+    assignment = settled.assignment
+    pairs: dict[int, int] = {}
+    for number, target in enumerate(targets):
+        position = assignment.pairs.get(number)
+        if number in offer.withheld:
+            files = () if position is None else entries[position].files
+            draft.cannot(part, offer.withheld[number], target=target, files=files)
+            continue
+        if position is None:
+            row = [reasons[number] for reasons in followed.reasons]
+            _nothing_for(draft, offer, target, row, assignment.refusal, number)
+            continue
+        if hidden := hidden_by(entries, position, number, offer.problems):
+            draft.cannot(part, hidden, target=target)
+            continue
+        entry, moved = entries[position], position != number
+        pairs[number] = position
+        carried = offer.carried.get((position, number))
+        status = Status.ADAPTED if moved or carried else Status.RESTORED
+        reasons = (
+            carried.reason if carried else "",
+            followed.why(before, number, position) if moved else "",
+            offer.remark,
+        )
+        report = ComponentReport(
+            part=part,
+            status=Status.PARTIAL if carried and carried.fresh else status,
+            index=target.index,
+            what=target.what,
+            files=entry.files,
+            reason=", ".join(filter(None, reasons)),
+            by_position=number in assignment.by_position,
+            fresh=carried.fresh if carried else (),
+            unused=carried.unused if carried else (),
+        )
+        state = carried.state if carried else offer.states[position]
+        draft.do(report, LoadState(thing=target.thing, state=state), entry)
+    for double, original in settled.aside.items():
+        draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
+    for number in assignment.left:
+        draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
+    return Placed(
+        part=part,
+        entries=entries,
+        targets=targets,
+        pairs=pairs,
+        aside=settled.aside,
+        is_moved=went_elsewhere(entries, targets, pairs, settled.aside)
+        or (before.is_moved and len(pairs) < len(targets)),
+    )
+
+
+def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
+    """Add what the gradient scaler gets, when the run has one."""
+    component = component_at(folder, "scaler.pt")
+    if scaler is None:
+        if component is not None:
+            draft.leave(Part.SCALER, ("scaler.pt",), "this run scales no gradients")
+        return
+    what = type(scaler).__name__
+    if draft.policy.scaler is Need.IGNORE:
+        draft.ignore(Part.SCALER, what=what)
+        return
+    if component is None:
+        draft.cannot(Part.SCALER, f"{folder.root / 'scaler.pt'} is missing", what=what, missing=True)
+        return
+    entry = single_entry(component)
+    state, problem = _read(draft, folder.root, entry)
+    if reason := problem or scaler_problem(state, scaler):
+        draft.cannot(Part.SCALER, reason, what=what, files=entry.files)
+        return
+    report = ComponentReport(part=Part.SCALER, status=Status.RESTORED, what=what, files=entry.files)
+    draft.do(report, LoadState(thing=scaler, state=state), entry)
+
+
+def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequence[Any]) -> None:
+    """Add what the samplers and stateful dataloaders get; others save nothing. By position, as ``load_state`` does."""
+    for index, dataloader in enumerate(dataloaders):
+        target = Target(index=index, thing=dataloader, inner=dataloader)
+        if draft.policy.dataloaders is Need.IGNORE:
+            if has_sampler(dataloader) or is_stateful(dataloader):
+                draft.ignore(Part.DATALOADERS, target)
+            continue
+        if has_sampler(dataloader):
+            _one(draft, folder, Role.SAMPLER, "sampler", target, _set_sampler)
+        if is_stateful(dataloader):
+            _one(draft, folder, Role.DATALOADER, "dl_state_dict", target, _load_state)
+    used = {file for report in (*(r for r, _ in draft.planned), *draft.others) for file in report.files}
+    for component in folder.components:
+        if component.role in (Role.SAMPLER, Role.DATALOADER) and str(component.path) not in used:
+            draft.leave(
+                Part.DATALOADERS, (str(component.path),), "no dataloader of this run saves such a state"
+            )
+
+
+def has_sampler(dataloader: Any) -> bool:
+    """Whether ``save_state`` writes the sampler of a dataloader."""
+    from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+
+    is_sharded = isinstance(dataloader.dataset, IterableDatasetShard)
+    return is_sharded and isinstance(dataloader.get_sampler(), SeedableRandomSampler)
+
+
+def is_stateful(dataloader: Any) -> bool:
+    """Whether ``save_state`` writes the state of a dataloader."""
+    return bool(getattr(dataloader, "use_stateful_dataloader", False))
+
+
+def _set_sampler(target: Target, state: Any) -> SetSampler:
+    return SetSampler(dataloader=target.thing, sampler=state)
+
+
+def _load_state(target: Target, state: Any) -> LoadState:
+    return LoadState(thing=target.thing, state=state)
+
+
+def _one(
+    draft: Draft, folder: CheckpointFolder, role: Role, stem: str, target: Target,
+    action: Callable[[Target, Any], SetSampler | LoadState],
+) -> None:  # fmt: skip
+    name = f"{stem}_{target.index}.bin" if target.index else f"{stem}.bin"
+    component = next(
+        (one for one in folder.components if one.role is role and one.name.index == target.index), None
+    )
+    if component is None:
+        reason = f"{folder.root / name} is missing"
+        draft.cannot(Part.DATALOADERS, reason, target=target, missing=True)
+        return
+    entry = single_entry(component)
+    state, problem = _read(draft, folder.root, entry)
+    if problem:
+        draft.cannot(Part.DATALOADERS, problem, target=target, files=entry.files)
+        return
+    report = ComponentReport(
+        part=Part.DATALOADERS, status=Status.RESTORED, index=target.index, what=target.what, files=entry.files
+    )
+    draft.do(report, action(target, state), entry)
+
+
+def _read(draft: Draft, root: Path, entry: Entry) -> tuple[Any, str]:
+    """Return a state and "", or None and why it cannot be read."""
+    try:
+        return read_pickle(root, entry.members[0], trust=draft.policy.trust), ""
+    except Unreadable as error:
+        return None, str(error)
+
+
+def _nothing_for(
+    draft: Draft, offer: Offer, target: Target, reasons: Sequence[str],
+    refusal: tuple[tuple[int, ...], tuple[int, ...]] | None, number: int,
+) -> None:  # fmt: skip
+    """Say why an object gets nothing."""
+    part, entries = offer.part, offer.entries
+    if not entries:
+        draft.cannot(
+            part, f"{draft.path} has no file for it; next: {_policy(part)}", target=target, missing=True
+        )
+        return
+    others = misfits(entries, reasons)
+    if refusal is not None and number in refusal[0]:
+        count = f"{part.value} {', '.join(map(str, refusal[0]))}"
+        reason = undecided(entries, refusal, count, others)
+        advice = f"{command('check', draft.path)}, or {_policy(part)}"
+        draft.cannot(part, f"{reason}; next: {advice}", target=target)
+    else:
+        draft.cannot(part, others or f"{draft.path} has no file left for it", target=target)
+
+
+def _policy(part: Part) -> str:
+    """Return what to pass to go on without a part."""
+    return f'policy=LoadPolicy({part.value}="warn") leaves it as it is'

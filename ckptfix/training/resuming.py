@@ -1,0 +1,246 @@
+"""``load_state`` of a guarded Accelerator: without a path, the newest complete checkpoint; doubled folders are
+matched with the run.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entries
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.checkpoint.latest import (
+    ACCELERATE,
+    FAMILIES,
+    Candidate,
+    candidates,
+    checkpoint_number,
+    checkpoints_folder,
+    mixed,
+    newest_whole,
+)
+from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.devices.callers import calling_line
+from ckptfix.errors import UsageError
+from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.training.guard import guard_of
+from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Need, Status
+from ckptfix.training.loading.load_state import load_here
+from ckptfix.training.loading.randomness import not_of_a_rank
+from ckptfix.training.ranks import SHARDED, Ranks
+
+# Folders whose entries are not those of this run, because the run that saved them registered objects twice.
+#
+# A guarded run registers each object once. Stock ``load_state`` goes by number: after a duplicate it would
+# load the student into the teacher. And keys that a repair made bare do not fit a model that a script wraps
+# by hand.
+
+_STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
+
+
+def is_shifted(accelerator: Any, root: Path) -> bool:
+    """Whether stock ``load_state`` would take wrong entries of a folder, or fail for nothing but a wrapper's name.
+
+    Reads headers; bytes only where entries look alike and there are more of them than objects. Raises OSError.
+    """
+    if accelerator.distributed_type in SHARDED or not root.is_dir():
+        return False
+    folder = scan_folder(root, wanted=not_of_a_rank)
+    models = model_entries(folder, usable_manifest(folder.root))
+    if _has_duplicates(root, models, len(accelerator._models)):
+        return True
+    if any(
+        _has_duplicates(root, state_entries(folder, role, ()), len(getattr(accelerator, registry)), of=role)
+        for role, registry in _STATES
+    ):
+        return True
+    by_index = {entry.index: entry for entry in models}
+    return any(
+        index in by_index and not by_index[index].problem and not _is_wrapped_as(model, by_index[index].chain)
+        for index, model in enumerate(accelerator._models)
+    )
+
+
+def dataloaders_need(accelerator: Any, root: Path) -> Need:
+    """Return what to insist on for data loaders: nothing where more states than loaders lie there, and they differ.
+
+    Of a loader that was prepared twice one state moved on and one did not, and nothing says which is which.
+    """
+    folder = scan_folder(root, wanted=not_of_a_rank)
+    for role in (Role.DATALOADER, Role.SAMPLER):
+        entries = state_entries(folder, role, ())
+        if len(entries) > len(accelerator._dataloaders) > 0 and len(entries) > 1 + len(
+            doubles(root, entries, wrapped=False)
+        ):
+            return Need.IGNORE
+    return Need.WARN
+
+
+def moved(report: LoadReport) -> list[str]:
+    """Return in words what went elsewhere than its number says, and what was left out."""
+    return [str(one) for one in report.components if one.status is Status.ADAPTED or _is_duplicate(one)]
+
+
+def _is_duplicate(component: ComponentReport) -> bool:
+    return component.status is Status.SKIPPED and " again as " in component.reason
+
+
+def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: Role = Role.MODEL) -> bool:
+    """Whether duplicates move later entries: of one object none is moved, but custom objects must agree in number."""
+    fewest = 1 if of is Role.CUSTOM else 2
+    return len(entries) > objects >= fewest and bool(doubles(root, entries, wrapped=False))
+
+
+def _is_wrapped_as(model: Any, chain: tuple[str, ...]) -> bool:
+    named = (name for names in (model.named_parameters(), model.named_buffers()) for name, _ in names)
+    if common_wrappers(tuple(named)) == chain:
+        return True
+    # Asked last, as it may copy: its own state_dict(), or a buffer that is not saved, can make other names of them.
+    return common_wrappers(model.state_dict()) == chain
+
+
+# ``load_state`` of a guarded Accelerator: without a path, the newest whole checkpoint.
+
+Method = Callable[..., Any]
+
+
+def load_state(
+    accelerator: Accelerator,
+    method: Method,
+    input_dir: str | os.PathLike[str] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand in front of ``Accelerator.load_state``: without a path the newest whole checkpoint; numbering goes on.
+
+    A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says what went where.
+    Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is whole.
+    """
+    config = accelerator.project_configuration
+    with guard_of(accelerator).entered() as is_outermost:
+        if is_outermost and input_dir is None and config.automatic_checkpoint_naming:
+            folder = Path(accelerator.project_dir) / "checkpoints"
+            input_dir = _choose(accelerator, folder)
+        elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
+            raise UsageError(problem)
+        result = None
+        if not is_outermost or not input_dir or not _undoubled(accelerator, input_dir, *args, **kwargs):
+            result = method(input_dir, *args, **kwargs)
+        if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
+            number = checkpoint_number(Path(input_dir).name)
+            if number is not None:
+                config.iteration = number + 1
+        return result
+
+
+def _undoubled(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str],
+    load_kwargs: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    map_location: object = None,
+    **kwargs: Any,
+) -> bool:
+    """Load a folder that an unguarded run doubled, or whose names a repair changed; False for any other folder.
+
+    ``strict=False`` and arguments that nobody here knows are left to accelerate, whatever comes of it.
+    """
+    root = Path(os.path.expanduser(str(input_dir)))
+    if not strict or kwargs or not is_shifted(accelerator, root):
+        return False
+    dataloaders = dataloaders_need(accelerator, root)
+    trust = (load_kwargs or {}).get("weights_only") is False
+    report = load_here(accelerator, root, LoadPolicy(dataloaders=dataloaders, trust=trust))
+    elsewhere = moved(report)
+    if not elsewhere and dataloaders is not Need.IGNORE:
+        return True  # a tie that the file lacks looked like another wrapper: all is where its number says
+    line = calling_line()
+    left = "; data loaders start anew: which of their states is current is not known"
+    warnings.warn_explicit(
+        f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
+        f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"
+        f"{left if dataloaders is Need.IGNORE else ''}; next: {command('check', root)}",
+        UserWarning,
+        line.path,
+        line.number,
+    )
+    return True
+
+
+def _choose(accelerator: Accelerator, folder: Path) -> str:
+    """Return the newest whole checkpoint. Some scripts load on some processes only: then each looks for itself."""
+    if guard_of(accelerator).settings.save_together:
+        chosen: str = Ranks(accelerator).on_main(lambda: str(_latest(folder)), "load_state")
+        return chosen
+    return str(_latest(folder))
+
+
+def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path:
+    """Return the newest complete checkpoint of a project folder, or of its ``checkpoints`` folder.
+
+    By number, in folders called ``checkpoint_N``, ``checkpoint-N``, ``step_N`` or ``epoch_N``, or as ``pattern`` says,
+    with ``{}`` for the number: ``"run-{}"``. Numbers of two families cannot be compared: of their newest complete ones
+    the one is taken whose save ended last, by the time of ``random_states_0.pkl`` or ``trainer_state.json``.
+
+    Warns of every newer one that is passed over, with the reason, and where the time decided. Raises UsageError when
+    none is complete, or when not even the times say which is newer.
+    """
+    if pattern is not None and (pattern.count("{}") != 1 or "/" in pattern):
+        raise UsageError(
+            f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as 'step_{{}}'"
+        )
+    root, folder = Path(path), checkpoints_folder(Path(path))
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    patterns = FAMILIES if pattern is None else (pattern,)
+    if folder != root and not any(candidates(folder, one) for one in patterns):
+        folder = root  # step_N and the like lie in the project folder itself
+    return _latest(folder, patterns)
+
+
+def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
+    families = [found for pattern in patterns if (found := candidates(folder, pattern))]
+    newest = [best for found in families if (best := newest_whole(found)) is not None]
+    if not newest:
+        said = "; ".join(f"{one.path.name}: {one.problem}" for found in families for one in found)
+        raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
+    best = max(newest, key=lambda one: one.time or 0.0)
+    _ensure_later(folder, best, newest)
+    own = next(found for found in families if best in found)
+    broken = [one for one in own if one.number > best.number]
+    broken += [found[0] for found in families if newest_whole(found) is None]
+    others = [one.path.name for one in newest if one is not best]
+    words = (
+        [f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in broken)}"] if broken else []
+    )
+    if others:
+        words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
+    if words:
+        line = calling_line()
+        message = f"{folder}: took {best.path.name} and {'; '.join(words)}"
+        warnings.warn_explicit(message, UserWarning, line.path, line.number)
+    return best.path
+
+
+def _ensure_later(folder: Path, best: Candidate, newest: Sequence[Candidate]) -> None:
+    """Raise UsageError when the times of the saves do not say that one of them is the newest of its kinds."""
+    times = [one.time for one in newest]
+    if len(newest) > 1 and (None in times or times.count(best.time) > 1):
+        names = ", ".join(one.path.name for one in newest)
+        raise UsageError(
+            f"{folder}: {names} are of different kinds, and their times do not say which is newer; next: "
+            f"latest_checkpoint({str(folder)!r}, pattern={FAMILIES[0]!r}) or another pattern"
+        )
+
+
+def _what_is_there(folder: Path, patterns: Sequence[str]) -> str:
+    others = sorted(name for name in os.listdir(folder) if (folder / name).is_dir() and name != JOURNAL)
+    there = f"; there are {', '.join(others[:3])}" if others else ""
+    kinds = ", ".join(pattern.replace("{}", "<number>") for pattern in patterns)
+    return f"only folders called {kinds} are looked at{there}"

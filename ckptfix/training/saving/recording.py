@@ -1,0 +1,205 @@
+"""What a save records in its manifest, and state dicts whose tensors can be written apart."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.formats.torch_tensors import TORCH_DTYPES
+from ckptfix.training.prepared import innermost
+
+StateDict = dict[str, Any]
+
+_PACKAGES = ("ckptfix", "accelerate", "torch", "safetensors")
+
+
+def separate_views(state: StateDict) -> None:
+    """Give every tensor that shares its storage with a different view a storage of its own, in place.
+
+    Tensors that agree in offset, shape and stride are one tensor under two names and stay so. Accelerate takes any two
+    tensors in one storage for duplicates and drops all but the first (accelerate#3101, #3812).
+    """
+    by_storage: dict[tuple[torch.device, int], list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            by_storage.setdefault((value.device, value.untyped_storage().data_ptr()), []).append(name)
+    for (_, pointer), names in by_storage.items():
+        views = {_view(state[name]) for name in names}
+        if pointer == 0 or len(views) == 1:
+            continue
+        copies: dict[object, torch.Tensor] = {}
+        for name in names:
+            state[name] = copies.setdefault(_view(state[name]), state[name].detach().clone())
+
+
+def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return (name -> first name) of tensors that are the same view of the same storage."""
+    first: dict[object, str] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            if value.untyped_storage().data_ptr() == 0:
+                continue  # a tensor without storage shares none
+            key = (value.device, value.untyped_storage().data_ptr(), _view(value))
+            if first.setdefault(key, name) != name:
+                found[name] = first[key]
+    return found
+
+
+def model_entries(
+    accelerator: Accelerator, models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool,
+    digests: bool,
+) -> tuple[ManifestEntry, ...]:  # fmt: skip
+    """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself.
+
+    A hook that took some of the weights leaves unknown which model each of the others is of.
+    """
+    entries = []
+    numbered = len(weights) in (0, len(models))
+    for index, model in enumerate(models):
+        state = weights[index] if index < len(weights) else {}
+        stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
+        aliases = aliases_of(state) if safetensors else {}
+        written = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name not in aliases
+        }
+        entries.append(
+            ManifestEntry(
+                index=index,
+                file=f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}",
+                type=_type(accelerator.unwrap_model(model, keep_torch_compile=False)) if numbered else "",
+                keys=key_fingerprint(
+                    (name, _dtype(value), tuple(value.shape)) for name, value in written.items()
+                )
+                if state
+                else "",
+                aliases=aliases,
+                digests={name: tensor_digest(value) for name, value in written.items()} if digests else {},
+            )
+        )
+    return tuple(entries)
+
+
+def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[ManifestEntry, ...]) -> Manifest:
+    """Return the manifest of what lies in a staging folder."""
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
+    linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
+    return Manifest(
+        versions={package: importlib.metadata.version(package) for package in _PACKAGES}
+        | {"python": platform.python_version()},
+        world_size=accelerator.num_processes,
+        step=accelerator.step,
+        models=models,
+        optimizers=_optimizers(accelerator, files, linked=linked),
+        schedulers=_schedulers(accelerator, files),
+        dataloaders=_entries(files, Role.SAMPLER, accelerator._dataloaders),
+        custom=_entries(files, Role.CUSTOM, accelerator._custom_objects),
+        files=files,
+    )
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the sha256 over dtype, shape and bytes: the same whatever the tensor's name, file or container."""
+    digest = hashlib.sha256(json.dumps([_dtype(tensor), list(tensor.shape)]).encode() + b"\n")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def held_models(optimizers: Sequence[Any], models: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return for each optimizer the positions of the models that have parameters in it."""
+    owners: dict[int, set[int]] = {}
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    return [
+        tuple(sorted({index for parameter in _parameters(one) for index in owners.get(id(parameter), ())}))
+        for one in optimizers
+    ]
+
+
+def driven_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
+    """Return the position of the optimizer that a scheduler drives, None when it is none of these."""
+    driven = getattr(innermost(scheduler), "optimizer", None)
+    if driven is None:
+        return None
+    inside = innermost(driven)
+    return next((index for index, one in enumerate(optimizers) if innermost(one) is inside), None)
+
+
+def parameter_shapes(optimizer: Any) -> str:
+    """Return a fingerprint of the shapes of an optimizer's parameters, "" for one that is not of torch's kind."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    shapes = ((f"{group}.{number}", "", tuple(parameter.shape))
+              for group, options in enumerate(optimizer.param_groups)
+              for number, parameter in enumerate(options["params"]))  # fmt: skip
+    return key_fingerprint(shapes)
+
+
+def _optimizers(
+    accelerator: Accelerator, files: Mapping[str, int], *, linked: bool
+) -> tuple[ManifestEntry, ...]:
+    optimizers = accelerator._optimizers
+    entries = _entries(files, Role.OPTIMIZER, map(innermost, optimizers))
+    models = held_models(optimizers, accelerator._models if linked else ())
+    return tuple(
+        replace(entry, keys=parameter_shapes(optimizer), models=held)
+        for entry, optimizer, held in zip(entries, optimizers, models, strict=True)
+    )
+
+
+def _schedulers(accelerator: Accelerator, files: Mapping[str, int]) -> tuple[ManifestEntry, ...]:
+    schedulers = accelerator._schedulers
+    entries = _entries(files, Role.SCHEDULER, map(innermost, schedulers))
+    return tuple(
+        replace(entry, optimizer=driven_optimizer(scheduler, accelerator._optimizers))
+        for entry, scheduler in zip(entries, schedulers, strict=True)
+    )
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group.get("params", ())
+
+
+def _entries(files: Mapping[str, int], role: Role, objects: Iterable[object]) -> tuple[ManifestEntry, ...]:
+    by_index = {
+        parsed.index: name
+        for name in files
+        if (parsed := parse_file_name(name)) is not None and parsed.role is role
+    }
+    return tuple(
+        ManifestEntry(index=index, file=by_index.get(index, ""), type=_type(thing))
+        for index, thing in enumerate(objects)
+    )
+
+
+def _view(tensor: torch.Tensor) -> object:
+    return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return TORCH_DTYPES.get(name, name)
+
+
+def _type(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -1,0 +1,331 @@
+"""``save_state`` and ``save_model`` of a guarded Accelerator: complete or absent."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.latest import checkpoint_number
+from ckptfix.checkpoint.manifest import ManifestEntry
+from ckptfix.training.guard import guard_of
+from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
+from ckptfix.training.saving.meeting import meet, timeout_of
+from ckptfix.training.saving.recording import make_manifest, model_entries, separate_views
+from ckptfix.training.saving.staged_saves import Staging, abandon, add, begin, commit, plan_staging, rotate
+
+# ``save_state`` of a guarded Accelerator: whole or absent.
+#
+# Accelerate's own needs no other process when it is given a folder under DistributedDataParallel, and many
+# scripts call it on the main process alone. Such a save waits for nobody: the main process commits its
+# files as a whole, any other adds its own. Where accelerate's own waits for all, and where the script says
+# so, all processes save as one.
+
+Method = Callable[..., Any]
+
+WHAT = "save_state"
+
+
+def save_state(
+    accelerator: Accelerator,
+    method: Method,
+    output_dir: str | os.PathLike[str] | None = None,
+    safe_serialization: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Stand in front of ``Accelerator.save_state``: write beside, make durable, rename, then rotate.
+
+    Raises what the method raises, on every process that saves as one. The target is then as it was; where it had to be
+    replaced file by file, OSError says so when it is not.
+    """
+    guard = guard_of(accelerator)
+    with guard.entered() as is_outermost:
+        if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
+            return method(output_dir, safe_serialization, **kwargs)
+        save = _Save(accelerator, lambda folder: method(folder, safe_serialization, **kwargs))
+        target = _target(accelerator, output_dir)
+        if _together(accelerator) and save.is_of_all(target):
+            name = save.together(target, safe_serialization).name
+        else:
+            name = save.alone(target, safe_serialization).name
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            return Path(accelerator.project_dir) / "checkpoints" / name
+        return Path(str(output_dir))
+
+
+def _together(accelerator: Accelerator) -> bool:
+    """Whether every process takes part in a save."""
+    if accelerator.num_processes > 1 and not torch.distributed.is_initialized():
+        return False  # after end_training
+    return (
+        accelerator.num_processes == 1
+        or _must_be_together(accelerator)
+        or guard_of(accelerator).settings.save_together
+    )
+
+
+def _must_be_together(accelerator: Accelerator) -> bool:
+    """Whether accelerate's own ``save_state`` needs every process."""
+    return (
+        accelerator.project_configuration.automatic_checkpoint_naming
+        or accelerator.distributed_type in SHARDED
+    )
+
+
+def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
+    """Whether a save goes through as it is: what accelerate refuses, and where processes cannot agree."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
+        return True
+    return cannot_agree(accelerator)
+
+
+class _Save:
+    """One save. ``write`` is accelerate's part of it: all its files into a folder."""
+
+    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
+        self._accelerator = accelerator
+        self._write = write
+        self._config = accelerator.project_configuration
+        self._iteration = self._config.iteration
+        self._ranks = Ranks(accelerator)
+        self._models: tuple[ManifestEntry, ...] = ()
+        self._staging: Staging
+        self._owns = False
+
+    def is_of_all(self, target: Path) -> bool:
+        """Whether all processes save to one folder; some scripts have one for each."""
+        accelerator = self._accelerator
+        if accelerator.num_processes == 1:
+            return True
+        settings = guard_of(accelerator).settings
+        parents = meet(
+            accelerator.process_index,
+            accelerator.num_processes,
+            str(target.parent),
+            timeout_of(settings.save_timeout),
+            can_save_alone=settings.save_together and not _must_be_together(accelerator),
+        )
+        return len(set(parents)) == 1
+
+    def alone(self, target: Path, safetensors: bool) -> Path:
+        """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
+        accelerator = self._accelerator
+        leads = accelerator.is_main_process or (
+            accelerator.is_local_main_process and self._config.save_on_each_node
+        )
+        self._staging = plan_staging(target, processes=accelerator.num_processes)
+        try:
+            self._owns = begin(self._staging)
+            self._write_all(safetensors)
+            if leads:
+                self._commit()
+                self._rotate()
+            else:
+                add(self._staging)
+        except BaseException:
+            self._config.iteration = self._iteration
+            self._abandon()
+            raise
+        return target
+
+    def together(self, target: Path, safetensors: bool) -> Path:
+        """Save as one with all other processes; return the target, which the main process decides."""
+        self._staging = self._ranks.on_main(lambda: plan_staging(target), WHAT)
+        self._begin()
+        with self._on_all():
+            self._write_all(safetensors)
+        is_main = self._accelerator.is_main_process
+        with self._on_all():
+            if is_main:
+                self._commit()
+        with self._on_all():
+            if self._owns and not is_main:
+                self._commit()
+            if self._owns:
+                self._rotate()
+        self._ranks.wait()
+        return self._staging.target
+
+    def _begin(self) -> None:
+        """Make the staging folder, and find out who answers for a disk.
+
+        The main process does for that of the target, the first process of another node for its own, if it has one: on
+        one disk the folder is there by then, and nobody else can make it.
+        """
+        accelerator = self._accelerator
+        with self._on_all():
+            if accelerator.is_main_process:
+                self._owns = begin(self._staging)
+        with self._on_all():
+            if accelerator.is_local_main_process and not accelerator.is_main_process:
+                self._owns = begin(self._staging)
+
+    def _write_all(self, safetensors: bool) -> None:
+        if self._config.automatic_checkpoint_naming:
+            self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
+        with _unnamed(self._accelerator), _recorded(self._accelerator, self._record, safetensors):
+            self._write(str(self._staging.folder))
+
+    def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
+        if self._accelerator.is_local_main_process:
+            digests = guard_of(self._accelerator).settings.tensor_digests
+            self._models = model_entries(
+                self._accelerator, models, weights, safetensors=safetensors, digests=digests
+            )
+
+    def _commit(self) -> None:
+        manifest = make_manifest(self._accelerator, self._staging.folder, self._models)
+        commit(self._staging, manifest.to_bytes())
+
+    def _rotate(self) -> None:
+        if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:
+            rotate(self._staging.target.parent, self._config.total_limit)
+
+    @contextmanager
+    def _on_all(self) -> Iterator[None]:
+        """Run a part of the save on every process; when one fails, all raise, and nothing stays behind."""
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        except BaseException:  # interrupted: the others may be gone as well, so nobody is waited for
+            self._abandon()
+            raise
+        try:
+            self._ranks.agree(error, WHAT)
+        except BaseException:
+            self._config.iteration = self._iteration
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        if self._owns:
+            abandon(self._staging)
+
+
+def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of a save. Automatic numbers go on after the highest that is there, whatever was loaded."""
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
+        return Path(os.path.abspath(os.path.expanduser(str(output_dir))))
+    folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
+    names = os.listdir(folder) if folder.is_dir() else []  # files and dangling links take a number, too
+    taken = [number + 1 for name in names if (number := checkpoint_number(name)) is not None]
+    return folder / f"checkpoint_{max([config.iteration, *taken])}"
+
+
+@contextmanager
+def _unnamed(accelerator: Accelerator) -> Iterator[None]:
+    """Let accelerate write into the folder it is given; names, numbers and rotation are done here."""
+    config = accelerator.project_configuration
+    automatic, config.automatic_checkpoint_naming = config.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        config.automatic_checkpoint_naming = automatic
+
+
+@contextmanager
+def _recorded(accelerator: Accelerator, record: Callable[..., None], safetensors: bool) -> Iterator[None]:
+    """See the state dicts after all hooks of the user's, just before they are written."""
+
+    def see(models: list[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
+        if safetensors:
+            for state in weights:
+                separate_views(state)
+        record(models, weights, safetensors=safetensors)
+
+    handle = accelerator.register_save_state_pre_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# ``save_model`` of a guarded Accelerator: nothing of an earlier save stays behind.
+
+SaveModel = Callable[..., Any]
+
+
+def save_model(
+    accelerator: Accelerator,
+    method: SaveModel,
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stand in front of ``Accelerator.save_model``: shards and index of an earlier save there do not stay behind.
+
+    The main process writes and cleans up; it waits for no other, as accelerate does not.
+    """
+    with guard_of(accelerator).entered() as is_outermost:
+        if not is_outermost:
+            return method(model, save_directory, *args, **kwargs)
+        safetensors = bool(kwargs.get("safe_serialization", args[1] if len(args) > 1 else True))
+        before = _weights_in(Path(save_directory), safetensors) if accelerator.is_main_process else set()
+        written: set[str] = set()
+        with _watched(accelerator, written):
+            result = method(model, save_directory, *args, **kwargs)
+        if len(written) > 1:
+            written.add(_index_name(safetensors))  # accelerate writes it itself, when there are several files
+        for name in before - written if written else ():
+            (Path(save_directory) / name).unlink()
+        return result
+
+
+@contextmanager
+def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
+    """Give views storages of their own, and collect the names of the files that are written."""
+    before = dict(vars(accelerator))
+    get_state_dict, save = accelerator.get_state_dict, accelerator.save
+
+    def separated(*args: Any, **kwargs: Any) -> Any:
+        state = get_state_dict(*args, **kwargs)
+        if state is not None:
+            separate_views(state)
+        return state
+
+    def noted(state: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        written.add(os.path.basename(path))
+        return save(state, path, *args, **kwargs)
+
+    accelerator.get_state_dict, accelerator.save = separated, noted
+    try:
+        yield
+    finally:
+        for name in ("get_state_dict", "save"):
+            if name in before:
+                setattr(accelerator, name, before[name])
+            else:
+                delattr(accelerator, name)
+
+
+def _index_name(safetensors: bool) -> str:
+    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
+
+
+def _weights_in(folder: Path, safetensors: bool) -> set[str]:
+    """Return the names of the files of ``save_model`` in a folder."""
+    if not folder.is_dir():
+        return set()
+    stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
+    parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
+    is_save_state = any(one.role is Role.RNG_STATE and not one.is_of_trainer for one in parts.values())
+    found = set()
+    for name, parsed in parts.items():
+        if parsed.stem != stem or parsed.index:
+            continue
+        is_single = name == f"{stem}{suffix}"
+        if (
+            (is_single and not is_save_state)
+            or (parsed.shard and parsed.suffix == suffix)
+            or name == _index_name(safetensors)
+        ):
+            found.add(name)
+    return found

@@ -1,0 +1,459 @@
+"""The staging folder of a save, the files that the save replaces, and the old checkpoints that it removes."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.dcp import belongs
+from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
+from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of, outside_checkpoints
+from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.checkpoint.staging_folders import is_own_name, own_name, release, sweep
+from ckptfix.errors import FormatError
+from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
+from ckptfix.storage.paths import JOURNAL, MANIFEST
+
+# Which files of a folder a new save replaces: those of our last save there, and those of any older
+# ``save_state``.
+#
+# Left behind, ``model_1.safetensors`` of a run that doubled its model makes two saves of one folder. All
+# else is the user's, whatever its name.
+
+_STEMS = ("model", "pytorch_model", "pytorch_model_fsdp")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_DEEPSPEED = "pytorch_model"
+_FIRST, _FALLBACK = "model.safetensors", "pytorch_model.bin"
+
+
+def replaced_files(target: Path) -> set[str]:
+    """Return the files, relative, that the next save into a folder replaces or removes."""
+    existing = files_in(target)
+    known = _recorded(target)
+    components = set(_components(target, existing))
+    if known or _is_save_state(components):
+        known |= components - _of_the_user(components, known)
+    return known
+
+
+def files_in(folder: Path) -> set[str]:
+    """Return all files, links and empty folders, relative, but for the journal."""
+    found: set[str] = set()
+    if not folder.is_dir():
+        return found
+    for root, folders, files in os.walk(folder):
+        if root == str(folder) and JOURNAL in folders:
+            folders.remove(JOURNAL)
+        inside = os.path.relpath(root, folder)
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        found.update(os.path.normpath(os.path.join(inside, name)) for name in (*files, *links))
+        if not files and not folders and inside != ".":
+            found.add(inside)
+    return found
+
+
+def rank_of_states(name: str) -> int | None:
+    """Return the rank whose random states a file holds, None for any other file."""
+    parsed = parse_file_name(name)
+    is_accelerates = parsed is not None and parsed.role is Role.RNG_STATE and not parsed.is_of_trainer
+    return parsed.rank if parsed is not None and is_accelerates else None
+
+
+def role_of(name: str) -> Role | None:
+    """Return the role of a file that ``save_state`` or ``save_model`` writes by this name, None for any other."""
+    parsed = parse_file_name(name)
+    if parsed is None or parsed.is_of_trainer or rank_of_states(name) is not None:
+        return None if rank_of_states(name) is None else Role.RNG_STATE
+    if parsed.role is Role.MODEL:
+        return Role.MODEL if parsed.stem in _STEMS and not parsed.variant else None
+    if parsed.role is Role.WEIGHTS_INDEX:
+        return Role.WEIGHTS_INDEX if name in _INDEXES else None
+    return None if parsed.role in (Role.UNKNOWN, Role.RNG_STATE) else parsed.role
+
+
+def _components(target: Path, existing: set[str]) -> Iterator[str]:
+    """Yield what Accelerate's own names are: files, the files of DCP and DeepSpeed folders, and such empty folders."""
+    has_deepspeed = False
+    for name in existing:
+        path = PurePosixPath(name)
+        if len(path.parts) == 1:
+            is_folder = (target / name).is_dir()
+            if is_folder and parse_folder_name(name) is not None:
+                yield name  # one of DCP that is empty
+            elif not is_folder and role_of(name) is not None:
+                yield name
+            continue
+        above, below = path.parts[0], path.parts[1]
+        is_deepspeed = _is_deepspeed_folder(above) and is_deepspeed_file(below)
+        has_deepspeed |= is_deepspeed
+        is_dcp = parse_folder_name(above) is not None and (belongs(below) or below == JOURNAL)
+        if is_dcp or (is_deepspeed and len(path.parts) == 2):
+            yield name
+    if has_deepspeed:
+        yield from existing.intersection(map(str, BESIDE))
+
+
+def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
+    """Return the components that cannot be of the last save: best weights that a script keeps next to it must stay.
+
+    ``load_state`` takes model.safetensors first, so pytorch_model.bin next to it is not of that save. After a save of
+    ours, whose manifest lists its files, an unlisted one is of a later run of stock accelerate only if it is numbered.
+    Nothing stays that ``load_state`` would take in place of a file of the new save.
+    """
+    if not recorded:
+        return {_FALLBACK} & components if _FIRST in components else set()
+    return {
+        name
+        for name in components - recorded - {_FIRST}
+        if (parsed := parse_file_name(name)) is not None
+        and not parsed.index
+        and parsed.role is not Role.RNG_STATE
+    }
+
+
+def _is_save_state(components: set[str]) -> bool:
+    """Whether components are of a ``save_state``: random states, a model with its optimizer, or numbered models.
+
+    Weights alone may be the user's, as those of ``save_pretrained``.
+    """
+    roles = {role_of(name) for name in components}
+    above = {PurePosixPath(name).parts[0] for name in components if "/" in name}
+    roles |= {folder.role for name in above if (folder := parse_folder_name(name)) is not None}
+    numbers = {parsed.index for name in components if (parsed := parse_file_name(name)) is not None
+               and parsed.role is Role.MODEL and parsed.shard is None}  # fmt: skip
+    return (
+        Role.RNG_STATE in roles
+        or {Role.MODEL, Role.OPTIMIZER} <= roles
+        or {0, 1} <= numbers
+        or any(map(_is_deepspeed_folder, above))
+    )
+
+
+def _is_deepspeed_folder(name: str) -> bool:
+    number = name.removeprefix(f"{_DEEPSPEED}_")
+    return name == _DEEPSPEED or (number != name and number.isdecimal())
+
+
+def _recorded(target: Path) -> set[str]:
+    """Return the files that our last save there wrote, by its manifest or by what an interrupted one left."""
+    names: set[str] = set()
+    with suppress(FormatError, OSError):
+        manifest = read_manifest(target)
+        if manifest is not None:  # and what other processes may have added
+            names = {*manifest.files, *(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))}
+    with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
+        names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
+    return names
+
+
+# Where a save is written before it is whole, and how it becomes the checkpoint in one step.
+#
+# A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never
+# lies there.
+
+
+class How(Enum):
+    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last."""
+
+    NEW = "new"
+    SWAP = "swap"
+    INSIDE = "inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A save on its way: ``folder`` is written, ``target`` is what it becomes.
+
+    ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
+    """
+
+    target: Path
+    folder: Path
+    how: How
+    processes: int = 1
+
+    def keeps(self, name: str) -> bool:
+        """Whether another process of this run may have written a file: its random states."""
+        rank = rank_of_states(name) if self.processes > 1 else None
+        return rank is not None and rank < self.processes
+
+
+def plan_staging(target: Path, *, processes: int = 1) -> Staging:
+    """Return where a save of ``target`` is staged. Looks only."""
+    given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
+    beside = own_name(given)
+    if not _can_rename(beside.parent, target):
+        return Staging(target, target / JOURNAL / beside.name, How.INSIDE, processes)
+    staging = Staging(target, beside, How.NEW, processes)
+    return replace(staging, how=_how(staging))
+
+
+def begin(staging: Staging) -> bool:
+    """Make an empty staging folder; what dead saves left beside it goes. False: another process has made it.
+
+    Its name is of this save alone, so a folder of that name is on the same disk and not left over.
+    """
+    parent = staging.folder.parent
+    sweep(parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        staging.folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def abandon(staging: Staging) -> None:
+    """Remove what was staged, unless a part of it has taken the place of old files: then the rest is needed."""
+    release(staging.folder)
+    if (staging.target / JOURNAL / UNFINISHED).exists():
+        return
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    if staging.folder.parent == staging.target / JOURNAL:
+        with suppress(OSError):  # somebody else's things are in there
+            staging.folder.parent.rmdir()
+
+
+def commit(staging: Staging, manifest: bytes) -> None:
+    """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new one is there.
+
+    INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
+    """
+    folder, target = staging.folder, staging.target
+    _widen_modes(folder)
+    sync_tree(folder)
+    is_in_place = False
+    while not is_in_place:
+        # Looked at again: files may have come while we were writing, and this may be another disk than the main one's.
+        how = How.INSIDE if folder.parent == target / JOURNAL else _how(staging)
+        is_in_place = how is not How.INSIDE and _put_in_place(staging, how, manifest)
+        if how is How.INSIDE:
+            _move_in(staging, manifest)
+            is_in_place = True
+    shutil.rmtree(folder, ignore_errors=True)  # after a swap: the old checkpoint
+    release(folder)
+
+
+def add(staging: Staging) -> None:
+    """Put the files of one process beside those of the others, each in one step; nothing is removed."""
+    _widen_modes(staging.folder)
+    sync_tree(staging.folder)
+    for name in sorted(files_in(staging.folder)):
+        _replace(staging.folder / name, staging.target / name)
+    sync_folder(staging.target)
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    release(staging.folder)
+
+
+def _how(staging: Staging) -> How:
+    target = staging.target
+    names = os.listdir(target) if target.is_dir() else []
+    if not names:
+        return How.NEW
+    known = replaced_files(target)
+    if not known and JOURNAL in names:
+        return How.INSIDE  # a journal alone is not ours to replace
+    strange = files_in(target) - known
+    return How.SWAP if all(map(staging.keeps, strange)) else How.INSIDE
+
+
+def _put_in_place(staging: Staging, how: How, manifest: bytes) -> bool:
+    """Do it by one rename or exchange; False when it has to be done in another way."""
+    folder, target = staging.folder, staging.target
+    known = replaced_files(target)
+    (folder / JOURNAL).mkdir()
+    create_file(folder / MANIFEST, manifest)
+    sync_folder(folder / JOURNAL)
+    sync_folder(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if how is How.NEW:
+        if not _rename_new(folder, target):
+            shutil.rmtree(folder / JOURNAL)
+            return False
+    else:
+        copied = _copy_random_states(staging)
+        sync_folder(folder)
+        if exchange(folder, target):
+            _carry_over(staging, known, copied)
+        else:
+            shutil.rmtree(folder / JOURNAL)
+            _move_in(staging, manifest)
+    sync_folder(target.parent)
+    if folder.parent != target.parent:
+        sync_folder(folder.parent)
+    return True
+
+
+def _rename_new(folder: Path, target: Path) -> bool:
+    """Give a folder its name; False when another process has put its files there meanwhile."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _copy_random_states(staging: Staging) -> dict[str, int]:
+    """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a kill is between."""
+    copied: dict[str, int] = {}
+    for name in filter(staging.keeps, files_in(staging.target)):
+        with suppress(FileExistsError), (staging.target / name).open("rb") as file:
+            create_file(staging.folder / name, file.read())
+            copied[name] = os.fstat(file.fileno()).st_ino
+    return copied
+
+
+def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> None:
+    """After an exchange, take from the old folder what came there since our last look."""
+    for name in files_in(staging.folder):
+        is_new = (
+            name not in known
+            if not staging.keeps(name)
+            else name not in copied or copied[name] != os.lstat(staging.folder / name).st_ino
+        )
+        if is_new and (name in copied or not os.path.lexists(staging.target / name)):
+            _replace(staging.folder / name, staging.target / name)
+
+
+def _move_in(staging: Staging, manifest: bytes) -> None:
+    folder, target = staging.folder, staging.target
+    known, new = replaced_files(target), files_in(folder)
+    journal = target / JOURNAL
+    journal.mkdir(parents=True, exist_ok=True)
+    # What is ours is known without a manifest from here on.
+    (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known | new)))
+    os.replace(journal / f"{UNFINISHED}.new", journal / UNFINISHED)
+    sync_folder(journal)
+    try:
+        (target / MANIFEST).unlink(missing_ok=True)
+        sync_folder(journal)
+        for name in (known & files_in(target)) - new:
+            if not staging.keeps(name):
+                _remove(target / name)
+                with suppress(OSError):  # the folder of others' files, or the target itself
+                    for parent in (target / name).parents:
+                        os.rmdir(parent)
+        for name in sorted(new):
+            _replace(folder / name, target / name)
+        sync_folder(target)
+        for name in os.listdir(journal):
+            if name != UNFINISHED and not is_own_name(name):
+                _remove(journal / name)  # repairs of the files that are gone
+        create_file(target / MANIFEST, manifest)
+        sync_folder(journal)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{target} holds files of two saves now: {error}; those that are not yet in place are in {folder}; next: "
+            f"save again; to resume meanwhile: {instead_of(target)}",
+        ) from error
+    (journal / UNFINISHED).unlink()
+
+
+def _can_rename(parent: Path, target: Path) -> bool:
+    """Whether a folder in ``parent`` can become ``target`` by a rename."""
+    existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
+    base = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
+    try:
+        is_here = Path(os.getcwd()).is_relative_to(target)
+    except FileNotFoundError:  # somebody has removed the working directory
+        is_here = False
+    return (
+        os.access(base, os.W_OK | os.X_OK)
+        and os.stat(base).st_dev == os.stat(existing).st_dev
+        and not os.path.ismount(target)
+        and not is_here
+    )
+
+
+def _replace(source: Path, place: Path) -> None:
+    """Move a file, or an empty folder, to a place, whatever is there."""
+    for parent in reversed(place.parents):
+        if os.path.lexists(parent) and not parent.is_dir():
+            parent.unlink()  # a file of an earlier save where this one has a folder
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and not place.is_symlink():
+        for root, _, _ in os.walk(place, topdown=False):
+            with suppress(OSError):  # somebody's files are in there: then replacing fails
+                os.rmdir(root)
+    os.replace(source, place)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _widen_modes(folder: Path) -> None:
+    """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
+    probe = folder / ".mode"
+    create_file(probe, b"")
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for name in os.listdir(folder):
+        path = folder / name
+        is_accelerates = parse_file_name(name) is not None and path.is_file()
+        if is_accelerates and path.stat().st_mode & 0o777 == 0o600 != mode:
+            path.chmod(mode)
+
+
+# Which old checkpoints go after a save: never the last whole one, and never one that is not ours.
+
+
+def rotate(checkpoints: Path, limit: int) -> list[Path]:
+    """Remove the oldest whole checkpoints beyond ``limit``, and broken ones older than those that stay.
+
+    Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
+    """
+    sweep(outside_checkpoints(checkpoints / "any"))
+    found = candidates(checkpoints)
+    whole = [candidate for candidate in found if candidate.problem is None]
+    if len(whole) <= max(1, limit):
+        return []
+    oldest_kept = whole[max(1, limit) - 1].number
+    removed = []
+    for candidate in found:
+        path = candidate.path
+        if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
+            continue
+        trash = name = own_name(path)
+        try:
+            os.rename(path, trash)
+        except OSError:  # another disk, or a parent that we may not write to
+            (path / MANIFEST).unlink(missing_ok=True)
+            for states in path.glob("random_states_*.pkl"):
+                states.unlink()  # from here on nothing takes it for whole
+            trash = path
+        shutil.rmtree(trash)
+        release(name)
+        removed.append(path)
+    return removed
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
+    roles = {role_of(name) for name in os.listdir(path)}
+    return (
+        _has_manifest_of_save(path)
+        or Role.RNG_STATE in roles
+        or (Role.MODEL in roles and Role.OPTIMIZER in roles)
+    )
+
+
+def _has_manifest_of_save(path: Path) -> bool:
+    """Whether a save left its manifest: ``ckptfix seal`` writes one into folders of anybody's."""
+    try:
+        manifest = read_manifest(path)
+    except (FormatError, OSError):
+        return True
+    return manifest is not None and manifest.is_of_a_save

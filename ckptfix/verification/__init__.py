@@ -1,0 +1,1 @@
+"""``seal``, ``verify`` and ``diff``: digests of every file and tensor, and two checkpoints compared."""

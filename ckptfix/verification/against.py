@@ -1,0 +1,244 @@
+"""Compare a checkpoint with another one of any format, whose tensors have the same names."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.contents import Contents, Place, read_contents
+from ckptfix.diagnosis.target import find_checkpoints, find_target
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.paths import MANIFEST, shell_path
+from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.verification.matching import crossed, crossing, moved, pair_models
+from ckptfix.verification.verify_report import Change, Item, Kind, Outcome
+from ckptfix.wording import list_names
+
+_BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothing else of it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """An item for every file and tensor of either side, the results of the first side, and what was left out.
+
+    ``crossed``: which models stand in each other's place, in words, "" when none do.
+    """
+
+    items: tuple[Item, ...]
+    hashed: Mapping[str | Place, Hashed]
+    not_checked: tuple[str, ...]
+    crossed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One model of each side; None where a side has no more."""
+
+    ours: Weights | None
+    theirs: Weights | None
+
+
+def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progress | None) -> Comparison:
+    """Compare what was read of a checkpoint with the one at ``path``.
+
+    Models are paired as ``pair_models`` does, tensors by name; a file of a model counts by its tensors alone.
+    Raises UsageError when nothing is at ``path``, or no weights are on one side alone, OperationError when its weights
+    cannot be read, or a file of either side changed meanwhile.
+    """
+    other = read_contents(find_target(path))
+    for side in (contents, other):
+        for label, why in side.unreadable.items():
+            raise OperationError(f"{side.root / label} cannot be compared: {why}")
+    if bool(contents.weights) != bool(other.weights):
+        raise UsageError(_without_weights(other if contents.weights else contents))
+    pairs = [_Pair(*one) for one in pair_models(contents.weights, other.weights)]
+    alike = _same_names(contents, other)
+    jobs: dict[tuple[bool, str | Place], Job] = {}
+    for side, is_ours in ((contents, True), (other, False)):
+        for name in alike:
+            if contents.files[name].size == other.files[name].size:
+                jobs[is_ours, name] = FileJob(side.root / name, side.files[name].size)
+        for pair in pairs:
+            own, foreign = (pair.ours, pair.theirs) if is_ours else (pair.theirs, pair.ours)
+            wanted = _comparable(own, foreign)
+            for tensor in own.tensors if own is not None else ():
+                scan = data and is_ours
+                if own is not None and (scan or tensor.fqn in wanted):
+                    jobs[is_ours, Place(own.label, tensor.fqn)] = TensorJob(tensor, scan)
+    results = dict(zip(jobs, hash_all(list(jobs.values()), progress=progress), strict=True))
+    for side in (contents, other):
+        side.check_unchanged()
+    if bad := next((key for (is_ours, key), one in results.items() if one.problem and not is_ours), None):
+        raise OperationError(f"{other.root}: {bad} cannot be read: {results[False, bad].problem}")
+    files = list(_files(contents, other, alike, results))
+    tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
+    told = list(_told(contents, other, pairs, files, tensors))
+    swapped = list(crossed((pair.ours, pair.theirs) for pair in pairs))
+    ours = {key: one for (is_ours, key), one in results.items() if is_ours}
+    return Comparison(
+        items=(*files, *tensors),
+        hashed=ours,
+        not_checked=tuple(told),
+        crossed=crossing(swapped, str(contents.root), str(other.root)),
+    )
+
+
+def _told(
+    contents: Contents, other: Contents, pairs: list[_Pair], files: list[Item], tensors: list[Item]
+) -> Iterator[str]:
+    """Yield in words what was not compared, and what was compared although it may not belong together."""
+    if (contents.root / MANIFEST).exists():
+        yield "the manifest; leave out --against"
+    both = [(pair.ours, pair.theirs) for pair in pairs]
+    swapped = {id(one) for one, _ in crossed(both)}
+    for here, there in moved(both):
+        if id(here) not in swapped:
+            compared = f"{here.label} was compared with {other.root / there.label}"
+            yield f"positions of models: {compared}: their names fit, or no other was left"
+    yield from _beside_tensors(contents, other, files)
+    if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
+        sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
+        yield f"tensors under other names: no name is the same; next: ckptfix diff {sides}"
+
+
+def _without_weights(side: Contents) -> str:
+    """Say that a side has no weights, and which folders below it have."""
+    found = [str(one) for one in _below(side.root)] if side.only is None else []
+    where = f", but {list_names(found)}; give a folder with weights" if found else ""
+    return f"{side.root / (side.only or '')} holds no weights of a model{where}"
+
+
+def _below(root: Path) -> Iterator[Path]:
+    try:
+        yield from (one for one in find_checkpoints(root) if one != root)
+    except UsageError:  # there is none
+        return
+
+
+def _same_names(contents: Contents, other: Contents) -> list[str]:
+    return sorted(contents.files.keys() & other.files.keys())
+
+
+def _comparable(own: Weights | None, foreign: Weights | None) -> set[str]:
+    """Return the names in ``own.tensors`` that some tensor of the same dtype and shape is to be compared with."""
+    if own is None or foreign is None:
+        return set()
+    there = foreign.named()
+    found = set()
+    for name, tensor in own.named().items():
+        match = there.get(name)
+        if match is not None and (match.dtype, match.shape) == (tensor.dtype, tensor.shape):
+            found.add(own.ties.get(name, name))
+    return found
+
+
+def _files(
+    contents: Contents,
+    other: Contents,
+    alike: list[str],
+    results: Mapping[tuple[bool, str | Place], Hashed],
+) -> Iterator[Item]:
+    of_models, of_others = _compared_by_tensor(contents), _compared_by_tensor(other)
+    for name in alike:
+        item = _same_name(name, contents, other, results)
+        if item.change is not None and name in of_models and name in of_others:
+            yield _item(Kind.FILE, name, name, Outcome.NOT_CHECKED, item.change, _BY_TENSOR)
+        else:
+            yield item
+    compared = of_models | of_others
+    whole = contents.only is None and other.only is None  # of one file, its name says nothing
+    for mine, yours, change, words in (
+        (contents, other, Change.EXTRA, "is only here"),
+        (other, contents, Change.MISSING, f"is only in {other.root}"),
+    ):
+        for name in sorted(mine.files.keys() - yours.files.keys()):
+            if name in compared:
+                text = f"{words}: its tensors are compared one by one"
+                yield _item(Kind.FILE, name, name, Outcome.NOT_CHECKED, change, text)
+            else:
+                outcome = Outcome.DIFFER if whole else Outcome.NOT_CHECKED
+                yield _item(Kind.FILE, name, name, outcome, change, words)
+
+
+def _same_name(
+    name: str, contents: Contents, other: Contents, results: Mapping[tuple[bool, str | Place], Hashed]
+) -> Item:
+    """Return the item of a file that both sides have, by its bytes."""
+    ours, theirs = results.get((True, name)), results.get((False, name))
+    if ours is not None and theirs is not None:
+        return _compared(Kind.FILE, name, name, ours, theirs)
+    sizes = f"has {contents.files[name].size} bytes here, {other.files[name].size} there"
+    return _item(Kind.FILE, name, name, Outcome.DIFFER, Change.CHANGED, sizes)
+
+
+def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) -> Iterator[str]:
+    """Yield in words what lies beside the tensors in files of the models that are not the same in every byte."""
+    same = {item.name for item in files if item.outcome is Outcome.MATCH}
+    for side in (contents, other):
+        for weights in side.weights:
+            where = weights.label if side is contents else side.root / weights.label
+            if same.issuperset(map(str, weights.files)):
+                continue
+            if weights.left:
+                yield f"what {where} holds next to its tensors: {list_names(weights.left)}"
+            if weights.opaque and side is other:  # of this side it is said whatever is compared
+                yield f"what is not a plain tensor in {where}: {list_names(weights.opaque)}"
+
+
+def _compared_by_tensor(contents: Contents) -> set[str]:
+    """Return the files of the models, with their indexes: in another format or other shards there are others."""
+    found = {str(path) for weights in contents.weights for path in weights.files}
+    is_deepspeed = any(weights.format is Format.DEEPSPEED for weights in contents.weights)
+    return found | set(map(str, BESIDE)) if is_deepspeed else found
+
+
+def _tensors(
+    contents: Contents,
+    other: Contents,
+    pair: _Pair,
+    results: Mapping[tuple[bool, str | Place], Hashed],
+) -> Iterator[Item]:
+    ours = pair.ours.named() if pair.ours is not None else {}
+    theirs = pair.theirs.named() if pair.theirs is not None else {}
+    for name, tensor in ours.items():
+        where, match = _home(tensor, contents.root), theirs.get(name)
+        if match is None:
+            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.EXTRA, "is only here")
+        elif (tensor.dtype, tensor.shape) != (match.dtype, match.shape):
+            text = f"is {_kind(tensor)} here, {_kind(match)} there"
+            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.CHANGED, text)
+        else:
+            assert pair.ours is not None
+            assert pair.theirs is not None
+            here = results[True, Place(pair.ours.label, pair.ours.ties.get(name, name))]
+            there = results[False, Place(pair.theirs.label, pair.theirs.ties.get(name, name))]
+            yield _compared(Kind.TENSOR, name, where, here, there)
+    for name, tensor in theirs.items():
+        if name not in ours:
+            where = _home(tensor, other.root)
+            text = f"is only in {other.root}"
+            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.MISSING, text)
+
+
+def _compared(kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed) -> Item:
+    if ours.problem:
+        return _item(kind, name, where, Outcome.NOT_CHECKED, None, f"cannot be read: {ours.problem}")
+    if ours.digest == theirs.digest:
+        return _item(kind, name, where, Outcome.MATCH, None, "")
+    text = f"differs: sha256 {ours.digest[:12]} here, {theirs.digest[:12]} there"
+    return _item(kind, name, where, Outcome.DIFFER, Change.CHANGED, text)
+
+
+def _item(kind: Kind, name: str, where: str, outcome: Outcome, change: Change | None, text: str) -> Item:
+    return Item(kind=kind, name=name, where=where, outcome=outcome, change=change, text=text)
+
+
+def _kind(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _home(tensor: StoredTensor, root: Path) -> str:
+    path = first_place(tensor.layout)[0]
+    return str(PurePosixPath(path.relative_to(root))) if path.name else ""

@@ -1,0 +1,438 @@
+"""``diff``: two checkpoints of any formats compared tensor by tensor."""
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.errors import ChangedError, UsageError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.comparing import is_cached
+from ckptfix.storage.paths import command, shell_path
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
+from ckptfix.tensors.differing import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
+from ckptfix.tensors.layouts import Contiguous, Layout
+from ckptfix.tensors.opening import open_checkpoint, other_files
+from ckptfix.tensors.stored import StoredCheckpoint, StoredTensor, Weights
+from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, TensorDiff
+from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
+from ckptfix.wording import count_of, list_names
+
+# Two sides read at once, by several threads that each take a part of a tensor at a time.
+
+_MOST_THREADS = 8
+BUFFER = 1 << 20
+"""Bytes for each side in each thread; from 2 MiB on blocks fall out of the cores' caches."""
+
+
+class Sides:
+    """What one thread reads with: its own files, and a buffer for each side."""
+
+    def __init__(self, files: OpenFiles, progress: Callable[[int], None]) -> None:
+        """Use these files; ``progress`` may be called from any thread."""
+        self._files = files
+        self._buffers = (page_buffer(BUFFER), page_buffer(BUFFER))
+        self.progress = progress
+
+    def blocks(
+        self, one: Layout, other: Layout, widths: tuple[int, int], elements: int
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """Yield as many elements of both, at most ``elements`` where both are contiguous; for bytes, widths of 1."""
+        left = one.blocks(self._files, self._buffers[0][: elements * widths[0]])
+        right = other.blocks(self._files, self._buffers[1][: elements * widths[1]])
+        a = b = memoryview(b"")
+        while True:
+            if not len(a):
+                a = next(left, a)
+            if not len(b):
+                b = next(right, b)
+            many = min(len(a) // widths[0], len(b) // widths[1])
+            if not many:
+                if len(a) or len(b):
+                    raise ChangedError(
+                        "one side of a tensor ended before the other: a file changed while it was read"
+                    )
+                return
+            yield a[: many * widths[0]], b[: many * widths[1]]
+            self.progress(many * (widths[0] + widths[1]))
+            a, b = a[many * widths[0] :], b[many * widths[1] :]
+
+
+Task = Callable[[Sides], object]
+
+
+def run_all(tasks: Iterator[Task], threads: int, progress: Progress | None) -> None:
+    """Run every task in one of several threads, this one included; the first error ends all, and is raised."""
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def advance(count: int) -> None:
+        if progress is not None:
+            with lock:
+                progress(count)
+
+    def work() -> None:
+        try:
+            with OpenFiles() as files:
+                sides = Sides(files, advance)
+                while not errors:
+                    with lock:
+                        task = next(tasks, None)
+                    if task is None:
+                        return
+                    task(sides)
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    try:
+        work()
+    finally:
+        for thread in others:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def threads_for(layouts: Sequence[Layout], nbytes: int) -> int:
+    """Return how many threads read best: one a processor when the files are in memory, four at least for a disk."""
+    if nbytes < 8 * BUFFER:
+        return 1
+    firsts = [one.pieces[0] for one in layouts if isinstance(one, Contiguous) and one.pieces]
+    sampled = firsts[:: max(1, len(firsts) // 8)]
+    processors = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    return max(2 if all(map(_in_memory, sampled)) else 4, processors)
+
+
+def _in_memory(piece: Piece) -> bool:
+    with open_reader(piece.path) as reader:
+        return is_cached(reader.fd, piece.offset)
+
+
+def part_of(layout: Contiguous, begin: int, end: int) -> Contiguous:
+    """Return bytes ``begin`` to ``end`` of a contiguous tensor."""
+    pieces = []
+    for path, offset, length in layout.pieces:
+        low, high = max(0, begin), min(length, end)
+        if low < high:
+            pieces.append(Piece(path, offset + low, high - low))
+        begin, end = begin - length, end - length
+    return Contiguous(tuple(pieces))
+
+
+# Which of many pairs of tensors differ, and by how much: bytes first, numbers only where those differ.
+
+Pair = tuple[StoredTensor, StoredTensor]
+_SEGMENT = 1 << 24
+"""Elements that a thread takes at a time: long enough for the kernel's readahead to run ahead."""
+
+_ELEMENTS = BUFFER // 16
+"""Elements that are read at a time: a buffer holds so many of every dtype."""
+
+
+class Comparison:
+    """Pairs of tensors of equal shape, one comparison each, however many names a pair has."""
+
+    def __init__(self, pairs: Sequence[Pair], tolerance: Tolerance | None, progress: Progress | None) -> None:
+        """Take pairs to compare. ``progress`` gets bytes read, of both sides together."""
+        self._pairs = pairs
+        self._tolerance = tolerance
+        self._progress = progress
+        layouts = [tensor.layout for pair in pairs for tensor in pair]
+        self._threads = threads_for(layouts, sum(one.nbytes for one, _ in pairs))
+        self._parts: dict[int, dict[int, Tally]] = {}
+
+    def unequal(self) -> set[int]:
+        """Return the numbers of the pairs whose dtypes or bytes differ. Raises ChangedError, OSError."""
+        found: set[int] = set()
+        run_all(self._byte_tasks(found), self._threads, self._progress)
+        return found
+
+    def tallies(self, numbers: set[int]) -> dict[int, Tally]:
+        """Return how far apart the pairs of these numbers are; not for dtypes below a byte. Raises as ``unequal``."""
+        run_all(self._number_tasks(numbers), self._threads, self._progress)
+        result = {}
+        for number, parts in self._parts.items():
+            result[number] = Tally()
+            for _, part in sorted(parts.items()):  # in their order, for the same sums in every run
+                result[number].add(part)
+        return result
+
+    def _byte_tasks(self, found: set[int]) -> Iterator[Task]:
+        for number, (one, other) in enumerate(self._pairs):
+            if one.dtype != other.dtype:
+                found.add(number)
+                continue
+            for _, a, b in _segments(one, other):
+                yield _ByteTask(number, a, b, found)
+
+    def _number_tasks(self, numbers: set[int]) -> Iterator[Task]:
+        for number in sorted(numbers):
+            one, other = self._pairs[number]
+            if has_numbers(one.dtype) and has_numbers(other.dtype):
+                parts = self._parts.setdefault(number, {})
+                for begin, a, b in _segments(one, other):
+                    yield _NumberTask((one.dtype, other.dtype), (a, b), self._tolerance, parts, begin)
+
+
+class _ByteTask:
+    """Find out whether two parts have the same bytes."""
+
+    def __init__(self, number: int, one: Layout, other: Layout, found: set[int]) -> None:
+        self.number, self.one, self.other, self.found = number, one, other, found
+
+    def __call__(self, sides: Sides) -> None:
+        if self.number in self.found:
+            return
+        for a, b in sides.blocks(self.one, self.other, (1, 1), BUFFER):
+            if not same_bytes(a, b):
+                self.found.add(self.number)
+            if self.number in self.found:  # by this thread, or by another in its own part
+                return
+
+
+class _NumberTask:
+    """Tally the elements of two parts."""
+
+    def __init__(
+        self,
+        dtypes: tuple[str, str],
+        layouts: tuple[Layout, Layout],
+        tolerance: Tolerance | None,
+        parts: dict[int, Tally],
+        begin: int,
+    ) -> None:
+        self.dtypes, self.layouts, self.tolerance = dtypes, layouts, tolerance
+        self.parts, self.begin = parts, begin
+
+    def __call__(self, sides: Sides) -> None:
+        widths = (DTYPE_BITS[self.dtypes[0]] // 8, DTYPE_BITS[self.dtypes[1]] // 8)
+        total = Tally()
+        for a, b in sides.blocks(*self.layouts, widths, _ELEMENTS):
+            for begin in range(0, len(a) // widths[0], ELEMENTS):
+                end = begin + ELEMENTS
+                parts = (a[begin * widths[0] : end * widths[0]], b[begin * widths[1] : end * widths[1]])
+                total.add(tally(*parts, self.dtypes, self.tolerance))
+        self.parts[self.begin] = total
+
+
+def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Layout, Layout]]:
+    """Yield the first element and the layouts of parts that are the same elements; the whole where it cannot be cut."""
+    a, b = one.layout, other.layout
+    bits = DTYPE_BITS[one.dtype], DTYPE_BITS[other.dtype]
+    elements = one.nbytes * 8 // bits[0]
+    if elements <= _SEGMENT or not (isinstance(a, Contiguous) and isinstance(b, Contiguous)):
+        yield 0, a, b
+        return
+    for begin in range(0, elements, _SEGMENT):  # a multiple of 8: parts begin with whole bytes
+        end = min(begin + _SEGMENT, elements)
+        yield (
+            begin,
+            part_of(a, begin * bits[0] // 8, end * bits[0] // 8),
+            part_of(b, begin * bits[1] // 8, end * bits[1] // 8),
+        )
+
+
+# Two checkpoints side by side, whatever their formats: which tensors are the same, and how far apart the
+# others are.
+#
+# ``weights.pairing`` and ``matching`` say what belongs together, ``reading`` and ``comparing`` read both
+# sides, ``report`` is the answer, ``page`` lays it out as HTML.
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    progress: Progress | None = None,
+) -> DiffReport:
+    """Compare the weights of two checkpoints, tensor by tensor.
+
+    ``rtol``, ``atol``: an element of A and one of B count as equal where ``|a - b| <= atol + rtol * |a|``; when either
+    is given, two dtypes count as equal, too. ``progress`` gets the bytes read, of both sides together, from any thread.
+
+    Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read, OSError.
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{name} is {value}: a tolerance is a number, 0 or more")
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    with paused_gc():
+        left, right = open_checkpoint(a, lone_shard=True), open_checkpoint(b, lone_shard=True)
+        _ensure_tensors(left, right)
+        drafts = [_Draft(*models) for models in pair_models(left.weights, right.weights)]
+        pairs = _Pairs()
+        for draft in drafts:
+            pairs.collect(draft)
+        pairs.compare(tolerance, progress)
+        models = tuple(draft.finished(pairs, tolerance) for draft in drafts)
+    others = other_files(left), other_files(right)
+    return DiffReport(
+        a=os.fspath(a),
+        b=os.fspath(b),
+        models=models,
+        tolerance=tolerance,
+        crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
+        is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
+        not_compared=(
+            *_other_weights(left, right, others),
+            *_not_compared("A", left, others[0]),
+            *_not_compared("B", right, others[1]),
+            *_moved(drafts),
+            *_opaque(drafts),
+            *_too_small(models),
+        ),
+    )
+
+
+class _Draft:
+    """A pair of models, or one alone, before their tensors are read."""
+
+    def __init__(self, a: Weights | None, b: Weights | None) -> None:
+        self.a, self.b = a, b
+        self.left: Mapping[str, StoredTensor] = a.named() if a else {}
+        self.right: Mapping[str, StoredTensor] = b.named() if b else {}
+        self.matched, self.names = match_names(self.left, self.right)
+
+    def of(self, one: Matched) -> tuple[StoredTensor | None, StoredTensor | None]:
+        """Return what a matched name stands for on each side."""
+        return (
+            self.left[one.a] if one.a is not None else None,
+            self.right[one.b] if one.b is not None else None,
+        )
+
+    def finished(self, pairs: "_Pairs", tolerance: Tolerance | None) -> ModelDiff:
+        """Return what was found."""
+        either = self.a or self.b
+        return ModelDiff(
+            index=either.index if either else 0,
+            a=self.a.label if self.a else None,
+            b=self.b.label if self.b else None,
+            names=self.names,
+            tensors=tuple(_finished(one, *self.of(one), pairs, tolerance) for one in self.matched),
+        )
+
+
+class _Pairs:
+    """The pairs of tensors that are to be read, each once: a tie has several names and one place."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int, str, str], int] = {}
+        self._pairs: list[Pair] = []
+        self._unequal: set[int] = set()
+        self._tallies: dict[int, Tally] = {}
+
+    def collect(self, draft: _Draft) -> None:
+        """Take note of the pairs of a model."""
+        for one in draft.matched:
+            a, b = draft.of(one)
+            if a is not None and b is not None and a.shape == b.shape and _key(a, b) not in self._numbers:
+                self._numbers[_key(a, b)] = len(self._pairs)
+                self._pairs.append((a, b))
+
+    def compare(self, tolerance: Tolerance | None, progress: Progress | None) -> None:
+        """Read them all."""
+        comparison = Comparison(self._pairs, tolerance, progress)
+        self._unequal = comparison.unequal()
+        self._tallies = comparison.tallies(self._unequal)
+
+    def found(self, a: StoredTensor, b: StoredTensor) -> tuple[bool, Tally | None]:
+        """Return whether two tensors have equal dtypes and bytes, and how far apart their numbers are."""
+        number = self._numbers[_key(a, b)]
+        return number not in self._unequal, self._tallies.get(number)
+
+
+def _key(a: StoredTensor, b: StoredTensor) -> tuple[int, int, str, str]:
+    return id(a.layout), id(b.layout), a.dtype, b.dtype
+
+
+def _finished(
+    one: Matched, a: StoredTensor | None, b: StoredTensor | None, pairs: _Pairs, tolerance: Tolerance | None
+) -> TensorDiff:
+    if b is None:
+        assert a is not None, "a name comes from one side at least"
+        return TensorDiff(one.name, Outcome.ONLY_A, a=one.a, dtype_a=a.dtype, shape_a=a.shape)
+    if a is None:
+        return TensorDiff(one.name, Outcome.ONLY_B, b=one.b, dtype_b=b.dtype, shape_b=b.shape)
+    tally = None
+    if a.shape != b.shape:
+        outcome = Outcome.SHAPE
+    else:
+        equal, tally = pairs.found(a, b)
+        if equal:
+            outcome = Outcome.EQUAL
+        elif tolerance is not None and tally is not None and not tally.beyond:
+            outcome = Outcome.WITHIN
+        else:
+            outcome = Outcome.VALUES if a.dtype == b.dtype else Outcome.DTYPE
+    return TensorDiff(one.name, outcome, one.a, one.b, a.dtype, b.dtype, a.shape, b.shape, tally)
+
+
+def _ensure_tensors(*checkpoints: StoredCheckpoint) -> None:
+    """Raise UsageError when neither side has a tensor: "equal" would be said of nothing."""
+    if any(weights.tensors for one in checkpoints for weights in one.weights):
+        return
+    opaque = [name for one in checkpoints for weights in one.weights for name in weights.opaque]
+    held = f", only values that no plain tensor are: {list_names(dict.fromkeys(opaque))}" if opaque else ""
+    where = " and ".join(str(one.root / (one.only or "")) for one in checkpoints)
+    raise UsageError(f"{where} hold no tensor that can be compared{held}")
+
+
+def _other_weights(
+    a: StoredCheckpoint, b: StoredCheckpoint, others: Sequence[Sequence[PurePosixPath]]
+) -> Iterator[str]:
+    """Yield what holds other weights next to a model, such as an adapter or a variant, and how to compare them."""
+    homes = {one.home for checkpoint in (a, b) for one in checkpoint.weights}
+    for path in sorted({*others[0]}.intersection(others[1])):
+        name = parse_file_name(path.name)
+        if path.parent in homes and name is not None and name.is_of_library and name.shard is None:
+            words = f"{command('diff', a.root, str(path))} {shell_path(b.root / path)}"
+            yield f"weights of {path}, next to a model that is loaded first; {words} compares them"
+
+
+def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[PurePosixPath]) -> Iterator[str]:
+    """Yield in words what of one side was left out as a whole."""
+    if others:
+        yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
+    for weights in {one.files: one for one in checkpoint.weights}.values():
+        if weights.left:
+            label = weights.label.partition("[")[0] if weights.path else weights.label
+            yield f"what {label} in {side} holds next to what was compared: {list_names(weights.left)}"
+
+
+def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
+    """Yield in words which models at other positions were compared; where that is no difference in itself."""
+    told = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
+    for a, b in moved((draft.a, draft.b) for draft in drafts):
+        if id(a) in told:
+            continue
+        pair = f"{a.label} in A was compared with {b.label} in B"
+        yield f"positions of models: {pair}: their names fit, or no other was left"
+
+
+def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
+    """Yield in words which values of the models cannot be compared, as only executing tells what they are."""
+    for draft in drafts:
+        for side, weights in (("A", draft.a), ("B", draft.b)):
+            if weights is not None and weights.opaque:
+                yield f"what is not a plain tensor in {weights.label} in {side}: {list_names(weights.opaque)}"
+
+
+def _too_small(models: Sequence[ModelDiff]) -> Iterator[str]:
+    """Yield in words which tensors were compared by bytes alone."""
+    for model in models:
+        names = [
+            one.name
+            for one in model.tensors
+            if one.dtype_a and one.dtype_b and not (has_numbers(one.dtype_a) and has_numbers(one.dtype_b))
+        ]
+        if names:
+            yield f"numbers of less than a byte, by bytes alone: {list_names(names)}"

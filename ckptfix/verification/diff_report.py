@@ -1,0 +1,306 @@
+"""What a comparison of two checkpoints found: values, rows for people (layers of one kind in one), and words."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ckptfix.tensors.differing import Tally, Tolerance
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of, line
+
+
+class Outcome(Enum):
+    """What is so about a tensor, the worst first."""
+
+    ONLY_A = "only in A"
+    ONLY_B = "only in B"
+    SHAPE = "shape differs"
+    DTYPE = "dtype differs"
+    VALUES = "values differ"
+    WITHIN = "within tolerance"
+    EQUAL = "bytes equal"
+
+
+_RANK = {outcome: rank for rank, outcome in enumerate(Outcome)}
+
+Many = Callable[[Iterator[Any]], Iterable[Any]]
+"""What becomes of many values: ``list`` keeps them all, ``iter`` makes one at a time."""
+
+_COUNTED = {
+    Outcome.SHAPE: "of another shape",
+    Outcome.DTYPE: "of another dtype",
+    Outcome.VALUES: "with other values",
+    Outcome.EQUAL: "equal in bytes",
+}
+"""What stands behind a number of tensors: 1 with other values; the others as they are."""
+
+_COUNT_AS_EQUAL = (Outcome.WITHIN, Outcome.EQUAL)
+_HEADS = ("outcome", "tensors", "dtype and shape", "max abs", "rel. norm", "differing")
+_MOST_ROWS = 100
+_WIDEST = 60
+"""Columns wider than this are not padded for: one long name must not push all figures off the screen."""
+
+
+class TensorDiff(NamedTuple):
+    """One tensor: the name that both sides share once unwrapped, and what each side calls and holds.
+
+    ``tally``: how far apart the numbers are, None where they were not compared: equal bytes, other shapes, dtypes
+    smaller than a byte.
+    """
+
+    name: str
+    outcome: Outcome
+    a: str | None = None
+    b: str | None = None
+    dtype_a: str | None = None
+    dtype_b: str | None = None
+    shape_a: tuple[int, ...] | None = None
+    shape_b: tuple[int, ...] | None = None
+    tally: Tally | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints; infinite figures are the string "inf"."""
+        document: dict[str, Any] = {
+            "name": self.name,
+            "outcome": self.outcome.value,
+            "a": _side(self.a, self.dtype_a, self.shape_a),
+            "b": _side(self.b, self.dtype_b, self.shape_b),
+        }
+        if self.tally is not None:
+            document |= {
+                "elements": self.tally.elements,
+                "differing": self.tally.differing,
+                "beyond_tolerance": self.tally.beyond,
+                "nan_or_inf": self.tally.apart,
+                "max_abs": _number(self.tally.largest),
+                "relative_norm": _number(self.tally.relative),
+                "nan": [self.tally.nan_a, self.tally.nan_b],
+                "inf": [self.tally.inf_a, self.tally.inf_b],
+            }
+        return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDiff:
+    """One model: what it is called on each side (None: not there), what was done to names, and its tensors."""
+
+    index: int
+    a: str | None
+    b: str | None
+    names: str
+    tensors: tuple[TensorDiff, ...]
+
+    def count(self, outcome: Outcome) -> int:
+        """How many tensors have this outcome."""
+        return sum(one.outcome is outcome for one in self.tensors)
+
+    def lines(self, *, show_all: bool) -> Iterator[Line]:
+        """Yield a table of the tensors that differ, of equal ones, too, with ``show_all``."""
+        names = f"; names matched {self.names}" if self.names else ""
+        yield line(f"{self.a or '(none)'} against {self.b or '(none)'}{names}:", bold=True)
+        found = rows(one for one in self.tensors if show_all or one.outcome is not Outcome.EQUAL)
+        shown = found if show_all else found[:_MOST_ROWS]
+        if not self.tensors:
+            yield line("  no tensor that can be compared")
+        elif shown:
+            yield from _table([_HEADS, *map(_cells, shown)])
+        else:
+            yield line(f"  {count_of(len(self.tensors), 'tensor')}, bytes equal")
+        if len(shown) < len(found):
+            yield line(f"  and {len(found) - len(shown)} more rows; --all or --json lists them")
+
+    def as_json(self, many: Many = list) -> dict[str, Any]:
+        """Return what ``--json`` prints. ``many``: what becomes of the tensors, each made when it is asked for."""
+        return {
+            "index": self.index,
+            "a": self.a,
+            "b": self.b,
+            "names": self.names,
+            "tensors": many(one.as_json() for one in self.tensors),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class DiffReport(Printable):
+    """The whole answer. ``tolerance``: relative and absolute, None without one.
+
+    ``crossed``: which models stand in each other's place, in words, "" when none do. ``not_compared``: in words.
+    ``is_partial``: whether values of the models themselves are among that.
+    """
+
+    a: str
+    b: str
+    models: tuple[ModelDiff, ...]
+    tolerance: Tolerance | None
+    not_compared: tuple[str, ...]
+    crossed: str = ""
+    is_partial: bool = False
+
+    def tensors(self) -> Iterator[TensorDiff]:
+        """Iterate over the tensors of all models."""
+        for model in self.models:
+            yield from model.tensors
+
+    def count(self, outcome: Outcome) -> int:
+        """How many tensors have this outcome."""
+        return sum(model.count(outcome) for model in self.models)
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 when all of the models was compared and is equal, or within the tolerance; else 1."""
+        return int(self.is_different or self.is_partial)
+
+    @property
+    def is_different(self) -> bool:
+        """Whether a tensor differs, or is on one side only, or models stand in each other's place."""
+        return bool(self.crossed) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors())
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a word or two."""
+        if self.is_different:
+            return "different"
+        return "not proven equal" if self.is_partial else "equal"
+
+    @property
+    def positions(self) -> str:
+        """One line about models in each other's place, "" when there are none."""
+        return f"positions of models differ: {self.crossed}" if self.crossed else ""
+
+    @property
+    def summary(self) -> str:
+        """One line: how many tensors of each outcome there are."""
+        counts = [(outcome, self.count(outcome)) for outcome in reversed(Outcome)]
+        said = (f"{count} {_COUNTED.get(outcome, outcome.value)}" for outcome, count in counts if count)
+        return ", ".join(said) or "no tensors"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What must be known to read the figures, in words."""
+        if any(one.tally is not None and one.dtype_a != one.dtype_b for one in self.tensors()):
+            return (
+                "where dtypes differ, values were compared as float64 or complex128, integers exactly (not U64)",
+            )
+        return ()
+
+    def lines(self, *, show_all: bool = False) -> Iterator[Line]:
+        """Yield what differs in each model, the verdict, and what was not compared."""
+        yield line(f"A: {self.a}", bold=True)
+        yield line(f"B: {self.b}", bold=True)
+        for model in self.models:
+            yield from model.lines(show_all=show_all)
+        if self.tolerance is not None:
+            yield line(f"tolerance: |a - b| <= {self.tolerance[1]:g} + {self.tolerance[0]:g} * |a|")
+        yield line(f"{self.verdict}: {self.summary}", colour="red" if self.status else "green")
+        if self.positions:
+            yield line(self.positions, colour="red")
+        yield from (line(f"note: {words}") for words in self.notes)
+        yield from (line(f"not compared: {words}") for words in self.not_compared)
+
+    def __repr__(self) -> str:
+        return f"<DiffReport {self.a} and {self.b}: {self.verdict}, {self.summary}>"
+
+    def as_json(self, many: Many = list) -> dict[str, Any]:
+        """Return what ``--json`` prints. ``many``: what becomes of models and tensors, each made when it is asked for.
+
+        With ``iter`` they are iterators: all dicts of 100,000 tensors together take 90 MB.
+        """
+        return {
+            "a": self.a,
+            "b": self.b,
+            "tolerance": {"relative": self.tolerance[0], "absolute": self.tolerance[1]}
+            if self.tolerance
+            else None,
+            "verdict": self.verdict,
+            "summary": {outcome.value: self.count(outcome) for outcome in Outcome},
+            "models": many(model.as_json(many) for model in self.models),
+            "crossed": self.crossed,
+            "notes": list(self.notes),
+            "not_compared": list(self.not_compared),
+        }
+
+
+def _side(name: str | None, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any] | None:
+    return {"name": name, "dtype": dtype, "shape": list(shape or ())} if name is not None else None
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Tensors that differ in the number of their layer only, with one outcome, dtype and shape."""
+
+    outcome: Outcome
+    names: str
+    tensors: tuple[TensorDiff, ...]
+
+    @property
+    def kind(self) -> str:
+        """Dtype and shape, of both sides where they are not the same."""
+        one = self.tensors[0]
+        dtypes = [dtype for dtype in (one.dtype_a, one.dtype_b) if dtype]
+        shapes = [list(shape) for shape in (one.shape_a, one.shape_b) if shape is not None]
+        dtype = dtypes[0] if len(set(dtypes)) == 1 else " / ".join(dtypes)
+        return f"{dtype} {' / '.join(map(str, shapes if shapes[0] != shapes[-1] else shapes[:1]))}"
+
+    @property
+    def largest(self) -> float:
+        """The largest distance of all elements."""
+        return max((one.tally.largest for one in self.tensors if one.tally), default=0.0)
+
+    @property
+    def relative(self) -> float:
+        """The relative norm of the tensor that has the largest."""
+        return max((one.tally.relative for one in self.tensors if one.tally), default=0.0)
+
+    @property
+    def differing(self) -> int:
+        """How many elements differ."""
+        return sum(one.tally.differing for one in self.tensors if one.tally)
+
+    @property
+    def apart(self) -> int:
+        """How many of those are NaN or infinite on a side."""
+        return sum(one.tally.apart for one in self.tensors if one.tally)
+
+    @property
+    def elements(self) -> int:
+        """How many elements were compared as numbers."""
+        return sum(one.tally.elements for one in self.tensors if one.tally)
+
+
+def rows(tensors: Iterable[TensorDiff]) -> list[Row]:
+    """Return the rows of these tensors: by outcome, the worst first, then by relative norm, then in their order."""
+    groups: dict[object, list[TensorDiff]] = {}
+    for one in tensors:
+        before, number, after = layer_of(one.name)
+        place = (before, number is None, after)
+        key = (one.outcome, place, one.dtype_a, one.dtype_b, one.shape_a, one.shape_b)
+        groups.setdefault(key, []).append(one)
+    found = [
+        Row(
+            outcome=group[0].outcome,
+            names=collapse_layers(one.name for one in group)[0],
+            tensors=tuple(group),
+        )
+        for group in groups.values()
+    ]
+    return sorted(found, key=lambda row: (_RANK[row.outcome], -row.relative, not row.apart, -row.largest))
+
+
+def _table(table: Sequence[Sequence[str]]) -> Iterator[Line]:
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*table, strict=True)]
+    for cells in table:
+        padded = (text.ljust(width) for text, width in zip(cells, widths, strict=True))
+        yield line(f"  {'  '.join(padded)}".rstrip())
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if not row.elements:
+        return row.outcome.value, row.names, row.kind, "", "", ""
+    apart = f", {row.apart} of them NaN or Inf" if row.apart else ""
+    share = f"{row.differing} of {row.elements}{apart}"
+    return row.outcome.value, row.names, row.kind, f"{row.largest:.3g}", f"{row.relative:.3g}", share

@@ -1,0 +1,313 @@
+"""Every file and tensor of a checkpoint compared with its manifest, and the differences in words."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Literal
+
+from typing_extensions import assert_never
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.diagnosis.contents import Contents, Place, Recorded
+from ckptfix.storage.paths import command
+from ckptfix.tensors.hashing import Hashed, first_place
+from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, judge
+
+# Judgements in words: which file or tensor, what happened to it, with both digests.
+
+_Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
+
+_TAIL = 64
+"""So many zero bytes at the end of something that changed are called a tail of zeros."""
+
+
+def describe_tensors(
+    judgements: Iterable[Judgement[Place]],
+    recorded: Mapping[Place, str],
+    found: Mapping[Place, Hashed],
+    homes: Mapping[Place, str],
+    files: Mapping[str, Outcome],
+) -> Iterator[Item]:
+    """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is known of it."""
+    for one in judgements:
+        where = homes.get(one.key, one.key.label)
+        have = found.get(one.key)
+        change = _with_tail(one, have)
+        text = ""
+        if one.outcome is Outcome.NOT_CHECKED:
+            text = f"cannot be read: {have.problem}" if have is not None and have.problem else ""
+        elif change is not None:
+            text = _tensor(change, one, recorded, have)
+            if have is not None and change is not Change.EXTRA and files.get(where) is Outcome.DIFFER:
+                text += f"; the digest of {where} differs, too"
+        yield Item(
+            kind=Kind.TENSOR, name=one.key.fqn, where=where, outcome=one.outcome, change=change, text=text,
+            other="" if one.other is None else homes.get(one.other, one.other.label),
+        )  # fmt: skip
+
+
+def describe_files(
+    judgements: Iterable[Judgement[str]],
+    recorded: Mapping[str, str],
+    found: Mapping[str, Hashed],
+    sizes: Mapping[str, tuple[int, int | None]],
+    whole: frozenset[str],
+) -> Iterator[Item]:
+    """Yield an item for each judgement.
+
+    ``sizes``: path -> size now and size recorded, where known. ``whole``: files of which every tensor matches.
+    """
+    for one in judgements:
+        have = found.get(one.key)
+        change = _with_tail(one, have)
+        text = ""
+        if one.outcome is Outcome.NOT_CHECKED:
+            text = f"cannot be read: {have.problem}" if have is not None and have.problem else ""
+        elif change is not None:
+            text = _file_text(change, one, recorded, have, sizes.get(one.key, (0, None)))
+            if one.key in whole and change in (Change.CHANGED, Change.ZERO_TAIL):
+                text += "; every tensor in it matches, so the difference is in its header or between tensors"
+        yield Item(
+            kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text,
+            other=one.other or "",
+        )  # fmt: skip
+
+
+def _with_tail(one: Judgement[Place] | Judgement[str], have: Hashed | None) -> Change | None:
+    is_tail = one.change is Change.CHANGED and have is not None and have.zeros >= _TAIL
+    return Change.ZERO_TAIL if is_tail else one.change
+
+
+def _tensor(change: Change, one: Judgement[Place], recorded: Mapping[Place, str], have: Hashed | None) -> str:
+    want = recorded.get(one.key, "")
+    match change:
+        case Change.CHANGED:
+            return f"has other bytes than were recorded: {_digests(have, want)}"
+        case Change.ZERO_TAIL:
+            zeros = have.zeros if have is not None else 0
+            return (
+                f"has other bytes than were recorded, and its last {zeros} are zero: {_digests(have, want)}"
+            )
+        case Change.RENAMED:
+            return f"renamed: what was recorded of it is now {one.other}"
+        case Change.MOVED:
+            return f"moved: it is now in {one.other.label if one.other is not None else '?'}"
+        case _:
+            return _elsewhere(change, one.other, _digests(have, want))
+
+
+def _file_text(
+    change: Change,
+    one: Judgement[str],
+    recorded: Mapping[str, str],
+    have: Hashed | None,
+    size: tuple[int, int | None],
+) -> str:
+    now, was = size
+    want = recorded.get(one.key, "")
+    sizes = f"has {now} bytes, {was} were recorded; " if was is not None and was != now else ""
+    match change:
+        case Change.CHANGED:
+            return f"{sizes}differs: {_digests(have, want)}"
+        case Change.ZERO_TAIL:
+            zeros = have.zeros if have is not None else 0
+            return f"{sizes}differs, and its last {zeros} bytes are zero: {_digests(have, want)}"
+        case Change.RENAMED:
+            return f"renamed: it is now {one.other}"
+        case Change.MOVED:
+            return f"moved: it is now {one.other}"
+        case _:
+            return _elsewhere(change, one.other, _digests(have, want))
+
+
+def _elsewhere(change: _Elsewhere, other: object, digests: str) -> str:
+    """Say what is the same for files and tensors: what came to stand in another's place, or in none."""
+    match change:
+        case Change.SWAPPED:
+            return f"swapped with {other}: each holds what was recorded of the other"
+        case Change.REPLACED:
+            return f"holds what was recorded of {other}: {digests}"
+        case Change.MISSING:
+            return "is missing"
+        case Change.EXTRA:
+            return "is not in the manifest"
+        case _:
+            assert_never(change)
+
+
+def _digests(have: Hashed | None, want: str) -> str:
+    return f"sha256 {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
+
+
+# Every file and tensor of a checkpoint beside what its manifest recorded.
+
+_NO_DIGEST = "no digest was recorded"
+
+
+def compare(contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed]) -> Iterator[Item]:
+    """Yield an item for every file and every tensor that is there or was recorded."""
+    tensors = list(_tensor_judgements(contents, recorded, hashed))
+    homes = tensor_homes(contents)
+    whole = _whole_files(tensors, homes)
+    files = list(_file_items(contents, recorded, hashed, whole))
+    yield from files
+    outcomes = {item.name: item.outcome for item in files}
+    digests = recorded.digests(contents.weights, contents.unreadable)
+    places = named_results(contents, hashed)
+    yield from (
+        item if item.outcome is not Outcome.NOT_CHECKED or item.text else _no_digest(item)
+        for item in describe_tensors(tensors, digests, places, homes, outcomes)
+    )
+    for place, why in recorded.lost(contents):
+        text = f"cannot be read: {why}"
+        yield Item(
+            kind=Kind.TENSOR, name=place.fqn, where=place.label, outcome=Outcome.NOT_CHECKED, text=text
+        )
+
+
+def named_results(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> dict[Place, Hashed]:
+    """Return what became of every tensor by every name that it has."""
+    return {
+        Place(weights.label, name): hashed[kept]
+        for weights in contents.weights
+        for name in weights.named()
+        for kept in (Place(weights.label, weights.ties.get(name, name)),)
+        if kept in hashed
+    }
+
+
+def _no_digest(item: Item) -> Item:
+    return Item(
+        kind=item.kind, name=item.name, where=item.where, outcome=Outcome.NOT_CHECKED, text=_NO_DIGEST
+    )
+
+
+def _tensor_judgements(
+    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed]
+) -> Iterator[Judgement[Place]]:
+    digests = recorded.digests(contents.weights, contents.unreadable)
+    unknown: frozenset[str] = frozenset()
+    if digests:
+        unknown = _unrecorded(contents, recorded)
+        found = {
+            place: one for place, one in named_results(contents, hashed).items() if place.label not in unknown
+        }
+        digests_found = {place: one.digest for place, one in found.items()}
+        zeros = _zeros(contents, found) if digests_found != digests else set()
+        yield from judge(digests, digests_found, name_of=_fqn, plain=zeros)
+    for weights in contents.weights:
+        if not digests or weights.label in unknown:
+            yield from (
+                Judgement(Place(weights.label, name), Outcome.NOT_CHECKED) for name in weights.named()
+            )
+
+
+def _unrecorded(contents: Contents, recorded: Recorded) -> frozenset[str]:
+    """Return the models whose files were there and which were not taken for models when digests were recorded.
+
+    As by ckptfix before 0.5.0, which did not look into sub-folders: their tensors have not come since.
+    """
+    if contents.only is not None:
+        return frozenset()  # a shard goes by the entry of its model
+    known = recorded.sha256.keys() | recorded.sizes.keys()
+    return frozenset(
+        weights.label
+        for weights in contents.weights
+        if weights.label not in recorded.tensors and known.issuperset(map(str, weights.files))
+    )
+
+
+def _fqn(place: Place) -> str:
+    return place.fqn
+
+
+def _file_name(path: str) -> str:
+    return PurePosixPath(path).name
+
+
+def _zeros(contents: Contents, found: Mapping[Place, Hashed]) -> set[str]:
+    """Return the digests of the tensors that are zero in every byte."""
+    return {
+        one.digest
+        for weights in contents.weights
+        for name, tensor in weights.named().items()
+        for one in (found.get(Place(weights.label, name)),)
+        if one is not None and one.digest and one.zeros >= tensor.nbytes
+    }
+
+
+def _file_items(
+    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed], whole: frozenset[str]
+) -> Iterator[Item]:
+    found = {
+        key: one
+        for key, one in hashed.items()
+        if isinstance(key, str) and (key in recorded.sha256 or key not in recorded.sizes)
+    }
+    sizes = {name: (state.size, recorded.sizes.get(name)) for name, state in contents.files.items()}
+    empty = {one.digest for name, one in found.items() if one.zeros >= contents.files[name].size}
+    digests = {name: one.digest for name, one in found.items()}
+    judged = judge(recorded.sha256, digests, name_of=_file_name, plain=empty)
+    known = [one for one in judged if one.change is not Change.EXTRA]
+    yield from describe_files(known, recorded.sha256, found, sizes, whole)
+    told = {one.key for one in known} | {
+        one.other for one in known if one.change in (Change.RENAMED, Change.MOVED)
+    }
+    for name in sorted((contents.files.keys() | recorded.sizes.keys() | recorded.repaired) - told):
+        yield _file_without_digest(name, contents, recorded)
+    for name, why in contents.special.items():
+        if name not in told and name not in recorded.sizes:
+            yield _file(name, Outcome.NOT_CHECKED, None, why)
+
+
+def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:
+    state, size = contents.files.get(name), recorded.sizes.get(name)
+    if state is None:
+        size_of = f"; {size} bytes were saved" if size is not None else ""
+        return _file(name, Outcome.DIFFER, Change.MISSING, f"is missing{size_of}")
+    if size is not None and state.size != size:
+        return _file(name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved")
+    if name in recorded.repaired:
+        text = f"{_NO_DIGEST} since a repair changed it; next: {command('seal', contents.root)}"
+        return _file(name, Outcome.NOT_CHECKED, None, text)
+    if size is not None:
+        return _file(name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same")
+    if recorded.manifest is None:
+        return _file(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)
+    outcome = Outcome.DIFFER if recorded.is_sealed or _changes_a_load(name) else Outcome.NOT_CHECKED
+    return _file(name, outcome, Change.EXTRA, "is not in the manifest")
+
+
+def _changes_a_load(name: str) -> bool:
+    """Whether a file that no save listed is read by ``load_state``. Other processes add their random states late."""
+    parsed = parse_file_name(name)
+    if parsed is None or parsed.is_of_trainer:
+        return False
+    return parsed.role not in (Role.RNG_STATE, Role.UNKNOWN)
+
+
+def _file(name: str, outcome: Outcome, change: Change | None, text: str) -> Item:
+    return Item(kind=Kind.FILE, name=name, where=name, outcome=outcome, change=change, text=text)
+
+
+def tensor_homes(contents: Contents) -> dict[Place, str]:
+    """Return the file that each tensor begins in, relative to the checkpoint."""
+    homes = {}
+    for weights in contents.weights:
+        for tensor in weights.tensors:
+            path = first_place(tensor.layout)[0]
+            homes[Place(weights.label, tensor.fqn)] = (
+                str(path.relative_to(contents.root)) if path.name else weights.label
+            )
+        homes |= {
+            Place(weights.label, name): homes[Place(weights.label, kept)]
+            for name, kept in weights.ties.items()
+        }
+    return homes
+
+
+def _whole_files(judgements: Iterable[Judgement[Place]], homes: Mapping[Place, str]) -> frozenset[str]:
+    """Return the files that hold tensors, all of which match."""
+    outcomes: dict[str, set[Outcome]] = {}
+    for one in judgements:
+        outcomes.setdefault(homes.get(one.key, one.key.label), set()).add(one.outcome)
+    return frozenset(name for name, found in outcomes.items() if found == {Outcome.MATCH})

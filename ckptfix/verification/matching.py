@@ -1,0 +1,183 @@
+"""Models and tensors of one checkpoint matched with those of another."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ckptfix.checkpoint.filenames import ModelName, parse_file_name
+from ckptfix.checkpoint.keys import (
+    KeyMap,
+    collisions,
+    common_wrappers,
+    dotted,
+    inner_wrappers,
+    without_private_wrappers,
+)
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
+
+# Which model of one checkpoint is which of another.
+
+_SHOWN = 3
+BARE = KeyMap(remove=())
+"""The map that leaves every name as it is."""
+
+
+def pair_models(
+    left: Sequence[Weights], right: Sequence[Weights]
+) -> Iterator[tuple[Weights | None, Weights | None]]:
+    """Yield models that belong together, in the order of their positions, and with None what is left of each side.
+
+    Together belong those of one path in their files, then those whose names and shapes are the same, at one position or
+    where each side has them once, then those of one position, then what is left when it is one model on each side.
+    """
+    one, other = list(left), list(right)
+    kinds = {} if len(one) == len(other) == 1 else {id(weights): _kind(weights) for weights in (*one, *other)}
+    pairs: list[tuple[Weights | None, Weights | None]] = []
+    for by in (_paths, partial(_same, kinds), partial(_moved, kinds), _positions, _only):
+        places, others = by(one), by(other)
+        for key in places.keys() & others.keys():
+            pairs.append((places[key], others[key]))
+            one = [weights for weights in one if weights is not places[key]]
+            other = [weights for weights in other if weights is not others[key]]
+    pairs += [(weights, None) for weights in one] + [(None, weights) for weights in other]
+    yield from sorted(pairs, key=lambda pair: next(one.position for one in pair if one is not None))
+
+
+def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of the pairs that stand at different positions: the script that loads one would mix up the other."""
+    for one, other in pairs:
+        if one is None or other is None or (one.path and one.path == other.path):
+            continue
+        if one.position != other.position:
+            yield one, other
+
+
+def crossed(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
+    """Yield those of ``moved`` where both positions are taken on both sides: loading B for A gives the wrong models.
+
+    Where one side has no such position it is a model less, which shows in its tensors.
+    """
+    every = list(pairs)
+    ours = {_slot(one) for one, _ in every if one is not None}
+    theirs = {_slot(other) for _, other in every if other is not None}
+    for one, other in moved(every):
+        here, there = _slot(one), _slot(other)
+        if here != there and here in theirs and there in ours:
+            yield one, other
+
+
+def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B") -> str:
+    """Say in one sentence that models are crossed, "" for none. ``a``, ``b``: what the sides are called."""
+    shown = [f"{one.label} in {a} is {other.label} in {b}" for one, other in pairs[:_SHOWN]]
+    more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
+    return f"{', '.join(shown + more)}: a load would take the wrong model" if pairs else ""
+
+
+def _slot(weights: Weights) -> object:
+    """Return what a loader finds a model by: its position, or the name of its file where that has none."""
+    if weights.format in (Format.DCP, Format.DEEPSPEED):
+        return weights.position
+    name = parse_file_name(weights.files[0].name) if weights.files and not weights.path else None
+    if name is None or not name.is_of_library or name.model is None:
+        return weights.label
+    is_numbered = name.model == ModelName("model")
+    return weights.position if is_numbered else (weights.home, name.model)
+
+
+_Kind = frozenset[tuple[str, tuple[int, ...]]]
+"""The names of a model, without wrappers, with their shapes."""
+
+
+def _kind(weights: Weights) -> _Kind:
+    named = weights.named()
+    bare = unwrapping(named)
+    return frozenset((bare(name), tensor.shape) for name, tensor in named.items())
+
+
+def _same(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
+    return {(one.position, kinds[id(one)]): one for one in side if id(one) in kinds}
+
+
+def _moved(kinds: Mapping[int, _Kind], side: Sequence[Weights]) -> dict[object, Weights]:
+    """Return the models by what they are, where one alone is so."""
+    counts = Counter(kinds.get(id(one)) for one in side)
+    return {kinds[id(one)]: one for one in side if id(one) in kinds and counts[kinds[id(one)]] == 1}
+
+
+def _paths(side: Sequence[Weights]) -> dict[object, Weights]:
+    """Return the models in training dicts by the keys that lead to them, where one alone has these."""
+    counts = Counter(weights.path for weights in side)
+    return {weights.path: weights for weights in side if weights.path and counts[weights.path] == 1}
+
+
+def _positions(side: Sequence[Weights]) -> dict[object, Weights]:
+    return {weights.position: weights for weights in side}
+
+
+def _only(side: Sequence[Weights]) -> dict[object, Weights]:
+    return {None: side[0]} if len(side) == 1 else {}
+
+
+def unwrapping(names: Iterable[str]) -> KeyMap:
+    """Return the map that takes all wrappers off, as ``repair --keys bare`` does; none where two names would meet."""
+    names = list(names)
+    outer = KeyMap(remove=common_wrappers(names))
+    candidates = [outer]
+    if inner_wrappers(map(outer, names)):
+        # Private wrappers go first: what they hid may be a wrapper that every name carries.
+        hidden = common_wrappers(map(without_private_wrappers, names))
+        candidates.insert(0, KeyMap(remove=hidden, inner=True))
+    return next((found for found in candidates if not collisions(names, found)), BARE)
+
+
+# Which tensor of a model is which on the other side.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """A tensor by the name to show, and what it is called on each side: None where it is not there."""
+
+    name: str
+    a: str | None = None
+    b: str | None = None
+
+
+def match_names(
+    left: Mapping[str, StoredTensor], right: Mapping[str, StoredTensor]
+) -> tuple[tuple[Matched, ...], str]:
+    """Return every name of both sides once, in order, and in words what was done to names ("" when nothing was).
+
+    Names match as they are; where more match without the wrappers that ``prepare`` and others put around a model, those
+    are taken off the names of each side that has them.
+    """
+    maps = unwrapping(left), unwrapping(right)
+    as_they_are = _matched(left, right, (BARE, BARE))
+    if maps == (BARE, BARE) or left.keys() == right.keys():
+        return as_they_are, ""
+    unwrapped = _matched(left, right, maps)
+    if _pairs(unwrapped) > _pairs(as_they_are):
+        return unwrapped, _in_words(maps)
+    return as_they_are, ""
+
+
+def _matched(left: Iterable[str], right: Iterable[str], maps: tuple[KeyMap, KeyMap]) -> tuple[Matched, ...]:
+    a, b = ({key_map(name): name for name in side} for side, key_map in zip((left, right), maps, strict=True))
+    names = dict.fromkeys([*a, *b])
+    return tuple(Matched(name=name, a=a.get(name), b=b.get(name)) for name in names)
+
+
+def _pairs(matched: Iterable[Matched]) -> int:
+    return sum(one.a is not None and one.b is not None for one in matched)
+
+
+def _in_words(maps: tuple[KeyMap, KeyMap]) -> str:
+    """Say what was taken off: "without 'module.' in A, without '_orig_mod.' in B"."""
+    said = []
+    for side, key_map in zip("AB", maps, strict=True):
+        if key_map.inner:
+            before = f" and {dotted(key_map.remove)!r} before them" if key_map.remove else ""
+            said.append(f"without the wrappers inside of names{before} in {side}")
+        elif key_map.remove:
+            said.append(f"without {dotted(key_map.remove)!r} in {side}")
+    return ", ".join(said)

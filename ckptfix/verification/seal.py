@@ -1,0 +1,233 @@
+"""``seal``: write the digest of every file and of every tensor into the manifest of a checkpoint."""
+
+import importlib.metadata
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+
+from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.contents import Contents, Place, Recorded, read_contents, readable_manifest
+from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
+from ckptfix.diagnosis.target import find_target
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.reports import Serialized
+from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.edits import Replace
+from ckptfix.storage.journal import commit, recover
+from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command
+from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
+from ckptfix.storage.transactions import State, transactions
+from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.stored import Format, Weights
+from ckptfix.verification.digests import compare
+from ckptfix.verification.verify import forbids_seal, hash_recorded, structure
+from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
+from ckptfix.wording import Line, Printable, count_of, human_size, line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SealReceipt(Printable, Serialized):
+    """What ``seal`` did. ``findings`` and ``differing`` say why nothing was written, where ``written`` is off.
+
+    ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
+    tensors got none, ``special``: what is no file and got none, with the reason.
+    ``transaction``: the number that ``undo`` takes back, of a folder with repairs that can be undone.
+    """
+
+    json_keys: ClassVar = (
+        "path status written manifest files tensors bytes=nbytes findings differing unreadable special "
+        "transaction"
+    )
+
+    path: Path
+    written: bool
+    findings: tuple[Finding, ...] = ()
+    differing: tuple[Item, ...] = ()
+    files: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    unreadable: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+    transaction: int | None = None
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 when the manifest was written, else 1."""
+        return int(not self.written)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield why nothing was written, or what was, and the next command."""
+        yield from finding_lines(self.findings, str(self.path))
+        yield from differing_lines(self.differing)
+        if not self.written:
+            what = "differs from its manifest" if self.differing else "is damaged"
+            yield line(f"{self.path} {what}: nothing was written", bold=True)
+            yield line(f"next: {self._mend()}")
+            force = command("seal", self.path, "", "--force")
+            yield line(f"or seal it as it is, and verify takes this for the original: {force}")
+            return
+        tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        size = human_size(self.nbytes)
+        yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}", bold=True)
+        yield line(f"written: {MANIFEST}")
+        yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
+        yield from (line(f"not sealed: {words}") for words in self.special)
+        if self.transaction is not None:
+            yield line(f"repairs can be undone here; this comes first: {command('undo', self.path)}")
+        yield line(f"next: {command('verify', self.path)}")
+
+    def _mend(self) -> str:
+        """Return the command that mends what is in the way of a seal, or shows it."""
+        if self.differing:
+            return command("verify", self.path)
+        if any(one.is_fixable for one in self.findings):
+            return f"{command('repair', self.path)}, then: {command('seal', self.path)}"
+        if any(one.is_salvageable for one in self.findings):
+            return f"{command('salvage', self.path)} NEW_FOLDER, to recover what is intact"
+        return command("check", self.path)
+
+    @property
+    def manifest(self) -> Path | None:
+        """The manifest that was written, None when nothing was."""
+        return self.path / MANIFEST if self.written else None
+
+
+def seal(
+    path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
+) -> SealReceipt:
+    """Write the sha256 of every file and tensor of a folder into its manifest, durably; what else it says stays.
+
+    A folder in which ``check`` finds an error, whose save was cut short, or in which something that its manifest lists
+    is gone or changed, is not sealed unless ``force`` is on; files that were added are. CRCs that its files have are
+    compared: a flipped bit is not sealed as good.
+    Where repairs can still be undone, the sealing is a step that ``undo`` takes back before them.
+
+    Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
+    changed then. OSError when the folder cannot be read or written.
+    """
+    target = find_target(path)
+    if target.only is not None:
+        raise UsageError(f"{target.path} is a file; to seal its folder: {command('seal', target.root)}")
+    contents = read_contents(target)
+    if (target.root / JOURNAL / UNFINISHED).exists() and not force:
+        raise OperationError(
+            f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
+            f"seal it as it is: {command('seal', target.root, '', '--force')}"
+        )
+    all_findings, _, refused = structure(contents, target, data=True, progress=progress)
+    for words in refused:
+        if (
+            words.partition("/ (")[0] not in contents.special
+        ):  # a folder that cannot be listed is named as not sealed
+            raise OperationError(f"{target.root}: nothing was written: {words}")
+    findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
+    if any(map(forbids_seal, findings)) and not force:
+        return SealReceipt(path=target.path, written=False, findings=findings)
+    with folder_lock(target.root):
+        if any(one.state is State.PENDING for one in transactions(target.root)):
+            raise OperationError(
+                f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
+            )
+        recover(target.root)  # what a run left that was killed before it changed anything
+        old = readable_manifest(target.root)
+        recorded = Recorded(old, target)
+        hashed = hash_recorded(contents, recorded, everything=True, progress=progress)
+        for key, one in hashed.items():
+            if one.problem:
+                raise OperationError(
+                    f"{target.root}: {key} cannot be read: {one.problem}; nothing was written"
+                )
+        differing = tuple(
+            item
+            for item in compare(contents, recorded, hashed)
+            if item.outcome is Outcome.DIFFER and item.change is not Change.EXTRA
+        )
+        if differing and not force:
+            return SealReceipt(path=target.path, written=False, differing=differing)
+        manifest = _sealed(old, contents, hashed)
+        number = _write(target.root, manifest) if manifest != old else None
+    return SealReceipt(
+        path=target.path,
+        written=True,
+        findings=findings,
+        differing=differing,
+        files=len(manifest.sha256),
+        tensors=sum(len(entry.digests.keys() | entry.aliases.keys()) for entry in manifest.models),
+        nbytes=contents.nbytes,
+        unreadable=tuple(
+            f"{label}: {why}" for label, why in {**contents.unreadable, **contents.unsupported}.items()
+        ),
+        special=tuple(f"{name}: {why}" for name, why in contents.special.items()),
+        transaction=number,
+    )
+
+
+def _sealed(old: Manifest | None, contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Manifest:
+    """Return the manifest with all digests. What a save recorded of what is still there stays."""
+    if old is None:
+        versions = {}
+        with suppress(importlib.metadata.PackageNotFoundError):  # run from a folder that was never installed
+            versions["ckptfix"] = importlib.metadata.version("ckptfix")
+        old = Manifest(versions=versions, world_size=0, step=0)
+    known = {entry.file: entry for entry in old.models}
+    models = {
+        weights.label: _entry(known.get(weights.label), weights, hashed) for weights in contents.weights
+    }
+    others = (replace(entry, digests={}) for entry in old.models if entry.file not in models)
+    return replace(
+        old,
+        models=tuple(sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))),
+        files={name: contents.files[name].size for name in old.files if name in contents.files},
+        sha256={name: hashed[name].digest for name in contents.files},
+    )
+
+
+def _entry(
+    old: ManifestEntry | None, weights: Weights, hashed: Mapping[str | Place, Hashed]
+) -> ManifestEntry:
+    # Only safetensors files leave out the other names of a tie; the key fingerprint is over those that are in the file.
+    is_apart = weights.format is Format.SAFETENSORS
+    held = {tensor.fqn: tensor for tensor in weights.tensors} if is_apart else weights.named()
+    digests = {name: hashed[Place(weights.label, weights.ties.get(name, name))].digest for name in held}
+    keys = key_fingerprint((name, tensor.dtype, tensor.shape) for name, tensor in held.items())
+    if old is None:
+        old = ManifestEntry(index=weights.index, file=weights.label, type="")
+    return replace(old, keys=keys, digests=digests, aliases=dict(weights.ties) if is_apart else {})
+
+
+def _write(root: Path, manifest: Manifest) -> int | None:
+    """Put the manifest in its place by one rename. Returns the number of the transaction, if there has to be one."""
+    data = manifest.to_bytes()
+    if len(data) > MAX_MANIFEST:
+        raise OperationError(
+            f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
+        )
+    path = root / MANIFEST
+    new = root / f"{MANIFEST}.new"
+    with suppress(FileNotFoundError):  # from a run that was killed
+        os.unlink(new)
+    create_file(new, data)
+    try:
+        if not transactions(root):
+            os.replace(new, path)
+            sync_folder(root / JOURNAL)
+            sync_folder(root)
+            return None
+        mode = stat.S_IMODE(os.stat(new).st_mode)
+    finally:
+        new.unlink(missing_ok=True)
+    # The files as they are before a repair need the manifest as it was then: an undo takes this one back first.
+    edit = Replace(
+        path=PurePosixPath(MANIFEST),
+        content=Recipe(pieces=(Literal(data),), mode=mode),
+        previous=KEPT if os.path.lexists(path) else ABSENT,
+    )
+    summary = [f"write the digests of {len(manifest.sha256)} files to {MANIFEST}"]
+    return commit(root, [edit], target="", summary=summary, verify=lambda: None)

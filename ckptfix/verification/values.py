@@ -1,0 +1,336 @@
+"""Damage that shows in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never
+trained.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ckptfix.checkpoint.filenames import Role, parse_folder_name
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component
+from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.errors import ChangedError
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.reports import Serialized
+from ckptfix.storage.reading import OpenFiles, Piece
+from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.layouts import Contiguous
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import count_of, human_size, layer_of, list_names
+
+if TYPE_CHECKING:
+    from ckptfix.tensors.scanning import Scan, ZeroRun
+
+
+# Which zeros inside of a tensor were lost on the way to the disk, and which a model honestly has.
+
+_NEAR = 16
+"""Bytes beside a run of zeros that tell whether the zeros go on, as in a row that is zero, or a page ends there."""
+
+
+class Lost(Enum):
+    """How zeros show that they were not written. The value goes on after "zeros that"."""
+
+    PAGES = "begin and end with a page of the disk"
+    ROWS = "begin inside of one row and fill others"
+    END = "fill it from there to its end"
+
+
+def lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> Lost | None:
+    """Say how a run of zero pages shows that its bytes were lost; None for zeros that a model may have.
+
+    ``may_be_zero``: a tensor of that name and dtype honestly is zero as a whole in many models.
+    """
+    try:
+        if _is_torn(tensor, run, files, may_be_zero):
+            return Lost.PAGES
+        return _is_cut(tensor, run, files, may_be_zero)
+    except (OSError, ChangedError):
+        return None
+
+
+def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> bool:
+    """Whether zeros end where a page ends, as in a page that was never written. An honest row of zeros goes beyond.
+
+    Where the tensor, or its part in that file, begins or ends inside of a page, its zeros reach that far.
+    """
+    from ckptfix.tensors.scanning import PAGE
+
+    piece, begin, end = run
+    rest = piece.length - end
+    before = _read(files, piece, 0 if begin < PAGE else begin - _NEAR, begin)
+    after = _read(files, piece, end, end + (rest if rest < PAGE else _NEAR))
+    from_start = begin < PAGE and not any(before)
+    to_end = rest < PAGE and not any(after)
+    if from_start and to_end:
+        return not may_be_zero  # all that one file holds of it
+    row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 else 0
+    if from_start and row >= PAGE and end % row == 0 and any(after[:1]):
+        return False  # the first rows, as that of a padding token, in a tensor that begins where a page does
+    return (from_start or any(before[-_NEAR:])) and (to_end or any(after[:_NEAR]))
+
+
+def _is_cut(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> Lost | None:
+    """Say whether zeros begin or end where no row does, as those of a cut file that was made long again.
+
+    Rows that are zero begin and end as rows; columns that are zero are zero in the row above, too.
+    """
+    layout = tensor.layout
+    if not isinstance(layout, Contiguous) or layout.pieces != (run.piece,) or may_be_zero:
+        return None
+    width = max(1, DTYPE_BITS[tensor.dtype] // 8)
+    row = width * prod(tensor.shape[-1:])
+    begin, end = _exact(files, run, width)
+    if begin == 0:
+        return None
+    if len(tensor.shape) < 2 or row == tensor.nbytes:
+        return Lost.END if end == tensor.nbytes else None
+    if end - begin < 2 * row or begin % row == 0 or (end % row == 0 and end != tensor.nbytes):
+        return None  # less than one whole row, or what rows are made of
+    above = max(0, begin - row)
+    left = begin // row * row  # the end of the row above
+    return Lost.ROWS if any(_read(files, run.piece, above, left)) else None
+
+
+def _exact(files: OpenFiles, run: "ZeroRun", width: int) -> tuple[int, int]:
+    """Return where the zeros around a run of zero pages begin and end, in bytes of the piece, in whole elements."""
+    from ckptfix.tensors.scanning import PAGE
+
+    piece, begin, end = run
+    before = _read(files, piece, max(0, begin - PAGE), begin)
+    after = _read(files, piece, end, min(piece.length, end + PAGE))
+    begin -= len(before) - len(before.rstrip(b"\0"))
+    end += len(after) - len(after.lstrip(b"\0"))
+    return -(-begin // width) * width, end // width * width
+
+
+def _read(files: OpenFiles, piece: Piece, begin: int, end: int) -> bytes:
+    data = bytearray(end - begin)
+    if data:
+        files.fill(memoryview(data), piece.path, piece.offset + begin)
+    return bytes(data)
+
+
+# Damage that shows in the values of tensors: NaN, Inf, weights of zeros, lost pages, LoRA that was never
+# trained.
+
+_HONEST_ZERO = re.compile(
+    r"(bias|beta|mask|running_mean|running_var|tracked|counter|count|step|offset|zero_point|cached?|shift)",
+    re.IGNORECASE,
+)
+"""In the last part of a name: what is zero in many sound models, as biases are at first."""
+
+_WEIGHT = re.compile(r"q?_?weight(_packed)?|kernel", re.IGNORECASE)
+"""The last part of a name: integers that are a quantised weight. Others are zero in many sound models, as ids are."""
+
+_SCALAR = 8
+"""Bytes of one number: the optimizer's file may keep its learning rate as a tensor before any step."""
+
+_COUNTERPARTS = 3
+"""In so many other layers a tensor must have values before one of zeros is taken for lost."""
+
+_MASK = re.compile(r"mask", re.IGNORECASE)
+_LORA = re.compile(
+    r"(^|[._])lora_?(A|B|up|down|embedding_A|embedding_B|magnitude_vector)([._]|$)", re.IGNORECASE
+)
+_LORA_ZERO = re.compile(r"(^|[._])lora_?(B|up|embedding_A)([._]|$)", re.IGNORECASE)
+"""The matrix of the two that begins with zeros: of an embedding it is A, as PEFT has it (``reset_lora_parameters``)."""
+
+
+_COPY = "copy the file again from where it came, or resume from an older checkpoint"
+ADVICE = {
+    "nonfinite": "resume from a checkpoint of before the values were lost; where the source of a copy has no NaN or "
+    "Inf, copy the file again",
+    "zero-pages": _COPY,
+    "all-zero": f"{_COPY}; where the script builds these weights as zeros, all is well",
+    "empty-tensor": "save again with accelerator.save_state, which gathers the values of all ranks",
+    "untrained-lora": "check that the optimizer gets the parameters of the LoRA, then train and save again",
+}
+"""The code of a finding about values -> what to do: no repair mends values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFinding(Serialized):
+    """Something about the values of a model. ``fqn``: the tensor, "" when it is about several."""
+
+    json_keys: ClassVar = "code severity model=label tensor=fqn message=__str__"
+
+    code: str
+    severity: Severity
+    label: str
+    fqn: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.text}"
+
+
+def has_stepped(root: Path) -> bool:
+    """Whether the folder of a model has proof of optimizer steps: moments, or the Trainer's count. Reads headers.
+
+    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet. After a step they
+    have other values.
+    """
+    try:
+        steps = json.loads((root / "trainer_state.json").read_bytes()).get("global_step")
+    except (OSError, ValueError, AttributeError):
+        steps = 0
+    if isinstance(steps, int) and steps > 0:
+        return True
+    folder = parse_folder_name(Path(os.path.abspath(root)).name)
+    if folder is not None and folder.role is Role.MODEL:  # the optimizer's folder is next to it
+        root = Path(os.path.abspath(root)).parent
+    found = scan_folder(root, wanted=lambda name: name.role is Role.OPTIMIZER)
+    for path, kind in found.subfolders.items():
+        name = parse_folder_name(path.name)
+        if kind != PLAIN_FOLDER and name is not None and name.role is Role.OPTIMIZER:
+            return True
+    return any(_has_moments(one) for one in found.components)
+
+
+def _has_moments(component: Component) -> bool:
+    """Whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
+    if not isinstance(component.content, TorchFile):
+        return True
+    return any(length > _SCALAR for _, length in component.content.storage_ranges.values())
+
+
+def judge_values(
+    label: str,
+    tensors: Sequence[tuple[StoredTensor, Hashed]],
+    stepped: Callable[[], bool] = bool,
+) -> Iterator[ValueFinding]:
+    """Yield what is wrong with the values of one model, each tensor with its scan. Reads a few bytes more.
+
+    ``stepped`` says whether the weights are those of a trained model; it is asked for only where some are zero.
+    """
+    untrained = _untrained(tensors)
+    lone = _zero_alone(tensors)
+    stepped = cache(stepped)
+    if untrained:
+        text = f"the LoRA was never trained: all of {list_names(untrained)} are zero"
+        yield ValueFinding(code="untrained-lora", severity=Severity.WARNING, label=label, fqn="", text=text)
+    with OpenFiles() as files:
+        for tensor, hashed in tensors:
+            if hashed.scan is not None and hashed.scan.is_zero and 0 not in tensor.shape:
+                if tensor.fqn not in untrained and (found := _of_zeros(tensor, lone, stepped)):
+                    severity, text = found
+                    words = (
+                        f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) is zero in every element{text}"
+                    )
+                    yield ValueFinding(
+                        code="all-zero", severity=severity, label=label, fqn=tensor.fqn, text=words
+                    )
+                continue
+            for code, severity, text in _of_one(tensor, hashed, files):
+                words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {text}"
+                yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
+
+
+def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int]:
+    """Return the tensors of zeros of which most other layers have one with other values -> how many do."""
+    groups: dict[tuple[str, str, tuple[int, ...]], tuple[list[str], list[str]]] = {}
+    for tensor, hashed in tensors:
+        before, number, after = layer_of(tensor.fqn)
+        # "layers.3.mlp.weight" has counterparts; those of "net.4.weight" in a Sequential are other things.
+        if hashed.scan is None or number is None or after.count(".") < 2:
+            continue
+        group = groups.setdefault((before, after, tensor.shape), ([], []))
+        group[hashed.scan.is_zero].append(tensor.fqn)
+    return {
+        fqn: len(others)
+        for others, zeros in groups.values()
+        if len(others) >= _COUNTERPARTS and len(others) > len(zeros)
+        for fqn in zeros
+    }
+
+
+def _of_zeros(
+    tensor: StoredTensor, lone: dict[str, int], stepped: Callable[[], bool]
+) -> tuple[Severity, str] | None:
+    """Return how bad it is that a tensor is zero, and why; None where that is what the model's class makes."""
+    from ckptfix.tensors.scanning import FLOATS
+
+    if not _must_not_be_zero(tensor):
+        return None
+    if others := lone.get(tensor.fqn):
+        return Severity.WARNING, f", and in {count_of(others, 'other layer')} it is not"
+    if tensor.dtype not in FLOATS:  # a quantised weight: no class makes one of zeros
+        return Severity.WARNING, ""
+    if _LORA_ZERO.search(tensor.fqn):
+        return Severity.WARNING, ", and the LoRA of other layers was trained"
+    if len(tensor.shape) <= 1 and not is_flat_name(
+        tensor.fqn
+    ):  # of a norm, or a scale, which may begin with zeros
+        return None
+    if stepped():
+        return Severity.WARNING, ", although the optimizer took steps"
+    return Severity.NOTE, ", as some models begin; no optimizer step is recorded in its folder"
+
+
+def _of_one(tensor: StoredTensor, hashed: Hashed, files: OpenFiles) -> Iterator[tuple[str, Severity, str]]:
+    scan = hashed.scan
+    if 0 in tensor.shape:
+        is_lora = _LORA.search(tensor.fqn) is not None
+        severity = Severity.WARNING if is_lora else Severity.NOTE
+        why = ": saved while its values were on another rank" if is_lora else ""
+        yield "empty-tensor", severity, f"has no elements{why}"
+    if scan is None:
+        return
+    if scan.nan or scan.inf:
+        is_mask = not scan.nan and _MASK.search(tensor.fqn.rpartition(".")[2]) is not None
+        yield "nonfinite", Severity.NOTE if is_mask else Severity.WARNING, _nonfinite(scan)
+    if scan.is_zero:
+        return
+    if _MASK.search(tensor.fqn.rpartition(".")[2]):
+        return
+    may_be_zero = not _must_not_be_zero(tensor)
+    found = {run: kind for run in scan.zero_runs or () if (kind := lost(tensor, run, files, may_be_zero))}
+    for kind in Lost:
+        runs = [run for run, of in found.items() if of is kind]
+        if runs:
+            size = human_size(sum(run.end - run.begin for run in runs))
+            where = f"the first at {_place(tensor, runs[0])}, {count_of(len(runs), 'run')}"
+            yield "zero-pages", Severity.WARNING, f"has {size} of zeros that {kind.value}, {where}"
+
+
+def _place(tensor: StoredTensor, run: "ZeroRun") -> str:
+    layout = tensor.layout
+    if isinstance(layout, Contiguous) and run.piece in layout.pieces[:1]:
+        return f"byte {run.begin} of it"
+    return f"byte {run.piece.offset + run.begin} of {run.piece.path.name}"
+
+
+def _nonfinite(scan: "Scan") -> str:
+    firsts = [index for index in (scan.first_nan, scan.first_inf) if index is not None]
+    counts = [text for count, text in ((scan.nan, f"{scan.nan} NaN"), (scan.inf, f"{scan.inf} Inf")) if count]
+    return f"holds {' and '.join(counts)}, the first at index {min(firsts)}"
+
+
+def _must_not_be_zero(tensor: StoredTensor) -> bool:
+    from ckptfix.tensors.scanning import FLOATS
+
+    name = tensor.fqn.rpartition(".")[2]
+    if tensor.dtype in FLOATS:
+        return _HONEST_ZERO.search(name) is None
+    return tensor.dtype != "BOOL" and _WEIGHT.fullmatch(name) is not None
+
+
+def _untrained(tensors: Iterable[tuple[StoredTensor, Hashed]]) -> list[str]:
+    """Return the matrices of a LoRA that begin with zeros, when all of them are zero as before the first step."""
+    found = [
+        (tensor.fqn, hashed.scan.is_zero)
+        for tensor, hashed in tensors
+        if hashed.scan is not None and 0 not in tensor.shape and _LORA_ZERO.search(tensor.fqn)
+    ]
+    return [fqn for fqn, _ in found] if all(is_zero for _, is_zero in found) else []

@@ -1,0 +1,208 @@
+"""``verify``: the structure of a checkpoint, then every digest that its manifest has. Changes nothing."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.check import check
+from ckptfix.diagnosis.contents import Contents, Place, Recorded, read_contents, readable_manifest
+from ckptfix.diagnosis.findings.base import Finding, Severity
+from ckptfix.diagnosis.findings.incomplete import InterruptedSave
+from ckptfix.diagnosis.target import Target, find_target
+from ckptfix.errors import UsageError
+from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
+from ckptfix.tensors.stored import Format
+from ckptfix.verification.against import compare_with
+from ckptfix.verification.digests import compare
+from ckptfix.verification.values import ValueFinding, has_stepped, judge_values
+from ckptfix.verification.verify_report import VerifyReport
+from ckptfix.wording import count_of, list_names
+
+_COVERED = ("values of tensors", "digests in ", "other files next to it")
+"""How what ``check`` leaves to ``verify`` begins: values, digests, and files that are no part of a checkpoint."""
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    data: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
+
+    ``data``: look at the values of all weights, in the same pass. ``against``: compare with another checkpoint, of any
+    format, instead of the manifest. ``progress`` is called with numbers of bytes.
+
+    Raises UsageError when there is no checkpoint, OperationError when a manifest cannot be understood or a file changed
+    meanwhile, OSError when a folder cannot be read. What cannot be read of a file is in the report.
+    """
+    target = find_target(path)
+    contents = read_contents(target)
+    findings: tuple[Finding, ...]
+    unseen: tuple[str, ...]
+    manifest = None if against is not None else readable_manifest(target.root)
+    try:
+        findings, unseen, refused = structure(contents, target, data=data, progress=progress)
+    except UsageError:
+        if manifest is None or not (manifest.sha256 or manifest.files):
+            raise
+        findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
+    if against is not None:
+        comparison = compare_with(contents, existing(against), data=data, progress=progress)
+        items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
+        lost: tuple[str, ...] = ()
+        crossed = comparison.crossed
+    else:
+        recorded = Recorded(manifest, target)
+        done = hash_recorded(contents, recorded, data=data, progress=progress)
+        items, hashed = tuple(compare(contents, recorded, done)), done
+        lost = tuple(_lost(contents, recorded, data=data))
+        told, crossed = (), ""
+    values = tuple(found_values(contents, hashed)) if data else ()
+    report = VerifyReport(
+        path=target.path,
+        nbytes=contents.nbytes,
+        findings=findings,
+        items=items,
+        values=values,
+        sealed=manifest is not None,
+        against=None if against is None else Path(against),
+        crossed=crossed,
+        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, data=data)),
+        unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
+        read_values=sum(one.scan is not None for one in hashed.values()),
+    )
+    if report.is_compared or against is not None:
+        return report
+    why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
+    return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
+
+
+def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
+    """Yield in words what could not be hashed, but for what ``refused`` names already."""
+    for key, one in hashed.items():
+        if one.problem and not any(words.startswith(f"{key}: ") for words in refused):
+            yield f"{key}: {one.problem}"
+
+
+def _to_seal(target: Target, report: VerifyReport) -> str:
+    """Say what to type next where there is no manifest: a seal, or first what mends the damage that it refuses."""
+    if report.unfinished:
+        return ", and a folder that cannot be read completely is not sealed"  # a repair refuses it, too
+    serious = [one for one in report.findings if one.severity is not Severity.NOTE]
+    is_fixable = any(one.is_fixable for one in serious)
+    repair = command("repair", target.root, target.only or "")
+    if any(one.severity is not Severity.NOTE for one in report.values):
+        mends = f"; next, for the structure alone: {repair}" if is_fixable else ""
+        return f", and a seal would record the damaged values as the original{mends}"
+    if is_fixable:
+        return f"; next: {repair}"
+    if any(one.is_salvageable for one in serious):
+        return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
+    if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
+        return "; the last save was interrupted: save again"
+    if any(map(forbids_seal, serious)):
+        return ", and a damaged folder is not sealed"
+    if target.only is not None:
+        return f"; to seal all files of its folder: {command('seal', target.root)}"
+    return f"; next: {command('seal', target.root)}"
+
+
+def forbids_seal(finding: Finding) -> bool:
+    """Whether a folder with this should not be sealed: an error, or a save that was cut short."""
+    return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
+
+
+def structure(
+    contents: Contents, target: Target, *, data: bool, progress: Progress | None = None
+) -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return what ``check`` finds, what it did not look at, and what may not be read.
+
+    ``data``: it compares the CRC of every record.
+
+    Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
+    """
+    try:
+        report = check(target.path, data=data, progress=progress)
+    except UsageError:
+        if contents.weights or contents.unreadable:
+            return (), (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
+        raise
+    unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
+    return report.all_findings, tuple(f"structure: {words}" for words in unseen), report.all_unfinished
+
+
+def hash_recorded(
+    contents: Contents, recorded: Recorded, *, data: bool = False, everything: bool = False,
+    progress: Progress | None = None,
+) -> dict[str | Place, Hashed]:  # fmt: skip
+    """Hash what can be compared with something, or everything: file -> result, tensor -> result.
+
+    Raises ChangedError when a file changed meanwhile.
+    """
+    gone = recorded.sha256.keys() - contents.files.keys()
+    jobs: dict[str | Place, Job] = {
+        name: FileJob(contents.root / name, state.size)
+        for name, state in contents.files.items()
+        if everything or name in recorded.sha256 or gone  # a file that is gone may have another name now
+    }
+    has_digests = bool(recorded.digests(contents.weights, ()))
+    for weights in contents.weights:
+        if data or everything or has_digests:
+            jobs |= {Place(weights.label, tensor.fqn): TensorJob(tensor, data) for tensor in weights.tensors}
+    results = hash_all(list(jobs.values()), progress=progress)
+    contents.check_unchanged()
+    return dict(zip(jobs, results, strict=True))
+
+
+def found_values(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Iterator[ValueFinding]:
+    """Yield what is wrong with the values of the models. Every tensor must have been scanned."""
+    for weights in contents.weights:
+        tensors = [(tensor, hashed[Place(weights.label, tensor.fqn)]) for tensor in weights.tensors]
+        is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
+        stepped = (lambda: True) if is_engine else partial(has_stepped, contents.root)
+        yield from judge_values(weights.label, tensors, stepped)
+
+
+def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str]:
+    """Yield in words which tensors were to be read, and cannot be found: those with a digest, with ``data`` any."""
+    counts = Counter((place.label, why) for place, why in recorded.lost(contents))
+    for (label, why), count in counts.items():
+        yield f"{count_of(count, 'tensor')} of {label}: {why}"
+    told = {why for _, why in counts}
+    for label, why in contents.unreadable.items():
+        if data and why not in told:
+            yield f"values of {label}: {why}"
+
+
+def _not_looked_at(
+    contents: Contents, hashed: Mapping[str | Place, Hashed], told: tuple[str, ...], *, data: bool
+) -> Iterator[str]:
+    """Yield in words what was not looked at, but for the files of which ``told`` says so."""
+    if not data:
+        yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
+    else:
+        yield "values of what is not a model's weights, as the states of optimizers"
+        beside = [
+            name
+            for name in contents.beside()
+            if not any(words.startswith(f"structure: {name}: ") for words in told)
+        ]
+        if beside:
+            files = count_of(len(beside), "file")
+            yield f"values of {files} of weights next to those that are loaded: {list_names(beside)}"
+        spread = sum(one.scan is not None and one.scan.zero_runs is None for one in hashed.values())
+        if spread:
+            yield f"lost pages in {count_of(spread, 'tensor')} whose numbers lie far apart in their file"
+    for weights in contents.weights:
+        if weights.opaque:
+            yield f"what is not a plain tensor in {weights.label}: {list_names(weights.opaque)}"
+    for label, why in contents.unreadable.items():
+        yield f"tensors of {label}: {why}"

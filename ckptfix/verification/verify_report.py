@@ -1,0 +1,381 @@
+"""The results of ``verify``: an item for every file and tensor, what their values are, and what was not looked
+at.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+from ckptfix.diagnosis.check import status_of
+from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
+from ckptfix.reports import Serialized
+from ckptfix.storage.paths import command
+from ckptfix.verification.values import ADVICE, ValueFinding
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+
+# Compare digests that were recorded with those that were found, and say what happened to each thing.
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Outcome(Enum):
+    """What is known of one file or tensor. "Not checked" is never "match"."""
+
+    MATCH = "match"
+    DIFFER = "differ"
+    NOT_CHECKED = "not checked"
+
+
+class Change(Enum):
+    """What happened to a thing that does not match."""
+
+    CHANGED = "changed"
+    ZERO_TAIL = "zero-tail"
+    SWAPPED = "swapped"
+    REPLACED = "replaced"  # it holds what was recorded of another one, which holds something else
+    RENAMED = "renamed"
+    MOVED = "moved"  # by its own name it is in another file now
+    MISSING = "missing"
+    EXTRA = "extra"
+
+
+class Judgement(NamedTuple, Generic[Key]):
+    """The outcome for one key. ``other``: the thing that it was swapped with, replaced by, or is now."""
+
+    key: Key
+    outcome: Outcome
+    change: Change | None = None
+    other: Key | None = None
+
+
+def judge(
+    recorded: Mapping[Key, str],
+    found: Mapping[Key, str],
+    *,
+    name_of: Callable[[Key], str] = str,
+    plain: Collection[str] = (),
+) -> list[Judgement[Key]]:
+    """Return an outcome for every key of either. A digest of "" in ``found``: it is there and could not be read.
+
+    ``name_of``: what a thing is called wherever it is. ``plain``: digests of nothing but zeros. Those, and any that was
+    recorded or found of several things, tell nothing of where one of them went, but for a thing of the same name.
+    """
+    owners: dict[str, list[Key]] = {}
+    for key, digest in recorded.items():
+        owners.setdefault(digest, []).append(key)
+    common = {*plain, *(digest for digest, keys in owners.items() if len(keys) > 1)}
+    gone = [key for key in recorded if key not in found]
+    extra = [key for key in found if key not in recorded]
+    now = _renamed({key: recorded[key] for key in gone}, {key: found[key] for key in extra}, name_of, common)
+    taken = set(now.values())
+    is_equal = all(found.get(key, "") in ("", want) for key, want in recorded.items())
+    alike = {} if is_equal else {(digest, name_of(key)): key for key, digest in recorded.items()}
+    judgements: list[Judgement[Key]] = []
+    for key, want in recorded.items():
+        have = found.get(key)
+        if key in now:
+            change = Change.MOVED if name_of(key) == name_of(now[key]) else Change.RENAMED
+            judgements.append(Judgement(key, Outcome.DIFFER, change, now[key]))
+        elif have is None:
+            judgements.append(Judgement(key, Outcome.DIFFER, Change.MISSING))
+        elif have in ("", want):
+            judgements.append(Judgement(key, Outcome.MATCH if have == want else Outcome.NOT_CHECKED))
+        else:
+            owner = owners[have][0] if have in owners and have not in common else None
+            other = owner if want not in common else None
+            other = alike.get((have, name_of(key))) if other is None else other
+            if other is not None and found.get(other) == want:
+                judgements.append(Judgement(key, Outcome.DIFFER, Change.SWAPPED, other))
+            elif owner is not None:
+                judgements.append(Judgement(key, Outcome.DIFFER, Change.REPLACED, owner))
+            else:
+                judgements.append(Judgement(key, Outcome.DIFFER, Change.CHANGED))
+    left = (key for key in extra if key not in taken)
+    return judgements + [Judgement(key, Outcome.DIFFER, Change.EXTRA) for key in left]
+
+
+def _renamed(
+    gone: Mapping[Key, str], extra: Mapping[Key, str], name_of: Callable[[Key], str], common: Collection[str]
+) -> dict[Key, Key]:
+    """Return what is gone -> what it is now: of one name, or alone with the digest, or with it and a wrapper."""
+    now: dict[Key, Key] = {}
+    named = {(digest, name_of(key)): key for key, digest in extra.items()}
+    for key, digest in gone.items():
+        if (other := named.pop((digest, name_of(key)), None)) is not None:
+            now[key] = other
+    left: dict[str, list[Key]] = {}
+    wrapped: dict[tuple[str, str], list[Key]] = {}  # digest and name without what may be a wrapper -> things
+    for (digest, name), key in named.items():
+        left.setdefault(digest, []).append(key)
+        for inner in _inner_names(name):
+            wrapped.setdefault((digest, inner), []).append(key)
+    counts = Counter(digest for key, digest in gone.items() if key not in now)
+    for key, digest in gone.items():
+        if key in now or digest not in left:
+            continue
+        name = name_of(key)
+        if digest not in common and len(left[digest]) == counts[digest] == 1:
+            now[key] = left[digest][0]
+            continue
+        others = [*wrapped.get((digest, name), ())]
+        others += (named[digest, inner] for inner in _inner_names(name) if (digest, inner) in named)
+        if len(others) == 1 and (digest, name_of(others[0])) in named:
+            now[key] = named.pop((digest, name_of(others[0])))
+    return now
+
+
+def _inner_names(name: str) -> Iterator[str]:
+    """Yield a name without its first segment, without two, and so on, as without wrappers around the model."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+# What ``verify`` found: an item for every file and tensor, what the values are, and what was not looked at.
+
+_WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
+"""What happens to a file and to all tensors in it at once."""
+
+
+class Kind(Enum):
+    """What an item is about."""
+
+    FILE = "file"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item(Serialized):
+    """The verdict on one file or tensor.
+
+    ``name``: the relative path, or the tensor's name. ``where``: of a tensor, the file that holds it, or held it.
+    ``change``: what happened to it, None where it matches and where nothing is known. ``text``: the sentence, "" for
+    a match. ``other``: the file that it was swapped with, or is now; of a tensor, the file that holds what it was
+    swapped with, or holds it now; "" when there is none.
+    """
+
+    json_keys: ClassVar = "kind name file=where outcome change message=text other"
+
+    kind: Kind
+    name: str
+    where: str
+    outcome: Outcome
+    change: Change | None = None
+    text: str = ""
+    other: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.label}{':' if self.kind is Kind.FILE else ''} {self.text}"
+
+    @property
+    def label(self) -> str:
+        """The file, or the tensor and its file, in words."""
+        return self.name if self.kind is Kind.FILE else f"{self.where}: {self.name!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class VerifyReport(Printable, Serialized):
+    """What ``verify`` found.
+
+    ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
+    ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
+    ``crossed``: which models stand there in each other's place, in words, "" when none do. ``not_checked``: in words.
+    ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
+    ``no_digest``: why no digest was compared, and what to type, "" when one was.
+    """
+
+    json_keys: ClassVar = (
+        "path status sealed verified=is_verified no_digest against findings items crossed values "
+        "not_checked unfinished"
+    )
+
+    path: Path
+    nbytes: int
+    findings: tuple[Finding, ...]
+    items: tuple[Item, ...]
+    values: tuple[ValueFinding, ...] = ()
+    sealed: bool = False
+    against: Path | None = None
+    crossed: str = ""
+    not_checked: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    read_values: int = 0
+    no_digest: str = ""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a digest was compared, or something that has one is gone."""
+        return any(item.outcome is not Outcome.NOT_CHECKED for item in self.items)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether anything was verified at all: by a digest, by another checkpoint, or by its values."""
+        return self.is_compared or self.against is not None or bool(self.read_values)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 for damage, 3 when something could not be read, 1 when nothing was verified, else 0.
+
+        Damage is what ``check`` has its own status 1 for, too: errors and warnings. Unchecked things change nothing
+        while others were verified.
+        """
+        if self.is_damaged:
+            return 1
+        return 3 if self.unfinished else int(not self.is_verified)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something differs, or an error or a warning was found."""
+        return bool(
+            any(item.outcome is Outcome.DIFFER for item in self.items)
+            or self.crossed
+            or status_of(self.findings)
+            or any(one.severity is not Severity.NOTE for one in self.values)
+        )
+
+    def count(self, kind: Kind) -> dict[Outcome, int]:
+        """Return how many files or tensors have each outcome."""
+        counter = Counter(item.outcome for item in self.items if item.kind is kind)
+        return {outcome: counter[outcome] for outcome in Outcome}
+
+    @property
+    def differences(self) -> list[Item]:
+        """The items that differ; what two swapped files did to each other is one, and the tensors in them are none."""
+        return _together([item for item in self.items if item.outcome is Outcome.DIFFER])
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what differs, each by name, then how many match, what was not checked, and how much is wrong."""
+        against = f" against {self.against}" if self.against is not None else ""
+        counts = [count_of(sum(self.count(kind).values()), kind.value) for kind in Kind]
+        yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
+        serious = [one for one in self.findings if one.severity is not Severity.NOTE]
+        yield from finding_lines(serious, str(self.path))
+        differing = self.differences
+        unchecked = [item for item in self.items if item.outcome is Outcome.NOT_CHECKED]
+        for kind in Kind:
+            yield from differing_lines([item for item in differing if item.kind is kind])
+            yield from _unchecked_lines([item for item in unchecked if item.kind is kind])
+        if self.crossed:
+            yield line(f" differ positions of models: {self.crossed}", colour="red")
+        yield from (labelled(value.severity, value.code, str(value)) for value in self.values)
+        yield from (line(f"could not be read: {words}", colour="red") for words in self.unfinished)
+        for kind in Kind:
+            known = self.count(kind)
+            if known[Outcome.MATCH] or known[Outcome.DIFFER]:
+                words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
+                yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
+        if self.read_values:
+            what = "nothing wrong in" if not self.values else "read"
+            yield line(f"values: {what} those of {count_of(self.read_values, 'tensor')}")
+        if self.status == 0 and not self.no_digest:
+            yield line("no difference found in what was checked", colour="green")
+        if self.no_digest and self.is_verified:
+            yield unchecked_line(f"digests: {self.no_digest}")
+        yield from map(unchecked_line, self.not_checked)
+        yield from self._advice()
+        if wrong := ", ".join(_wrong(self)):
+            yield line(f"wrong: {wrong}", colour="red")
+        if self.no_digest and not self.is_verified:
+            yield line(f"nothing was verified: {self.no_digest}", colour="red")
+
+    def _advice(self) -> Iterator[Line]:
+        """Yield what a difference means, and what to do about it: of what no repair mends, too."""
+        if self.unfinished:
+            yield line(
+                "next: make what could not be read readable, or copy it again from where it came; then: "
+                f"{command('verify', self.path)}"
+            )
+        for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
+            yield line(f"next, as no repair mends values ({code}): {ADVICE[code]}")
+        changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
+        if not changed or self.against is not None:
+            return
+        if set(changed) == {Change.EXTRA}:
+            yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
+            return
+        yield line("the checkpoint is not what was recorded: a copy, the disk or a later save changed it")
+        yield line(
+            f"next: copy what differs again from where it came, then: {command('verify', self.path)}; or resume from "
+            "the newest complete checkpoint, which ckptfix.latest_checkpoint(PROJECT) finds"
+        )
+        yield line(
+            f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the change is intended: "
+            f"{command('seal', self.path, '', '--force')}"
+        )
+
+
+def _wrong(result: VerifyReport) -> Iterator[str]:
+    """Yield in words how much of each kind is why the exit status is not 0."""
+    for severity in (Severity.ERROR, Severity.WARNING):
+        structure = sum(one.severity is severity for one in result.findings)
+        if structure:
+            yield f"{count_of(structure, severity.value)} of the structure"
+        values = sum(one.severity is severity for one in result.values)
+        if values:
+            yield f"{count_of(values, severity.value)} about values"
+    for kind in Kind:
+        if number := result.count(kind)[Outcome.DIFFER]:
+            yield f"{count_of(number, kind.value)} that {'differs' if number == 1 else 'differ'}"
+    if result.crossed:
+        yield "positions of models that differ"
+    if result.unfinished:
+        yield f"{count_of(len(result.unfinished), 'thing')} that could not be read"
+
+
+def _together(items: Sequence[Item]) -> list[Item]:
+    """Return items with two files that were swapped as one, and without the tensors that went with their files."""
+    pairs: dict[frozenset[str], list[Item]] = {}
+    for item in items:
+        if item.kind is Kind.FILE and item.change in _WHOLE_FILE and item.other:
+            pairs.setdefault(frozenset((item.name, item.other)), []).append(item)
+    followers: dict[frozenset[str], int] = {}
+    left = []
+    for item in items:
+        pair = frozenset((item.where, item.other))
+        if item.kind is Kind.TENSOR and item.change in (Change.SWAPPED, Change.MOVED) and pair in pairs:
+            followers[pair] = followers.get(pair, 0) + 1
+        else:
+            left.append(item)
+    found = []
+    for item in left:
+        pair = frozenset((item.name, item.other))
+        if item.kind is Kind.FILE and pair in pairs:
+            if item is pairs[pair][0]:
+                tensors = count_of(followers.get(pair, 0), "tensor")
+                more = (
+                    f", and so do their {tensors}"
+                    if item.change is Change.SWAPPED
+                    else f", with its {tensors}"
+                )
+                found.append(replace(item, text=item.text + more if pair in followers else item.text))
+        else:
+            found.append(item)
+    return found
+
+
+def differing_lines(items: Sequence[Item]) -> Iterator[Line]:
+    """Yield items by what happened to them; of many with the same, only the first few. Files go before tensors."""
+    ordered = sorted(_together(items), key=_kind_and_change)
+    for _, group in groupby(ordered, key=_kind_and_change):
+        same = list(group)
+        texts = [f" differ {item}" for item in same]
+        yield from few(texts, f"{same[0].kind.value}s", colour="red")
+
+
+def _kind_and_change(item: Item) -> tuple[str, str]:
+    return item.kind.value, str(item.change)
+
+
+def _unchecked_lines(items: Sequence[Item]) -> Iterator[Line]:
+    """Yield why items were not checked, each reason once."""
+    reasons: dict[str, list[Item]] = {}
+    for item in items:
+        reasons.setdefault(item.text, []).append(item)
+    for reason, same in reasons.items():
+        what = same[0].label if len(same) == 1 else count_of(len(same), same[0].kind.value)
+        each = "each " if len(same) > 1 and reason.startswith(("is ", "has ")) else ""
+        yield unchecked_line(f"{what}: {each}{reason}")

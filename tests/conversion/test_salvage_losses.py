@@ -1,0 +1,289 @@
+"""What a salvage may not pass over: all that is lost is named, nothing stale is taken, nothing doubtful is whole."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptfix import OperationError, UsageError, salvage
+from tests.conversion.test_salvage import cut, flip
+from tests.repairs.builders import snapshot
+from tests.tensors import dcp_making
+
+OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(300)}}, "param_groups": [{"params": [0]}]}
+
+
+def module(seed: int) -> "dict[Any, Any]":
+    torch.manual_seed(seed)
+    return {f"l.{i}.weight": torch.randn(16, 16) for i in range(3)}
+
+
+def flip_in_record(path: Path, ending: str) -> None:
+    """Flip a bit in the data of a record of a zip file."""
+    with zipfile.ZipFile(path) as archive:
+        (record,) = [one for one in archive.infolist() if one.filename.endswith(ending)]
+    data = path.read_bytes()
+    lengths = data[record.header_offset + 26 : record.header_offset + 30]
+    begin = (
+        record.header_offset
+        + 30
+        + int.from_bytes(lengths[:2], "little")
+        + int.from_bytes(lengths[2:], "little")
+    )
+    flip(path, begin + 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "record", "lost"),
+    [
+        ({"ckpt": {"model": module(0), "optimizer": OPTIMIZER}}, "data/3", ["ckpt.optimizer"]),
+        ([module(0), {"x": torch.ones(100)}, module(1)], "data/3", ["1"]),
+        ({**module(0), 5: torch.ones(100)}, "data/3", ["5"]),
+        ({"model": module(0), "ema": module(1), "opt": OPTIMIZER, "epoch": 3}, "data/6", ["opt", "epoch"]),
+        ({**module(0), "ema": module(1), "step": 4, "x": torch.ones(3)}, "data/6", [*module(0), "step", "x"]),
+    ],
+    ids=["nested", "list", "number", "two", "inside"],
+)
+def test_all_that_is_no_saved_state_dict_is_lost_once(
+    tmp_path: Path, value: Any, record: str, lost: "list[str]"
+) -> None:
+    torch.save(value, tmp_path / "s.pt")
+    flip_in_record(tmp_path / "s.pt", record)
+    receipt = salvage(tmp_path / "s.pt", tmp_path / "new")
+    assert [one.name for one in receipt.lost] == lost
+    assert receipt.status == 1
+
+
+def test_a_damaged_file_without_a_state_dict_is_lost(tmp_path: Path) -> None:
+    torch.save(OPTIMIZER, tmp_path / "mine.pt")
+    flip_in_record(tmp_path / "mine.pt", "data/0")
+    with pytest.raises(OperationError, match=r"nothing can be saved.*CRC-32"):
+        salvage(tmp_path / "mine.pt", tmp_path / "new")
+
+
+def save_dcp(folder: Path, state: "Mapping[str, Any]") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp_making.save(folder, state)
+    (data,) = folder.glob("*.distcp")
+    return data
+
+
+def test_a_dcp_folder_whose_optimizer_is_cut(tmp_path: Path) -> None:
+    moments = {"state": {"l.0.weight": {"exp_avg": torch.ones(16, 16)}}}
+    data = save_dcp(tmp_path / "source", {"model": module(0), "optimizer": moments})
+    assert salvage(tmp_path / "source", tmp_path / "whole").status == 0
+    cut(data, 500)
+    receipt = salvage(tmp_path / "source", tmp_path / "new")
+    assert [one.name for one in receipt.lost] == ["optimizer.state.l.0.weight.exp_avg"]
+    assert "are needed" in receipt.lost[0].reason
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in module(0).items())
+    cut(data, data.stat().st_size // 2)
+    names = [one.name for one in salvage(tmp_path / "source", tmp_path / "less").lost]
+    assert "optimizer.state.l.0.weight.exp_avg" in names
+    assert len(names) > 1
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_flipped_bit_in_a_dcp_folder(tmp_path: Path, what: str) -> None:
+    state: dict[str, Any] = {"model": {**module(0), "none": torch.empty(0, 3)}}
+    state["optimizer"] = {"state": {"l.0.weight": {"exp_avg": torch.full((16, 16), 7.0)}}}
+    data = save_dcp(tmp_path / "source", state)
+    raw = dcp_making.raw(module(0)["l.1.weight"] if what == "model" else torch.full((16, 16), 7.0))
+    flip(data, data.read_bytes().index(raw) + 9)
+    receipt = salvage(tmp_path / "source", tmp_path / "new")
+    wrong = "l.1.weight" if what == "model" else "optimizer.state.l.0.weight.exp_avg"
+    (reason,) = [one.reason for one in receipt.lost if one.name == wrong]
+    assert "does not have its CRC-32" in reason
+    assert len(load_file(tmp_path / "new" / "model.safetensors")) == (3 if what == "model" else 4)
+    kept = salvage(tmp_path / "source", tmp_path / "kept", keep_damaged=True)
+    assert (kept.lost, kept.status) == ((), 1)
+    assert [one.name for one in kept.damaged] == [wrong if what == "optimizer" else "model.l.1.weight"]
+    assert snapshot(tmp_path / "kept").keys() - {"salvage.json"} == snapshot(tmp_path / "source").keys()
+
+
+def test_dcp_folders_without_their_metadata_are_no_whole_ones(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_dcp(source / "pytorch_model_fsdp_0", {"model": module(0)})
+    save_dcp(source / "optimizer_0", {"optimizer": {"state": {"w": torch.ones(9)}}})
+    assert salvage(source, tmp_path / "whole").lost == ()
+    (source / "optimizer_0" / ".metadata").unlink()
+    receipt = salvage(source, tmp_path / "new")
+    (lost,) = receipt.lost
+    assert lost.file == "optimizer_0"
+    assert "the save was interrupted" in lost.reason
+    assert not (tmp_path / "new" / "optimizer_0").exists()
+
+
+def test_a_lone_optimizer_in_dcp_is_copied(tmp_path: Path) -> None:
+    data = save_dcp(tmp_path / "optimizer_0", {"optimizer": {"state": {"w": torch.ones(9)}}})
+    assert salvage(tmp_path / "optimizer_0", tmp_path / "new").status == 0
+    assert (tmp_path / "new" / data.name).read_bytes() == data.read_bytes()
+
+
+def test_folders_below_are_judged_as_models(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    below = source / "sub"
+    below.mkdir(parents=True)
+    torch.save({"last_epoch": 3}, source / "scheduler.bin")
+    shards = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    torch.save(module(0), below / shards[0])
+    torch.save({"x": torch.ones(3)}, below / shards[1])
+    index = {"metadata": {}, "weight_map": {**dict.fromkeys(module(0), shards[0]), "x": shards[1]}}
+    (below / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    data = save_dcp(source / "deep" / "er", {"model": module(0)})
+    whole = salvage(source, tmp_path / "whole")
+    assert whole.lost == ()
+    assert snapshot(tmp_path / "whole").keys() - {"salvage.json"} == snapshot(source).keys()
+    (below / shards[1]).unlink()
+    cut(data, 2000)
+    receipt = salvage(source, tmp_path / "new")
+    assert {one.file for one in receipt.lost} == {f"sub/{shards[1]}", "deep/er"}
+    assert all("ckptfix salvage" in one.reason for one in receipt.lost)
+    torch.save({"y": torch.ones(3)}, below / shards[1])
+    (lost,) = [one for one in salvage(source, tmp_path / "other").lost if one.file.startswith("sub")]
+    assert (lost.file, lost.name) == (f"sub/{shards[1]}", "x")
+
+
+def test_a_link_far_below_is_said(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "extra" / "deep").mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, source / "model.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    (source / "extra" / "deep" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert [one.file for one in salvage(source, tmp_path / "new").lost] == ["extra/deep/linked"]
+
+
+def write_shards(folder: Path, weight_map: "Mapping[str, int]", *shards: "Mapping[str, Any]") -> "list[Path]":
+    """Write shards and their index: name -> number of its shard."""
+    folder.mkdir()
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, tensors in zip(names, shards, strict=True):
+        save_file(dict(tensors), folder / name)
+    index = {"metadata": {}, "weight_map": {name: names[number - 1] for name, number in weight_map.items()}}
+    if weight_map:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [folder / name for name in names]
+
+
+def test_an_old_copy_in_another_shard_is_not_taken(tmp_path: Path) -> None:
+    first, second = write_shards(
+        tmp_path / "source",
+        {"b": 1, "z": 1, "a": 2, "c": 2},
+        {"b": torch.ones(5), "z": torch.ones(1000)},
+        {"a": torch.zeros(9), "z": torch.zeros(1000), "c": torch.ones(5)},
+    )
+    cut(first, 100)
+    receipt = salvage(tmp_path / "source", tmp_path / "new")
+    (lost,) = receipt.lost
+    assert (lost.file, lost.name) == (first.name, "z")
+    assert f"{second.name} holds another copy" in lost.reason
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == {"a", "b", "c"}
+    first.unlink()
+    gone = {one.name: one.reason for one in salvage(tmp_path / "source", tmp_path / "less").lost}
+    assert gone.keys() == {"b", "z"}
+    assert gone["z"].startswith("its file is missing; ")
+    assert f"{second.name} holds another copy" in gone["z"]
+
+
+def test_a_name_in_two_shards_without_an_index_is_lost(tmp_path: Path) -> None:
+    _, _, third = write_shards(
+        tmp_path / "source",
+        {},
+        {"a": torch.ones(3), "b": torch.ones(1)},
+        {"a": torch.zeros(3)},
+        {"z": torch.ones(99)},
+    )
+    cut(third, 8)
+    receipt = salvage(tmp_path / "source", tmp_path / "new")
+    assert receipt.saved[0].names == ("b",)
+    assert {one.name for one in receipt.lost} == {"a", "z"}
+    assert any("no index says which counts" in one.reason for one in receipt.lost)
+
+
+def test_the_folder_through_a_link_is_still_inside(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(3)}, source / "model.safetensors")
+    (tmp_path / "link").symlink_to(source)
+    before = snapshot(source)
+    for given, output in ((source, tmp_path / "link" / "out"), (tmp_path / "link", source / "out")):
+        with pytest.raises(UsageError, match="lies inside"):
+            salvage(given, output)
+    assert snapshot(source) == before
+
+
+def test_bytes_behind_the_last_tensor(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "below").mkdir(parents=True)
+    for path in (source / "model.safetensors", source / "below" / "model.safetensors"):
+        save_file(module(0), path)
+        path.write_bytes(path.read_bytes() + bytes(64))
+    receipt = salvage(source, tmp_path / "new")
+    assert [(one.file, one.reason.partition(":")[0]) for one in receipt.lost] == [
+        ("model.safetensors", "64 bytes are left out"),
+        ("below/model.safetensors", "64 bytes are left out"),
+    ]
+    assert load_file(tmp_path / "new" / "model.safetensors").keys() == module(0).keys()
+    assert not (tmp_path / "new" / "below").exists()
+
+
+def test_zeros_at_the_end_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "source" / "model.safetensors"
+    path.parent.mkdir()
+    save_file({f"l.{i}.w": torch.randn(5000) + 9 for i in range(4)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-30_000] + bytes(30_000))
+    receipt = salvage(path.parent, tmp_path / "new")
+    assert [(one.name, one.reason) for one in receipt.doubtful] == [
+        ("l.2.w", "it ends in 10000 bytes of zeros"),
+        ("l.3.w", "it ends in 20000 bytes of zeros"),
+    ]
+    assert (receipt.status, receipt.verdict) == (0, "nothing missing was found")
+    document = json.loads((tmp_path / "new" / "salvage.json").read_text())
+    assert [one["name"] for one in document["doubtful"]] == ["l.2.w", "l.3.w"]
+    cut(path, 10)
+    again = salvage(path.parent, tmp_path / "again")
+    assert [one.name for one in again.doubtful] == ["l.2.w"], "of what was taken out of a cut file, too"
+
+
+def test_whole_is_said_of_what_has_checksums(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(5000)}, tmp_path / "m.bin")
+    whole = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert (whole.verdict, whole.doubtful, whole.not_checked) == ("everything was intact", (), ())
+    torch.save({"w": torch.zeros(5000)}, tmp_path / "l.bin", _use_new_zipfile_serialization=False)
+    legacy = salvage(tmp_path / "l.bin", tmp_path / "other")
+    assert (legacy.verdict, [one.name for one in legacy.doubtful]) == ("nothing missing was found", ["w"])
+
+
+def test_one_number_that_claims_to_be_many_is_lost_alone(tmp_path: Path) -> None:
+    wide = torch.zeros(1).expand(1 << 20, 1 << 20)
+    torch.save(
+        {"w.a": wide, "w.t": wide, "w.b": torch.ones(1000), "w.c": torch.ones(100)}, tmp_path / "m.bin"
+    )
+    cut(tmp_path / "m.bin", 100)
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert receipt.saved[0].names == ("w.b", "w.c")
+    assert {one.name for one in receipt.lost} == {"w.a", "w.t"}
+    assert all("claims 4398046511104 bytes of a storage of 4" in one.reason for one in receipt.lost)
+
+
+def test_a_tensor_beyond_its_storage_is_lost_alone(tmp_path: Path) -> None:
+    torch.save(
+        {"w.a": torch.ones(77), "w.b": torch.ones(1000)},
+        tmp_path / "m.bin",
+        _use_new_zipfile_serialization=False,
+    )
+    data = (tmp_path / "m.bin").read_bytes()
+    assert data.count(b"KM\x85") == 1
+    (tmp_path / "m.bin").write_bytes(data.replace(b"KM\x85", b"KN\x85"))
+    receipt = salvage(tmp_path / "m.bin", tmp_path / "new")
+    assert receipt.saved[0].names == ("w.b",)
+    assert [(one.name, "beyond its storage of 308 bytes" in one.reason) for one in receipt.lost] == [
+        ("w.a", True)
+    ]

@@ -1,0 +1,208 @@
+"""Damage, and what a manifest knows: neither may turn into a new checkpoint that looks whole."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptfix import repair, seal, verify
+from ckptfix.conversion.migrate import migrate
+from ckptfix.errors import OperationError, UsageError
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+_STATE = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "c.weight": torch.randn(2, 2)}
+
+
+def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> None:
+    if path.suffix == ".bin":
+        torch.save({**state, **{name: state[kept] for name, kept in ties.items()}}, path)
+    else:
+        save_file(state, path, {"format": "pt", **ties})
+
+
+def without(state: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if key != name}
+
+
+_TIE = {"head.weight": "a.weight"}
+_LATER: dict[str, tuple[Callable[[Path], None], str]] = {
+    "lost": (lambda path: write(path, without(_STATE, "b.weight"), **_TIE), "'b.weight' is in its manifest"),
+    "added": (lambda path: write(path, {**_STATE, "z": torch.ones(2)}, **_TIE), "'z' is not in its manifest"),
+    "renamed": (
+        lambda path: write(path, {**without(_STATE, "c.weight"), "x": _STATE["c.weight"]}, **_TIE),
+        "'c.weight' is in its manifest",
+    ),
+    "untied": (lambda path: write(path, _STATE), "'head.weight' is in its manifest"),
+    "retied": (lambda path: write(path, _STATE, **{"head.weight": "b.weight"}), "'head.weight' has other bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", _LATER)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_changed_since_the_seal_is_refused(tmp_path: Path, name: str, change: str) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write(source / name, _STATE, **_TIE)
+    seal(source)
+    migrate(source, tmp_path / "b", to="dcp")
+    later, words = _LATER[change]
+    later(source / name)
+    assert verify(source).status == 1
+    with pytest.raises(OperationError, match=f"{words}.*ckptfix verify"):
+        migrate(source, tmp_path / "c", to="dcp")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_tie_that_a_seal_saw_is_not_its_own_proof(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write(source / "model.safetensors", {f"module.module.{key}": one for key, one in _STATE.items()},
+          **{f"module.module.{key}": f"module.module.{kept}" for key, kept in _TIE.items()})  # fmt: skip
+    seal(source, force=True)
+    repair(source)
+    assert verify(source).status == 0
+    write(source / "model.safetensors", load_file(source / "model.safetensors"))
+    differing = [(one.name, one.text) for one in verify(source).items if one.outcome.value == "differ"]
+    assert differing == [("module.head.weight", "is missing")]
+
+
+def test_a_model_that_is_gone_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write(source / "model.safetensors", _STATE)
+    write(source / "model_1.safetensors", _STATE)
+    seal(source)
+    (source / "model_1.safetensors").unlink()
+    with pytest.raises(OperationError, match="model_1"):
+        migrate(source, tmp_path / "b", to="bin")
+
+
+def test_a_repaired_folder_is_no_damaged_one(tmp_path: Path) -> None:
+    """Of a file that a repair changed, no digest is known any more."""
+    source = tmp_path / "a"
+    source.mkdir()
+    names = ("module.module.w", "module.module.v")
+    parameters = [(name, torch.nn.Parameter(torch.ones(3))) for name in names]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(parameter.sum() for _, parameter in parameters).backward()
+    optimizer.step()
+    write(source / "model.safetensors", {name: one.detach().clone() for name, one in parameters})
+    torch.save(optimizer.state_dict(), source / "optimizer.bin")
+    for rank in range(2):
+        torch.save({}, source / f"random_states_{rank}.pkl")
+    seal(source, force=True)
+    repair(source)
+    assert "" in json.loads((source / ".ckptfix/manifest.json").read_text())["sha256"].values()
+    migrate(source, tmp_path / "b", to="bin")
+    assert list(torch.load(tmp_path / "b" / "pytorch_model.bin")) == ["module.v", "module.w"]
+
+
+def test_deepspeed_weights_as_in_training_are_not_those_that_were_sealed(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "deepspeed-0.18.2" / "zero1-bf16" / "checkpoint", tmp_path / "a")
+    seal(tmp_path / "a")
+    receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", dtype="original")
+    assert any("as their manifest says" in words for words in receipt.not_checked)
+    migrate(tmp_path / "a", tmp_path / "c", to="safetensors")
+
+
+def test_a_folder_behind_a_link_is_that_folder(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", _STATE)
+    migrate(tmp_path / "a.safetensors", tmp_path / "real", to="dcp")
+    (tmp_path / "link").symlink_to("real")
+    seal(tmp_path / "link")
+    assert verify(tmp_path / "real").status == verify(tmp_path / "link").status == 0
+
+
+def flipped(path: Path, needle: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(needle) + len(needle) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_that_check_finds_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    shutil.copytree(FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint", source)
+    for path in (source / "optimizer_0").glob("__1_*.distcp"):
+        path.unlink()
+    with pytest.raises(OperationError, match=r"missing-rank.*next: ckptfix check"):
+        migrate(source, tmp_path / "b", to="safetensors")
+
+
+def test_an_index_that_cannot_be_read_or_is_not_there(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write(tmp_path / f"model-0000{number}-of-00002.safetensors", {f"{number}.weight": torch.ones(3)})
+    with pytest.raises(OperationError, match=r"index-mismatch.*next: ckptfix repair"):
+        migrate(tmp_path, tmp_path.parent / "b", to="bin")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"1.we')
+    with pytest.raises(OperationError, match="ckptfix repair"):
+        migrate(tmp_path, tmp_path.parent / "b", to="bin")
+    repair(tmp_path)
+    migrate(tmp_path, tmp_path.parent / "b", to="bin")
+
+
+def test_what_is_wrong_and_no_damage_is_passed_on_with_a_word(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write(source / "model.safetensors", _STATE)
+    write(source / "model_1.safetensors", {f"module.{key}": one for key, one in _STATE.items()})
+    for rank in range(2):
+        torch.save({}, source / f"random_states_{rank}.pkl")
+    for dry_run in (True, False):
+        receipt = migrate(source, tmp_path / "b", to="bin", dry_run=dry_run)
+        assert [words.split(":")[0] for words in receipt.warnings] == ["the source has doubled-model"]
+
+
+def test_the_checksums_of_carried_archives_are_compared(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    write(source / "model.safetensors", _STATE)
+    moments = torch.randn(100)
+    torch.save({"state": {0: {"exp_avg": moments}}, "param_groups": []}, source / "optimizer.bin")
+    flipped(source / "optimizer.bin", moments.numpy().tobytes())
+    with pytest.raises(OperationError, match=r"optimizer\.bin.*CRC-32"):
+        migrate(source, tmp_path / "b", to="bin")
+    migrate(source, tmp_path / "b", to="bin", verify=False)
+
+
+def test_the_checksums_of_dcp_items_are_compared(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", _STATE)
+    migrate(tmp_path / "a.safetensors", tmp_path / "a", to="dcp")
+    flipped(tmp_path / "a" / "__0_0.distcp", _STATE["b.weight"].numpy().tobytes())
+    with pytest.raises(OperationError, match="CRC-32"):
+        migrate(tmp_path / "a", tmp_path / "b", to="bin")
+
+
+def test_an_optimizer_in_a_layout_that_its_loader_does_not_look_for_is_told(tmp_path: Path) -> None:
+    source = FIXTURES / "dcp-2.13.0" / "fsdp2-clean" / "checkpoint"
+    (words,) = migrate(source, tmp_path / "a", to="safetensors").warnings
+    assert words.startswith("optimizer_0: copied in the layout of the source")
+    assert "looks for optimizer.bin" in words
+    assert migrate(source, tmp_path / "b", to="dcp").warnings == ()
+    (tmp_path / "plain").mkdir()
+    write(tmp_path / "plain" / "model.safetensors", _STATE)
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        torch.save({}, tmp_path / "plain" / name)
+    (words,) = migrate(tmp_path / "plain", tmp_path / "c", to="dcp").warnings
+    assert words.startswith("optimizer.bin: copied")
+
+
+def test_names_that_safetensors_may_lack_are_told(tmp_path: Path) -> None:
+    """transformers leaves the second name of a tie out of its files, and dcp.load looks for it."""
+    write(tmp_path / "model.safetensors", _STATE)
+    (tmp_path / "config.json").write_text("{}")
+    out = tmp_path.parent / f"{tmp_path.name}-out"
+    out.mkdir()
+    told = {to: migrate(tmp_path, out / to, to=to).not_checked for to in ("safetensors", "bin", "dcp")}
+    assert [any("tied weights had other names" in one for one in words) for words in told.values()] == [
+        False, False, True,
+    ]  # fmt: skip
+
+
+def test_the_dtype_of_training_is_deepspeeds_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", _STATE)
+    with pytest.raises(UsageError, match="holds no weights of DeepSpeed"):
+        migrate(tmp_path / "a.safetensors", tmp_path / "b", to="bin", dtype="original")

@@ -1,0 +1,437 @@
+"""The remembered report: private, whole, and never believed for other hardware. No device is needed."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix.devices.probe import cache
+from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
+
+IDENTITY = {
+    "type": "cuda",
+    "devices": [{"name": "X", "uuid": "u0", "pci": "0000:01:00.0", "memory": 1}, {"name": "X", "uuid": "u1"}],
+    "drivers": {"nvidia": "560.35.03 ABC"},
+    "boot": "b",
+    "host": "h",
+    "torch": "2.13.0",
+    "runtime": ["13.0"],
+    "allocator": {},
+    "backend": "native",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ckptfix"
+
+
+def report(**changes: Any) -> ProbeReport:
+    pairs = (
+        PairReport(
+            pair=(0, 1), verdict=Verdict.WRONG, kind="late", trials=7, failures=2, seed=3, detail="d\x1b[0m"
+        ),
+        PairReport(
+            pair=(1, 0), verdict=Verdict.HEALTHY, trials=600, seed=3, first_offset=None, peer_access=True
+        ),
+    )
+    made = ProbeReport(
+        pairs={pair.pair: pair for pair in pairs},
+        seed=3,
+        seconds=1.5,
+        starting=2.25,
+        devices=("X", "X"),
+        exercised=("a",),
+        not_exercised=("b",),
+        hints=("c",),
+        identity=IDENTITY,
+    )
+    return replace(made, **changes)
+
+
+def kept(home: Path) -> Path:
+    (path,) = home.iterdir()
+    return path
+
+
+def test_what_is_stored_is_loaded_and_only_the_user_can_read_it(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache.store(report())
+    finally:
+        os.umask(before)
+    assert cache.load(IDENTITY) == report()
+    assert stat.S_IMODE(kept(home).stat().st_mode) == 0o600
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drivers": {"nvidia": "570.00 ABC"}},
+        {"boot": "later"},
+        {"torch": "2.14.0"},
+        {"allocator": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+        {"backend": "cudaMallocAsync"},
+        {"devices": [{"name": "X", "uuid": "u0"}, {"name": "X", "uuid": "u2"}]},
+        {"devices": IDENTITY["devices"][::-1]},  # type: ignore[index]
+        {"host": "other"},
+        {"runtime": []},
+        {"more": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_any_change_of_the_key_makes_it_unknown(home: Path, change: dict[str, Any]) -> None:
+    cache.store(report())
+    assert cache.load(IDENTITY) is not None
+    assert cache.load({**IDENTITY, **change}) is None
+
+
+def test_a_file_moved_to_the_place_of_other_devices_is_not_believed(home: Path) -> None:
+    cache.store(report())
+    other = {**IDENTITY, "devices": [{"uuid": "u8"}, {"uuid": "u9"}]}
+    place = cache.location(other)
+    assert place is not None
+    kept(home).rename(f"{place}-0.json")
+    assert cache.load(other) is None
+
+
+def test_a_new_boot_takes_the_same_file(home: Path) -> None:
+    cache.store(report())
+    cache.store(report(identity={**IDENTITY, "boot": "later", "drivers": {"nvidia": "570"}}))
+    assert len(list(home.iterdir())) == 1
+    assert cache.load(IDENTITY) is None
+
+
+@pytest.mark.parametrize("setting", ["torch", "allocator", "backend", "runtime"])
+def test_jobs_with_other_settings_keep_what_the_other_one_knows(home: Path, setting: str) -> None:
+    """Training with expandable segments and evaluation without them took turns, and never settled a pair."""
+    other = {**IDENTITY, setting: "another"}
+    cache.store(report())
+    cache.store(report(identity=other))
+    assert cache.load(IDENTITY) == report()
+    assert cache.load(other) == report(identity=other)
+
+
+def test_nothing_is_kept_or_found_without_an_identity(home: Path) -> None:
+    cache.store(report(identity={}))
+    assert not home.exists()
+    assert cache.load({}) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'{"version": 4}',
+        b'{"version": 4, "report": {}}',
+        b'{"version": 4, "report": []}',
+        b"[" * 100_000,
+        b"x" * (2 << 20),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_file_is_no_file(home: Path, content: bytes) -> None:
+    cache.store(report())
+    kept(home).write_bytes(content)
+    assert cache.load(IDENTITY) is None
+
+
+@pytest.mark.parametrize("where", ["verdict", "pair", "trials"])
+def test_a_value_out_of_place_is_no_file(home: Path, where: str) -> None:
+    cache.store(report())
+    document = json.loads(kept(home).read_text())
+    document["report"]["pairs"][0][where] = "sound"
+    kept(home).write_text(json.dumps(document))
+    assert cache.load(IDENTITY) is None
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_a_number_without_bounds_is_no_file(home: Path, number: str) -> None:
+    cache.store(report())
+    text = kept(home).read_text()
+    kept(home).write_text(text.replace('"seed": 3', f'"seed": {number}', 1))
+    assert kept(home).read_text() != text
+    assert cache.load(IDENTITY) is None
+
+
+def test_another_version_is_no_file(home: Path) -> None:
+    cache.store(report())
+    document = json.loads(kept(home).read_text())
+    kept(home).write_text(json.dumps({**document, "version": 1}))
+    assert cache.load(IDENTITY) is None
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def readable_by_all(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def in_an_open_folder(path: Path) -> None:
+    path.parent.chmod(0o777)
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [open_to_all, readable_by_all, in_an_open_folder, a_link, a_fifo, a_folder],
+    ids=lambda f: f.__name__,
+)
+def test_what_others_could_have_written_is_not_believed(home: Path, tamper: Callable[[Path], None]) -> None:
+    cache.store(report())
+    tamper(kept(home))
+    assert cache.load(IDENTITY) is None
+
+
+def test_the_file_of_another_user_is_not_believed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.store(report())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cache.load(IDENTITY) is None
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole_and_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.store(report())
+    monkeypatch.setattr("ckptfix.devices.probe.cache.write_all", _no_space)
+    with pytest.warns(UserWarning, match="No space left"):
+        cache.store(report(seed=4))
+    assert cache.load(IDENTITY) == report()
+    assert len(list(home.iterdir())) == 1
+
+
+def _no_space(fd: int, data: bytes, offset: int) -> None:
+    os.write(fd, data[:10])
+    raise OSError(28, "No space left on device")
+
+
+def test_place_follows_the_standard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/folder")
+    path = cache.location(IDENTITY)
+    assert path is not None
+    assert path.parent == tmp_path / ".cache" / "ckptfix"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.location(IDENTITY) == path
+    monkeypatch.setenv("HOME", "no/absolute/path")
+    assert cache.location(IDENTITY) is None
+    cache.store(report())
+    assert cache.load(IDENTITY) is None
+
+
+def pair(verdict: Verdict, index: int = 0, **more: Any) -> PairReport:
+    return PairReport(pair=(index, 1 - index), verdict=verdict, seed=3, **more)
+
+
+def probed(*pairs: PairReport) -> ProbeReport:
+    return report(pairs={found.pair: found for found in pairs})
+
+
+def known() -> dict[tuple[int, int], PairReport]:
+    found = cache.load(IDENTITY)
+    return {} if found is None else dict(found.pairs)
+
+
+@pytest.mark.parametrize("found", [Verdict.WRONG, Verdict.HANG])
+@pytest.mark.parametrize("plan", ["quick", "full"])
+def test_damage_is_known_until_the_full_plan_finds_none(home: Path, found: Verdict, plan: str) -> None:
+    damage = pair(found, kind="late", plan=plan)
+    cache.store(probed(damage))
+    for weaker in (
+        pair(Verdict.HEALTHY, plan="quick"),
+        pair(Verdict.HEALTHY, plan="full", blind=True),
+        pair(Verdict.INCONCLUSIVE, plan="full"),
+        pair(Verdict.UNUSABLE, plan="full"),
+    ):
+        cache.store(probed(weaker))
+        assert known() == {(0, 1): damage}
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full")))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+    assert len(list(home.iterdir())) == 1
+
+
+def test_what_is_known_of_other_pairs_stays(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY)))
+    cache.store(probed(pair(Verdict.INCONCLUSIVE, 1)))
+    assert {key: found.verdict for key, found in known().items()} == {
+        (0, 1): Verdict.HEALTHY,
+        (1, 0): Verdict.INCONCLUSIVE,
+    }
+
+
+def test_a_blind_probe_proves_nothing_and_its_damage_counts(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", blind=True)))
+    assert not home.exists()
+    blind = [
+        pair(Verdict.HEALTHY, blind=True),
+        pair(Verdict.WRONG, 1, kind="zeros", plan="quick", blind=True),
+    ]
+    cache.store(probed(*blind))
+    assert known() == {(1, 0): blind[1]}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_processes_that_store_at_once_none_loses_what_the_other_found(
+    home: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Both have read what was there before either writes."""
+    theirs = [
+        probed(pair(Verdict.WRONG, kind="zeros", plan="quick"), pair(Verdict.HEALTHY, 1, plan="quick")),
+        probed(pair(Verdict.HEALTHY, plan="quick"), pair(Verdict.WRONG, 1, kind="late", plan="quick")),
+    ]
+    cache.store(probed(pair(Verdict.INCONCLUSIVE), pair(Verdict.INCONCLUSIVE, 1)))
+    write = cache._write
+
+    def meanwhile(path: Path, data: bytes) -> Path:
+        monkeypatch.setattr(cache, "_write", write)
+        cache.store(theirs[1 - first])
+        return write(path, data)
+
+    monkeypatch.setattr(cache, "_write", meanwhile)
+    cache.store(theirs[first])
+    assert {key: found.kind for key, found in known().items()} == {(0, 1): "zeros", (1, 0): "late"}
+    cache.store(probed(pair(Verdict.HEALTHY, plan="quick")))
+    assert {found.verdict for found in known().values()} == {Verdict.WRONG}
+    assert len(list(home.iterdir())) == 1, "what was taken in is taken away"
+
+
+def test_damage_that_is_newer_than_a_proof_outlives_a_process_that_did_not_see_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proven at 10 s; at 90 s one process sees damage while another, which looked at 95 s, has read the proof."""
+    proven = pair(Verdict.HEALTHY, plan="full", began=5.0, measured=10.0)
+    looked = pair(Verdict.HEALTHY, plan="sample", began=94.0, measured=95.0)
+    damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
+    cache.store(probed(proven))
+    write = cache._write
+
+    def meanwhile(path: Path, data: bytes) -> Path:
+        monkeypatch.setattr(cache, "_write", write)
+        cache.store(probed(damage))
+        return write(path, data)
+
+    monkeypatch.setattr(cache, "_write", meanwhile)
+    cache.store(probed(looked))
+    assert known() == {(0, 1): damage}
+
+
+def test_a_full_probe_takes_back_only_damage_that_was_found_before_it_began(home: Path) -> None:
+    damage = pair(Verdict.WRONG, kind="zeros", plan="quick", began=80.0, measured=90.0)
+    cache.store(probed(damage))
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=85.0, measured=120.0)))
+    assert known() == {(0, 1): damage}, "of two probes that run at once, the one that saw damage is right"
+    cache.store(probed(pair(Verdict.HEALTHY, plan="full", began=90.0, measured=120.0)))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+
+
+def test_a_file_that_is_replaced_before_it_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.store(probed(pair(Verdict.WRONG, kind="zeros")))
+    files = cache._files
+
+    def found(path: Path) -> tuple[Path, ...]:
+        monkeypatch.setattr(cache, "_files", files)
+        before = files(path)
+        cache.store(probed(pair(Verdict.HEALTHY, 1)))
+        return before
+
+    monkeypatch.setattr(cache, "_files", found)
+    assert set(known()) == {(0, 1), (1, 0)}
+
+
+def test_a_folder_that_others_can_write_to_is_said(home: Path) -> None:
+    home.mkdir(parents=True)
+    home.chmod(0o770)
+    with pytest.warns(UserWarning, match=f"not believed.*chmod go-w {home}") as said:
+        cache.store(report())
+    assert cache.load(IDENTITY) is None
+    assert len(said) == 1
+    home.chmod(0o700)
+    cache.store(report())
+    assert cache.load(IDENTITY) == report()
+
+
+def test_an_inconclusive_probe_does_not_replace_a_healthy_pair(home: Path) -> None:
+    cache.store(probed(pair(Verdict.HEALTHY, plan="quick", done={"repeats": 400})))
+    cache.store(probed(pair(Verdict.INCONCLUSIVE, plan="full", detail="no memory")))
+    assert known()[0, 1].verdict is Verdict.HEALTHY
+
+
+STORING = """
+import os, sys
+from ckptfix.devices.probe import cache
+from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
+number, identity = int(sys.argv[1]), eval(sys.argv[2])
+for step in range(1, 31):
+    found = PairReport(
+        pair=(0, 1), verdict=Verdict.INCONCLUSIVE, seed=number, plan="quick",
+        done={f"section {number}": step}, tried={str(number): {"small dense": step}},
+    )
+    cache.store(ProbeReport(pairs={(0, 1): found}, seed=number, identity=identity))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_store_at_once_and_are_killed_lose_nothing_of_each_other(home: Path) -> None:
+    """Each tells after which step it has stored: that much, and of a killed one at most a step more, is known."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", STORING, str(number), repr(IDENTITY)], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(4)
+    ]
+    told = {}
+    for number, process in enumerate(processes):
+        assert process.stdout is not None
+        if number % 2:
+            process.stdout.readline()
+            process.kill()
+        told[number] = 1 if number % 2 else 0
+    for number, process in enumerate(processes):
+        with process:
+            assert process.stdout is not None
+            told[number] += len(process.stdout.read().split())
+    found = known()[0, 1]
+    assert told[0] == told[2] == 30
+    for number, steps in told.items():
+        assert steps <= found.done[f"section {number}"] <= steps + 1
+        assert found.tried[str(number)]["small dense"] == found.done[f"section {number}"]
+
+
+def test_one_process_at_a_time(home: Path) -> None:
+    cache.store(report())
+    with cache.only_one(IDENTITY) as first, cache.only_one(IDENTITY) as second:
+        assert (first, second) == (True, False)
+    with cache.only_one(IDENTITY) as first:
+        assert first
+    with cache.only_one({}) as anywhere:
+        assert anywhere

@@ -1,0 +1,151 @@
+"""The HTML page: well formed, self-contained, and safe whatever a tensor is called."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+from ckptfix.devices.reload.reload_page import html_page
+from ckptfix.devices.reload.reload_report import (
+    Divergence,
+    Machine,
+    Outcome,
+    PairFacts,
+    Proof,
+    ReloadReport,
+    Subject,
+)
+
+EVIL = "<script>alert(1)</script>\x1b[31m\u202e\"'&\ud800"
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Keeps tags, texts and attributes, and refuses tags that are not closed in order."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(document)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data}\n"
+
+
+def report() -> ReloadReport:
+    return ReloadReport(
+        path=Path("folder") / EVIL,
+        machine=Machine(accelerator="cuda", names=("Card", "Card", "Card")),
+        model=f"Model {EVIL}",
+        map_source=EVIL,
+        device_map={f"layers.{number}": str(number // 2) for number in range(6)} | {EVIL: "cpu"},
+        device_bytes={"0": 2048, "1": 1024, "2": 0, "cpu": 12},
+        tensors=7,
+        nbytes=3084,
+        repeats=8,
+        proofs=(
+            Proof(subject=Subject.FILE_BYTES, outcome=Outcome.PROVEN, text=EVIL),
+            Proof(subject=Subject.SPLIT, outcome=Outcome.FAILED, text="transfer fault", is_transfer=True),
+            Proof(subject=Subject.OUTPUTS, outcome=Outcome.TOLERANCE, text="3e-6"),
+            Proof(subject=Subject.BEYOND, outcome=Outcome.NOT_EXERCISED, text="time"),
+        ),
+        pairs=(
+            PairFacts(pair=(0, 1), probe="wrong", probe_kind="zeros", hops=3, hops_wrong=3),
+            PairFacts(pair=(1, 0), probe="healthy", hops=3, moves=2, alone_runs=8),
+            PairFacts(pair=(0, 2), probe="inconclusive"),
+        ),
+        divergence=Divergence(
+            runs=8, wrong_runs=8, suspects=((0, 1),), pair=(0, 1), block=EVIL, dtype="float32", shape=(2, 3),
+            first_offset=0,
+        ),
+    )  # fmt: skip
+
+
+def test_it_parses_and_says_everything() -> None:
+    page = Page(html_page(report()))
+    for words in (
+        "failed",
+        "proven",
+        "TOLERANCE",
+        "not exercised",
+        "layers.{0...1}",
+        "2.0 KiB",
+        "from 0",
+        "to 2",
+    ):
+        assert words in page.text
+    assert "probe: wrong zeros" in page.text
+    assert "0 -> 1 at" in page.text
+    assert "offset 0" in page.text
+    assert page.text.count("<script>alert(1)</script>") == 7, "as text, in every place"
+    assert "\\x1b[31m\\u202e" in page.text
+
+
+def test_nothing_runs_and_nothing_is_loaded() -> None:
+    document = html_page(report())
+    page = Page(document)
+    assert {"script", "img", "link", "iframe", "object", "a"}.isdisjoint(page.tags)
+    assert {name for name, _ in page.attributes} <= {
+        "lang",
+        "charset",
+        "http-equiv",
+        "content",
+        "name",
+        "style",
+        "class",
+    }
+    assert not any(
+        "url(" in value or ":" in value.split(":", 1)[-1]
+        for name, value in page.attributes
+        if name == "style" and "url" in value
+    )
+    assert "default-src 'none'" in document
+    assert "http://" not in document
+    assert "https://" not in document
+    assert document.isprintable() or all(char.isprintable() or char == "\n" for char in document)
+    document.encode("utf-8")
+
+
+def test_colours_follow_the_outcome_of_each_pair() -> None:
+    document = html_page(report())
+    red, grey = document.index("probe: wrong"), document.index("probe: inconclusive")
+    assert "#cf222e" in document[red - 120 : red]
+    assert "#6e7781" in document[grey - 120 : grey]
+
+
+def test_a_machine_without_accelerators_has_no_matrix() -> None:
+    page = Page(html_page(replace(report(), pairs=(), divergence=None, machine=Machine(accelerator=None))))
+    assert "Copies between accelerators" not in page.text
+    assert "CPU only" in page.text
+
+
+def test_str_is_what_the_terminal_prints() -> None:
+    text = str(replace(report(), path=Path("folder"), model="Net", map_source="auto"))
+    assert text.splitlines()[:3] == [
+        "folder: 7 tensors, 3.0 KiB; 3 cuda devices (Card)",
+        "model: Net; device map: auto",
+        "  0: 2.0 KiB: layers.{0...1}",
+    ]
+    assert "       failed  transfer fault\n" in text
+    assert "NOT EXERCISED  time\n" in text
+    assert "0          -              zeros          not exercised\n" in text
+    assert "\x1b" not in text
+
+
+def test_repr_is_short() -> None:
+    assert repr(replace(report(), path=Path("f"))) == (
+        "<ReloadReport f: 7 tensors, 3.0 KiB; 3 cuda devices (Card); status 1>"
+    )

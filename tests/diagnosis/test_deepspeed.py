@@ -1,0 +1,164 @@
+"""check, repair, verify and salvage of folders in which DeepSpeed saved, by itself or for accelerate."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfix import Keys, Policy, check, repair, salvage, seal
+from ckptfix.diagnosis.target import find_checkpoints
+from ckptfix.errors import UsageError
+from ckptfix.verification.verify import verify
+from fixtures.make_deepspeed import SCENARIOS
+from tests.repairs.builders import snapshot
+from tests.tensors.zero_making import make_zero
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed-0.18.2"
+SAVED = ["accelerate-zero2", "accelerate-zero3"]
+SECOND_RANK = "pytorch_model/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(params=SAVED)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a copy of a whole folder of save_state, with the script that DeepSpeed leaves in it."""
+    root = Path(shutil.copytree(FIXTURES / request.param / "checkpoint", tmp_path / "saved"))
+    (root / "zero_to_fp32.py").touch()
+    return root
+
+
+def codes(path: Path, *, data: bool = False) -> list[tuple[str, str]]:
+    return [(one.code, str(one.path)) for one in check(path, data=data).findings]
+
+
+def flip(path: Path) -> str:
+    """Flip a bit in the largest record of a file, and return the record's name."""
+    with zipfile.ZipFile(path) as archive:
+        tail = max(
+            (one for one in archive.infolist() if "/data/" in one.filename), key=lambda one: one.file_size
+        )
+    data = bytearray(path.read_bytes())
+    name, extra = (int.from_bytes(data[tail.header_offset + at :][:2], "little") for at in (26, 28))
+    data[tail.header_offset + 30 + name + extra + 9] ^= 4
+    path.write_bytes(data)
+    return tail.filename
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_healthy_folder_has_no_finding(name: str) -> None:
+    root = FIXTURES / name / "checkpoint"
+    for path in (root, root / "pytorch_model"):
+        assert codes(path, data=True) == []
+    report = check(root)
+    (state,) = report.deepspeed
+    assert (str(state.path), state.tensors, state.unread) == ("pytorch_model", 14, ())
+    assert state.size == sum(path.stat().st_size for path in (root / "pytorch_model").iterdir())
+    assert not any("not looked into" in words or "next to it" in words for words in report.not_checked)
+    assert report.as_json()["deepspeed"] == [
+        {
+            "path": "pytorch_model",
+            "bytes": state.size,
+            "files": len(list((root / "pytorch_model").iterdir())),
+            "tensors": 14,
+        }
+    ]
+
+
+def test_a_rank_that_is_missing(saved: Path, tmp_path: Path) -> None:
+    (saved / SECOND_RANK).unlink()
+    assert codes(saved) == [("missing-rank", SECOND_RANK)]
+    (finding,) = check(saved).findings
+    assert str(finding) == (
+        f"{SECOND_RANK} is missing: files of optimizer states of 1 ranks, 2 saved it; the first rank without one is 1"
+    )
+    assert "from the node that it ran on" in finding.advice
+    assert codes(saved / "pytorch_model") == [("missing-rank", Path(SECOND_RANK).name)]
+    assert verify(saved).status == 1
+    assert not seal(saved).written
+    receipt = salvage(saved, tmp_path / "new")
+    assert receipt.status == 1
+    assert [one.file for one in receipt.lost] == [SECOND_RANK]
+
+
+def test_a_file_that_was_cut(saved: Path, tmp_path: Path) -> None:
+    data = (saved / SECOND_RANK).read_bytes()
+    (saved / SECOND_RANK).write_bytes(data[:3000])
+    assert codes(saved) == [("truncated-file", SECOND_RANK)]
+    assert verify(saved).status == 1
+    assert [one.file for one in salvage(saved, tmp_path / "new").lost] == [SECOND_RANK]
+
+
+def test_a_flipped_bit_is_found_with_data(saved: Path) -> None:
+    record = flip(saved / SECOND_RANK)
+    assert codes(saved) == []
+    assert any("ckptfix check --data checks them" in words for words in check(saved).not_checked)
+    assert codes(saved, data=True) == [("crc-mismatch", SECOND_RANK)]
+    (finding,) = check(saved, data=True).findings
+    assert repr(record) in str(finding)
+    assert verify(saved, data=True).status == 1
+
+
+def test_files_of_two_saves(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        make_zero(tmp_path / str(stage), [{"a.weight": torch.ones(4, 3)}], stage=stage, ranks=2)
+    for path in (tmp_path / "3").glob("*_optim_states.pt"):
+        shutil.copy(path, tmp_path / "2")
+    (finding,) = check(tmp_path / "2").findings
+    assert (finding.code, str(finding.path)) == (
+        "malformed-file",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+    assert str(finding).endswith(
+        "it is of ZeRO-3, and mp_rank_00_model_states.pt of ZeRO-1 or 2: two saves are mixed"
+    )
+
+
+def test_a_kind_that_is_not_read_is_not_damage(saved: Path) -> None:
+    (saved / "pytorch_model" / "zero").mkdir()
+    report = check(saved)
+    assert report.findings == ()
+    assert (
+        "pytorch_model/ (a DeepSpeed folder), as a whole: it is a universal checkpoint, which has a folder for each "
+        "parameter"
+    ) in report.not_checked
+
+
+@pytest.mark.parametrize("keys", [Keys.AUTO, Keys.BARE, Keys.DDP])
+def test_names_are_never_changed(tmp_path: Path, keys: Keys) -> None:
+    """They are in the model states, in its shapes, and in the states of every rank's optimizer."""
+    state = {"module.module.a.weight": torch.randn(4, 3), "module.module.b.weight": torch.randn(5)}
+    make_zero(tmp_path / "pytorch_model", [state], stage=2, ranks=2)
+    torch.save({}, tmp_path / "random_states_0.pkl")
+    before = snapshot(tmp_path)
+    for path in (
+        tmp_path,
+        tmp_path / "pytorch_model",
+        tmp_path / "pytorch_model" / "mp_rank_00_model_states.pt",
+    ):
+        assert codes(path) == []
+        assert repair(path, policy=Policy(keys=keys)).steps == ()
+    assert snapshot(tmp_path) == before
+
+
+def test_the_folder_that_latest_names(tmp_path: Path) -> None:
+    for step in (5, 10):
+        make_zero(tmp_path / f"global_step{step}", [{"a.weight": torch.ones(4, 3)}], stage=2, ranks=2)
+    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+        check(tmp_path)
+    (tmp_path / "latest").write_text("global_step10")
+    assert [str(state.path) for state in check(tmp_path).deepspeed] == ["global_step10"]
+    assert any(words.startswith("global_step5/") for words in check(tmp_path).not_checked)
+    assert find_checkpoints(tmp_path) == (tmp_path, tmp_path / "global_step5")
+    (tmp_path / "global_step10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    assert [code for code, _ in codes(tmp_path)] == ["missing-rank"]
+
+
+def test_a_folder_of_accelerate_is_one_checkpoint(saved: Path) -> None:
+    assert find_checkpoints(saved.parent) == (saved,)
+
+
+def test_what_only_code_could_load_is_still_told(saved: Path) -> None:
+    path = saved / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": Keys.BARE}, path)
+    assert ("unloadable-pickle", f"pytorch_model/{path.name}") in codes(saved)

@@ -1,0 +1,254 @@
+"""Sound files of other programs next to a checkpoint: not checked, and never damage. Under a loader's name they are."""
+
+import io
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix.conversion.migrate import migrate
+from ckptfix.diagnosis.check import check
+from ckptfix.errors import UsageError
+from ckptfix.verification.diff import diff
+from ckptfix.verification.seal import seal
+from ckptfix.verification.verify import verify
+
+WEIGHTS = {"weight": torch.arange(6.0).reshape(2, 3)}
+
+
+def npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, a=np.ones(3), b=np.zeros(2))
+
+
+def npy(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+
+
+def gguf(path: Path) -> None:
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(64))
+
+
+def onnx(path: Path) -> None:
+    path.write_bytes(b"\x08\x08\x12\x07pytorch\x1a\x052.5.0:" + bytes(64))
+
+
+def torch_export(path: Path) -> None:
+    """Write an archive that is called inside as those of ``torch.export.save`` (torch 2.13)."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("data/weights/weight_0", "models/model.json", "archive_format", "version", "byteorder"):
+            archive.writestr(f"prog/{name}", "x")
+
+
+def torch_export_before_2_7(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("version", "serialized_exported_program.json", "serialized_state_dict.pt"):
+            archive.writestr(name, "x")
+
+
+def keras(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", "{}")
+
+
+OTHERS: tuple[tuple[Callable[[Path], None], str], ...] = (
+    (npz, "npz archive of numpy"),
+    (npy, "numpy array"),
+    (gguf, "GGUF model"),
+    (onnx, "ONNX model"),
+    (torch_export, "program of torch.export"),
+    (torch_export_before_2_7, "program of torch.export"),
+    (keras, "zip archive of another program"),
+)
+NAMES = [make.__name__ for make, _ in OTHERS]
+
+
+def torchscript(path: Path) -> None:
+    """Write an archive as ``torch.jit.save`` does: with code beside the state."""
+    buffer = io.BytesIO()
+    torch.save(WEIGHTS, buffer)
+    with zipfile.ZipFile(buffer) as saved, zipfile.ZipFile(path, "w") as archive:
+        for name in saved.namelist():
+            archive.writestr("archive/" + name.partition("/")[2], saved.read(name))
+        archive.writestr("archive/code/__torch__.py", "")
+        archive.writestr("archive/constants.pkl", b"\x80\2).")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    save_file(WEIGHTS, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
+@pytest.mark.parametrize("name", ["exported.bin", "exported.pt", "exported.pth.tar"])
+def test_it_is_not_checked_and_said_once(
+    folder: Path, make: Callable[[Path], None], words: str, name: str
+) -> None:
+    make(folder / name)
+    report = check(folder)
+    assert (report.findings, report.status) == ((), 0)
+    (said,) = [line for line in report.not_checked if name in line]
+    assert f"{name}: a" in said
+    assert f"{words}, not a format that ckptfix reads" in said
+    seal(folder)
+    for data in (False, True):
+        verified = verify(folder, data=data)
+        assert verified.status == 0
+        assert len([line for line in verified.not_checked if name in line]) == 1
+    assert diff(folder, folder).status == 0
+
+
+@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
+def test_asked_for_alone_there_is_nothing_to_check(
+    tmp_path: Path, make: Callable[[Path], None], words: str
+) -> None:
+    path = tmp_path / "exported.other"
+    make(path)
+    with pytest.raises(UsageError, match=rf"exported\.other is an? {words}, not a format that ckptfix reads"):
+        check(path)
+
+
+@pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "student.safetensors"])
+def test_under_the_name_of_weights_it_is_damage(
+    folder: Path, make: Callable[[Path], None], words: str, name: str
+) -> None:
+    make(folder / name)
+    report = check(folder)
+    assert report.status == 1
+    assert {str(finding.path) for finding in report.findings} == {name}
+
+
+@pytest.mark.parametrize("name", ["student.pt", "student.bin", "student.th"])
+def test_weights_under_another_name_are_still_found_out(folder: Path, name: str) -> None:
+    shutil.copyfile(folder / "model.safetensors", folder / name)
+    (finding,) = check(folder).findings
+    assert (finding.code, str(finding.path)) == ("not-a-tensor-file", name)
+
+
+def test_cut_weights_and_a_cut_archive_are_still_damage(folder: Path) -> None:
+    for name, make in (("student.pt", None), ("arrays.pt", npz)):
+        if make is None:
+            torch.save(WEIGHTS, folder / name)
+        else:
+            make(folder / name)
+        (folder / name).write_bytes((folder / name).read_bytes()[:-30])
+    assert {str(finding.path) for finding in check(folder).findings} == {"student.pt", "arrays.pt"}
+
+
+def test_an_archive_of_torch_that_lost_its_pickle_is_damage(folder: Path) -> None:
+    torch.save(WEIGHTS, folder / "student.pt")
+    with zipfile.ZipFile(folder / "student.pt") as saved, zipfile.ZipFile(folder / "cut.pt", "w") as archive:
+        for name in saved.namelist():
+            if not name.endswith("data.pkl"):
+                archive.writestr(name, saved.read(name))
+    (finding,) = check(folder).findings
+    assert (finding.code, str(finding.path)) == ("malformed-file", "cut.pt")
+
+
+class TestTarFiles:
+    """``.pth.tar`` and ``.th`` are what torch.save wrote, in most cases: the content says it."""
+
+    @pytest.mark.parametrize("name", ["epoch_3.pth.tar", "best.th"])
+    def test_a_folder_with_only_such_a_file_is_a_checkpoint(self, tmp_path: Path, name: str) -> None:
+        torch.save({"epoch": 3, "state_dict": WEIGHTS}, tmp_path / name)
+        assert check(tmp_path).status == 0
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        (finding,) = check(tmp_path).findings
+        assert finding.code == "truncated-file"
+
+    def test_a_legacy_file_is_read(self, tmp_path: Path) -> None:
+        torch.save(WEIGHTS, tmp_path / "old.pth.tar", _use_new_zipfile_serialization=False)
+        report = check(tmp_path)
+        assert (report.status, len(report.folder.components[0].tensors)) == (0, 1)
+
+    def test_a_tar_archive_is_not_checked(self, folder: Path) -> None:
+        with tarfile.open(folder / "older.pth.tar", "w") as archive:
+            archive.add(folder / "model.safetensors", "storages")
+        report = check(folder)
+        assert (report.findings, report.status) == ((), 0)
+        (said,) = [line for line in report.not_checked if "older.pth.tar" in line]
+        assert "a tar archive" in said
+
+
+class TestTorchScript:
+    """Its file has a digest like any other; that its tensors are not read is no failure."""
+
+    def test_sealed_it_matches(self, tmp_path: Path) -> None:
+        torchscript(tmp_path / "model.pt")
+        receipt = seal(tmp_path)
+        assert receipt.unreadable == ("model.pt: a TorchScript archive: it holds code next to its state",)
+        for data in (False, True):
+            report = verify(tmp_path, data=data)
+            assert (report.status, report.unfinished) == (0, ())
+            assert len([line for line in report.not_checked if "model.pt" in line]) == 1
+
+    @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
+    def test_a_flipped_byte_is_found(self, tmp_path: Path, name: str) -> None:
+        torchscript(tmp_path / name)
+        seal(tmp_path)
+        assert verify(tmp_path, data=True).status == 0
+        data = bytearray((tmp_path / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (tmp_path / name).write_bytes(data)
+        assert verify(tmp_path).status == 1
+
+    def test_next_to_weights_it_stops_nothing(self, tmp_path: Path) -> None:
+        source = tmp_path / "src"
+        source.mkdir()
+        torchscript(source / "scripted.pt")
+        torch.save(WEIGHTS, source / "student.pt")
+        assert diff(source, source).status == 0
+        migrate(source, tmp_path / "new", to="safetensors")
+        assert {path.name for path in (tmp_path / "new").iterdir()} == {"scripted.pt", "student.safetensors"}
+
+    def test_alone_it_is_named(self, tmp_path: Path) -> None:
+        torchscript(tmp_path / "model.pt")
+        for path in (tmp_path, tmp_path / "model.pt"):
+            with pytest.raises(
+                UsageError, match=r"holds no weights of a model; not read: model\.pt: a TorchScript"
+            ):
+                diff(path, path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_what_torch_itself_writes_for_other_loaders(folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    torch.export.save(torch.export.export(model, (torch.zeros(1, 2),)), folder / "exported.pt2")
+    shutil.copyfile(folder / "exported.pt2", folder / "exported.pt")
+    torch.jit.save(torch.jit.trace(model, torch.zeros(1, 2)), folder / "scripted.pt")
+    report = check(folder)
+    assert report.findings == ()
+    assert [line for line in report.not_checked if line.startswith(("exported", "scripted"))] == [
+        "exported.pt: a program of torch.export, not a format that ckptfix reads",
+        "scripted.pt: a TorchScript archive: it holds code next to its state",
+    ]
+    seal(folder)
+    assert verify(folder, data=True).status == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "suffix", "reader"),
+    [(gguf, ".gguf", "llama.cpp"), (onnx, ".onnx", "onnxruntime"), (npy, ".npy", "numpy.load")],
+)
+def test_under_a_loaders_name_the_advice_names_what_reads_it(
+    tmp_path: Path, make: Callable[[Path], None], suffix: str, reader: str
+) -> None:
+    make(tmp_path / "pytorch_model.bin")
+    report = check(tmp_path)
+    (finding,) = [one for one in report.findings if one.code == "not-a-tensor-file"]
+    assert f"rename it to pytorch_model{suffix}" in finding.advice
+    assert reader in finding.advice
+    assert "salvage" not in str(report)

@@ -1,0 +1,54 @@
+"""One catalogue: each code has tests that trigger it and tests that do not, and a row in the manual."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptfix.diagnosis.findings import CODES as FINDINGS
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.environment.advice import MAX_EVIDENCE, Topic
+from ckptfix.environment.doctor import CODES, TOPICS
+from tests.environment.cases import CASES
+
+PAGE = Path(__file__).parents[2] / "ckptfix/manual/doctor.md"
+
+
+def test_codes_are_unique_kebab_case() -> None:
+    assert len(CODES) == len(TOPICS)
+    for code in CODES:
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", code)
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.code)
+def test_every_severity_is_triggered_and_silence_is_tested(topic: Topic) -> None:
+    seen = {case.severity for case in CASES if case.code == topic.code}
+    assert seen == {*topic.severities, None}
+
+
+def test_no_case_is_of_an_unknown_code() -> None:
+    assert {case.code for case in CASES} == set(CODES)
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.code)
+def test_the_manual_says_the_same(topic: Topic) -> None:
+    assert topic.row in PAGE.read_text()
+
+
+def test_a_code_that_check_has_too_means_the_same() -> None:
+    for code in CODES.keys() & FINDINGS.keys():
+        assert CODES[code].meaning == FINDINGS[code].meaning
+        assert CODES[code].severities[0] is FINDINGS[code].severity
+
+
+def test_a_topic_refuses_severities_that_it_does_not_announce() -> None:
+    topic = Topic(code="a", severities=(Severity.NOTE,), meaning="b")
+    with pytest.raises(ValueError, match="never of severity error"):
+        topic.advice("c", evidence=("d",), fix="e", severity=Severity.ERROR)
+
+
+def test_long_evidence_is_cut_and_says_so() -> None:
+    topic = Topic(code="a", severities=(Severity.NOTE,), meaning="b")
+    lines = topic.advice("c", evidence=tuple("x" * 20), fix="d").evidence
+    assert len(lines) == MAX_EVIDENCE
+    assert lines[-1] == f"and {20 - MAX_EVIDENCE + 1} more like these"

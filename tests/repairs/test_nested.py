@@ -1,0 +1,157 @@
+"""Nested wrappers: which are damage, and which are modules of the script's own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfix import Keys, Policy, check, repair, undo
+from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.storage.paths import MANIFEST
+from tests.repairs.builders import read_safetensors_bytes, snapshot, write_safetensors
+
+NET = {"fc.weight": b"weights!" * 4, "fc.bias": b"bias"}
+AVERAGE = {name: data[::-1] for name, data in NET.items()}
+
+
+def wrapped(tensors: Mapping[str, bytes], chain: str) -> dict[str, bytes]:
+    return {chain + name: data for name, data in tensors.items()}
+
+
+def ranks(folder: Path, count: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    for rank in range(count):
+        (folder / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+    return folder
+
+
+def codes(path: Path) -> list[str]:
+    return [finding.code for finding in check(path).findings]
+
+
+NESTED = {"module.module.fc.weight": torch.ones(3), "module.module.fc.bias": torch.ones(1)}
+
+
+@pytest.mark.parametrize("keys", Keys)
+@pytest.mark.parametrize("processes", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name",
+    ["custom_checkpoint_0.pkl", "sampler.bin", "scheduler.bin", "dl_state_dict.bin", "scaler.pt"],
+)
+def test_only_models_have_wrappers(tmp_path: Path, name: str, processes: int, keys: Keys) -> None:
+    """``register_for_checkpointing(ModelEmaV2(prepared))``: renamed, load_state raises."""
+    folder = ranks(tmp_path, processes)
+    write_safetensors(folder / "model.safetensors", NET)
+    torch.save(NESTED, folder / name)
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
+    before = (folder / name).read_bytes()
+    assert codes(folder) == []
+    repair(folder, policy=Policy(keys=keys))
+    assert (folder / name).read_bytes() == before
+    assert codes(folder / name) == []
+    assert repair(folder / name, policy=Policy(keys=keys)).steps == ()
+
+
+@pytest.mark.parametrize(("processes", "status"), [(0, 1), (1, 0), (2, 1)])
+def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) -> None:
+    """Two nested only-children called ``module``; ``--keys`` renames them for who asks."""
+    folder = ranks(tmp_path, processes)
+    path = write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
+    before = snapshot(folder)
+    report = check(folder)
+    assert report.status == status
+    assert codes(folder) == (["nested-prefix"] if status else ["wrapper-prefix"])
+    receipt = repair(folder)
+    if status:
+        evidence = "2 processes" if processes else "nothing shows how many processes"
+        assert evidence in str(report.findings[0])
+        assert read_safetensors_bytes(path) == wrapped(NET, "module.")
+        assert "If a module of the model is itself called 'module'" in report.findings[0].advice
+        assert "the keys now fit a model in one DistributedDataParallel" in receipt.advice[0]
+        assert "if a module of the model is itself called 'module', undo this repair" in receipt.advice[0]
+        undo(folder)
+        assert read_safetensors_bytes(path) == wrapped(NET, "module.module.")
+    else:
+        assert "--keys bare" in report.findings[0].advice
+        assert (receipt.status, snapshot(folder)) == (0, before)
+        repair(folder, policy=Policy(keys=Keys.BARE))
+        assert read_safetensors_bytes(path) == NET
+
+
+def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
+    """The guard registers no model twice: ``prepare(DDP(Holder(net)))`` wrote these keys, and reads them."""
+    folder = ranks(tmp_path, 2)
+    own = wrapped(NET, "module.module.")
+    path = write_safetensors(folder / "model.safetensors", own)
+    files = {one.name: one.stat().st_size for one in folder.iterdir()}
+    for keys, code in (
+        (key_fingerprint((name, "U8", (len(data),)) for name, data in own.items()), "wrapper-prefix"),
+        ("of other keys", "nested-prefix"),
+    ):
+        model = ManifestEntry(index=0, file="model.safetensors", type="Holder", keys=keys)
+        manifest = Manifest(versions={}, world_size=2, step=0, models=(model,), files=files)
+        (folder / ".ckptfix").mkdir(exist_ok=True)
+        (folder / MANIFEST).write_bytes(manifest.to_bytes())
+        assert codes(folder) == [code]
+    repair(folder)
+    assert read_safetensors_bytes(path) == wrapped(NET, "module.")
+
+
+@pytest.mark.parametrize(("chain", "target"), [("", ""), ("module.", "module.")])
+def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str, target: str) -> None:
+    folder = ranks(tmp_path, 1)
+    path = write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
+    torch.save(
+        {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()}, folder / "pytorch_model.bin"
+    )
+    assert "pytorch_model.bin has these names" in str(check(folder).findings[0])
+    receipt = repair(folder)
+    assert read_safetensors_bytes(path) == wrapped(NET, target)
+    assert "itself called 'module'" not in str(receipt)  # proven, not assumed
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_average_of_the_prepared_model_is_left_alone(tmp_path: Path, processes: int) -> None:
+    """As an entry, as a file of a hook beside the model, and in a training dict."""
+    folder = ranks(tmp_path, processes)
+    write_safetensors(folder / "model.safetensors", NET)
+    average = {name: torch.zeros(len(data), dtype=torch.uint8) for name, data in NET.items()}
+    nested = {f"module.module.{name}": tensor for name, tensor in average.items()}
+    write_safetensors(folder / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
+    torch.save(nested, folder / "ema.pt")
+    single = {f"module.{name}": torch.ones_like(tensor) for name, tensor in average.items()}
+    torch.save({"model": single, "ema": nested, "epoch": 3}, folder / "last.pt")
+    before = snapshot(folder)
+    assert check(folder).status == 0
+    assert (repair(folder).steps, snapshot(folder)) == ((), before)
+    assert repair(folder / "last.pt").steps == ()
+
+
+def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
+    """Its names alone are no damage: torch does not compare them."""
+    for processes, steps in ((1, 0), (2, 2)):
+        folder = ranks(tmp_path / str(processes), processes)
+        net = torch.nn.Sequential()
+        net.add_module("fc", torch.nn.Linear(3, 2))
+        for _ in range(2):
+            outer = torch.nn.Module()
+            outer.module, net = net, outer
+        torch.save(net.state_dict(), folder / "pytorch_model.bin")
+        torch.save(torch.optim.AdamW(net.named_parameters()).state_dict(), folder / "optimizer.bin")
+        assert codes(folder).count("nested-prefix") == steps
+        assert len(repair(folder).steps) == steps
+        bare = ranks(tmp_path / f"bare{processes}", processes)
+        torch.save(net.module.module.state_dict(), bare / "pytorch_model.bin")
+        torch.save(torch.optim.AdamW(net.named_parameters()).state_dict(), bare / "optimizer.bin")
+        assert codes(bare) == []
+
+
+def test_one_entry_alone_is_not_renamed(tmp_path: Path) -> None:
+    """It may be the average of another entry, which a repair of this file does not look at."""
+    folder = ranks(tmp_path, 2)
+    write_safetensors(folder / "model.safetensors", NET)
+    path = write_safetensors(folder / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
+    receipt = repair(path)
+    assert receipt.steps == ()
+    assert "repair the folder" in receipt.unplanned[0].reason

@@ -1,0 +1,102 @@
+"""The proof before a commit finds what a faulty edit would do, and what a repair would leave undone."""
+
+from pathlib import Path
+
+import pytest
+
+from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
+from ckptfix.diagnosis.policy import Policy
+from ckptfix.errors import OperationError, RolledBackError
+from ckptfix.repairs import editing
+from ckptfix.repairs import repair as repairing
+from ckptfix.repairs.plan import Plan, make_plan
+from ckptfix.repairs.proof import prove_repair
+from ckptfix.storage.edits import Patch
+from tests.repairs.builders import snapshot, write_safetensors
+
+
+def planned(folder: Path) -> tuple[Diagnosis, Plan, editing.Compiled]:
+    diagnosis = diagnose(scan_folder(folder), prove=True)
+    plan = make_plan(diagnosis, Policy())
+    return diagnosis, plan, editing.compile_plan(plan, new_files=False)
+
+
+def prove(diagnosis: Diagnosis, plan: Plan, compiled: editing.Compiled) -> None:
+    steps, edits = tuple(compiled.steps), tuple(compiled.edits)
+    prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts)
+
+
+@pytest.fixture
+def nested(tmp_path: Path) -> Path:
+    write_safetensors(
+        tmp_path / "m.safetensors", {"module.module.a": b"12345678", "module.module.b": b"abcd"}
+    )
+    return tmp_path
+
+
+def test_a_right_edit_is_proven(nested: Path) -> None:
+    diagnosis, plan, compiled = planned(nested)
+    (patch,) = compiled.edits
+    assert isinstance(patch, Patch)
+    data = bytearray((nested / "m.safetensors").read_bytes())
+    data[patch.offset : patch.offset + len(patch.new)] = patch.new
+    (nested / "m.safetensors").write_bytes(data)
+    prove(diagnosis, plan, compiled)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"module.a": b"12345678"}, "names"),
+        ({"module.a": b"12345678", "module.c": b"abcd"}, "names"),
+        ({"module.b": b"12345678", "module.a": b"abcd"}, "names"),
+        ({"module.a": b"1234", "module.b": b"5678abcd"}, "was U8"),
+        ({"module.module.a": b"12345678", "module.module.b": b"abcd"}, "names"),
+    ],
+)
+def test_a_wrong_result_is_found(nested: Path, tensors: dict[str, bytes], words: str) -> None:
+    diagnosis, plan, compiled = planned(nested)
+    write_safetensors(nested / "m.safetensors", tensors)
+    with pytest.raises(OperationError, match=words):
+        prove(diagnosis, plan, compiled)
+
+
+def test_tensors_that_moved_are_found(nested: Path) -> None:
+    """Right names, dtypes and shapes, but the bytes lie where the edits did not leave them."""
+    diagnosis, plan, compiled = planned(nested)
+    write_safetensors(nested / "m.safetensors", {"module.a": b"12345678", "module.b": b"abcd"})
+    with pytest.raises(OperationError, match="are not where the repair left them"):
+        prove(diagnosis, plan, compiled)
+
+
+def test_a_file_that_is_gone_is_found(nested: Path) -> None:
+    diagnosis, plan, compiled = planned(nested)
+    (nested / "m.safetensors").unlink()
+    with pytest.raises(OperationError, match="not there"):
+        prove(diagnosis, plan, compiled)
+
+
+def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_safetensors(nested / "other.safetensors", {"module.module.x": b"1"})
+    before = snapshot(nested)
+
+    def forgetful(plan: Plan, *, new_files: bool) -> editing.Compiled:
+        compiled = editing.compile_plan(plan, new_files=new_files)
+        return editing.Compiled(edits=compiled.edits[:1], steps=compiled.steps[:1])
+
+    monkeypatch.setattr(repairing, "compile_plan", forgetful)
+    with pytest.raises(RolledBackError, match="still something to do"):
+        repairing.repair(nested)
+    assert {name: data for name, data in snapshot(nested).items() if ".ckptfix" not in name} == before
+
+
+def test_a_file_that_changes_after_the_plan_stops_the_repair(nested: Path) -> None:
+    path = nested / "m.safetensors"
+
+    def save_again(*_: object) -> None:
+        write_safetensors(path, {"module.module.a": b"newer!!!", "module.module.b": b"save"})
+
+    with pytest.raises(OperationError, match="changed while it was read"):
+        repairing.repair(nested, on_plan=save_again)
+    assert path.read_bytes().endswith(b"newer!!!save")

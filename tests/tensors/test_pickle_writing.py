@@ -1,0 +1,156 @@
+"""Pickles that are written here are byte for byte those of Python's pickler with protocol 2."""
+
+import io
+import pickle
+import pickletools
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptfix.errors import UnsupportedFormat
+from ckptfix.formats.pickle_stream import parse
+from ckptfix.formats.pickle_tree import Kind, Node
+from ckptfix.tensors.new_torch_files import BUILD, Call, Global, Persistent, PickleWriter
+from tests.sampling import examples
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+
+
+def pickled(value: Any) -> bytes:
+    writer = PickleWriter()
+    writer.value(value)
+    return writer.finish()
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(), max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=5).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=5)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(value=plain)
+def test_plain_values_are_what_pickle_loads_again(value: Any) -> None:
+    data = pickled(value)
+    assert pickle.loads(data) == value
+    assert repr(pickle.loads(data)) == repr(value)
+    pickletools.dis(data, out=io.StringIO())  # checks the stack and the memo as well
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            0,
+            255,
+            256,
+            65535,
+            65536,
+            -1,
+            -(1 << 31),
+            (1 << 31) - 1,
+            1 << 31,
+            -(1 << 31) - 1,
+            127 << 56,
+            128 << 56,
+        ),
+        *(1 << 63, -(1 << 63), -(1 << 64), 1 << 2000),
+        *((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [7], {}, {"a": 1}, {"a": 1, "b": [2.5, None, True]}),
+        *([0] * 999, [0] * 1000, [0] * 1001, [0] * 2001),
+        {str(number): number for number in range(1001)},
+        [[number] for number in range(300)],  # the memo outgrows a byte
+    ],
+    ids=lambda value: f"{type(value).__name__} {str(value)[:20]}",
+)
+def test_the_bytes_are_those_of_pickle(value: Any) -> None:
+    assert pickled(value) == pickle.dumps(value, protocol=2)
+
+
+def test_an_object_met_again_is_taken_out_of_the_memo() -> None:
+    shared, text = [1, 2], "".join(["te", "xt"])
+    value = {"one": shared, "two": shared, "three": (text, text), "four": "".join(["te", "xt"])}
+    assert pickled(value) == pickle.dumps(value, protocol=2)
+    loaded = pickle.loads(pickled(value))
+    assert loaded["one"] is loaded["two"]
+
+
+def test_a_list_that_holds_itself() -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert pickled(value) == pickle.dumps(value, protocol=2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000])
+def test_the_entries_of_an_ordered_dict(count: int) -> None:
+    items = {str(number): number for number in range(count)}
+    made = Call(function=ORDERED_DICT, items=items)
+    assert pickled(made) == pickle.dumps(OrderedDict(items), protocol=2)
+
+
+def test_objects_of_classes() -> None:
+    ordered = OrderedDict(a=torch.Size([2, 3]), b=torch.float32)
+    ordered.extra = 5  # type: ignore[attr-defined]
+    size = Call(function=Global("torch", "Size"), args=((2, 3),))
+    made = Call(function=ORDERED_DICT, items={"a": size, "b": Global("torch", "float32")}, state={"extra": 5})
+    assert pickled(made) == pickle.dumps(ordered, protocol=2)
+    loaded = pickle.loads(pickled(made))
+    assert (loaded, loaded.extra) == (ordered, 5)
+
+
+class Slotless:
+    def __init__(self) -> None:
+        self.kept = [1]
+
+
+def test_an_object_that_is_made_by_new_and_given_its_state() -> None:
+    made = Call(function=Global(__name__, "Slotless"), state={"kept": [1]}, new=True)
+    assert pickled(made) == pickle.dumps(Slotless(), protocol=2)
+
+
+def test_a_persistent_id_is_pushed_and_named() -> None:
+    tree = parse(pickled([Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 4))]))
+    assert tree.root.items[0].kind is Kind.PERSISTENT
+    storage, cls, *rest = tree.root.items[0].head
+    assert storage.value == "storage"
+    assert cls.is_global("torch", "FloatStorage")
+    assert [getattr(one, "value", one) for one in rest] == ["0", "cpu", 4]
+
+
+def test_opcodes_one_by_one_share_the_memo_with_whole_values() -> None:
+    writer = PickleWriter()
+    writer.value(Call(function=ORDERED_DICT))
+    numbers: list[int] = []
+
+    def entry(name: str) -> None:
+        numbers.append(writer.text(name))
+        writer.sizes((1, 2, 3, 4))
+
+    writer.batches([f"n{number}" for number in range(1500)], entry)
+    writer.value({"first": None})
+    writer.opcodes(BUILD)
+    data = writer.finish()
+    loaded = pickle.loads(data)
+    assert loaded == {f"n{number}": (1, 2, 3, 4) for number in range(1500)}
+    assert loaded.__dict__ == {"first": None}
+    assert len(set(numbers)) == 1500
+    assert isinstance(parse(data).root, Node)
+
+
+def test_what_has_no_place_in_a_pickle() -> None:
+    with pytest.raises(TypeError, match="a bytes has no place in a pickle"):
+        pickled(b"bytes")
+    with pytest.raises(UnsupportedFormat, match="an integer of 313 bytes"):
+        pickled(1 << 2500)

@@ -1,0 +1,119 @@
+"""accelerate #3967 as reported: with the guard its output is that of the run that prepares once.
+
+On the accelerate of this environment and on two older ones, which are kept in pytest's cache.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.simulated.versions import accelerate_folder
+from tests.training.claims import claims
+from tests.training.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("installed", "1.12.0", "1.6.0")
+GUARDED = ("--module", "ckptfix", "run")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=VERSIONS)
+def variables(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Environment variables with which `import accelerate` gives one version."""
+    made = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    assert request.config.cache is not None
+    if request.param != "installed":
+        made["PYTHONPATH"] = str(
+            accelerate_folder(request.param, Path(request.config.cache.mkdir(f"accelerate-{request.param}")))
+        )
+    imported = subprocess.run(
+        [sys.executable, "-c", "import accelerate; print(accelerate.__version__)"],
+        env=made, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert request.param in ("installed", imported.stdout.strip())
+    return made
+
+
+def reported(
+    folder: Path, variables: dict[str, str], prepares: int, *guard: str
+) -> tuple[list[list[str]], str]:
+    """Run the script in two processes; return the lines of each rank, and stderr."""
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [str(ROOT / "tests/training/reported.py"), str(folder), str(prepares)]
+    done = subprocess.run(
+        [*launcher, *guard, *script], capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(folder / f"rank-{rank}.txt").read_text().splitlines() for rank in range(2)], done.stderr
+
+
+def test_with_the_guard_it_is_the_correct_run(variables: dict[str, str], tmp_path: Path) -> None:
+    correct, _ = reported(tmp_path / "correct", variables, 1)
+    doubled, silence = reported(tmp_path / "doubled", variables, 2)
+    guarded, warning = reported(tmp_path / "guarded", variables, 2, *GUARDED)
+    for rank in range(2):
+        assert guarded[rank] == correct[rank]
+        assert "TOTAL MODELS 2" in doubled[rank]
+        assert any("model_1.safetensors" in line for line in doubled[rank])
+        lines = guarded[rank]
+        assert lines[:4] == [
+            "TOTAL MODELS 1",
+            "DistributedDataParallel -> Linear(in_features=10, out_features=2, bias=True)",
+            "unwrapped: True, at depth 1",
+            "keys ['module.weight', 'module.bias']",
+        ]
+        assert "state_dict on save x1" in lines
+        assert "state_dict on load x1" in lines
+        assert "gradient hooks x6" in lines
+        losses = [line for line in lines if line.startswith("step ")]
+        assert losses[3:5] == losses[5:7], "after load_state the same steps give the same losses"
+        assert (
+            "files ['model.safetensors', 'optimizer.bin', 'random_states_0.pkl', 'random_states_1.pkl']"
+            in lines
+        )
+    assert "prepare()" not in silence
+    assert warning.count("UserWarning: prepare() at") == 2, "one for each process"
+
+
+def check_claims(found: list[dict[str, Any]]) -> None:
+    """Hold what the guard said of each case against what stock accelerate did."""
+    for one in found:
+        (text,) = one["said"]
+        assert ("would return it as it is" in text) == (one["count"] == 1), one
+        named = set(re.findall(r"again as (\w+\.\w+)", text))
+        assert named <= set(one["files"]), one
+        doubled = {name for name in one["files"] if re.fullmatch(r"(model|optimizer|scheduler)_1\.\w+", name)}
+        assert doubled == named, one
+
+
+def test_the_warning_says_what_this_accelerate_would_do(variables: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.claims", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 16
+    check_claims(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_warning_says_what_would_happen_on_two_processes(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        found = claims(tmp_path / "saved")
+        check_claims(found)
+        models = {one["case"]: one["said"][0] for one in found if "models" in one["case"]}
+        for case, text in models.items():
+            assert ("keys prefixed with 'module.'" in text) == ("prepared" in case)
+        names = {case: list(load_file(tmp_path / "saved" / case / "model_1.safetensors")) for case in models}
+        for case, keys in names.items():
+            assert keys[0].startswith("module.") == ("prepared" in case)
+
+    assert run_ranks(2, work) == [0, 0]

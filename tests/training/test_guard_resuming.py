@@ -1,0 +1,203 @@
+"""The script that doubled its checkpoint resumes under the guard, from the folder as it is and from the repaired one.
+
+The folders are those of ``fixtures``: real runs of two accelerate versions on two processes, with what they had in
+memory.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from ckptfix import Keys, Policy, repair
+from ckptfix.checkpoint.filenames import Role
+from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
+from fixtures.digests import state_digest, tensor_digests
+from fixtures.models import SampleCounter
+from fixtures.scenarios import SCENARIOS, ModelUse, SaveState
+from fixtures.train import Session, add_model, train
+from tests.training.loading_runs import reset
+from tests.training.ranks import run_ranks
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CASES = [
+    (version, one)
+    for one in SCENARIOS
+    if isinstance(one, SaveState) and one.processes == 2
+    for version in one.versions
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+
+
+def session_of(scenario: SaveState) -> Session:
+    """Build and prepare what the script of a fixture does, with other values than were saved."""
+    reset()
+    session = Session(accelerate.Accelerator(cpu=True))
+    for use in scenario.models:
+        add_model(session, use, with_scheduler=scenario.scheduler)
+    if scenario.custom_registrations:
+        session.custom.append(SampleCounter())
+        for _ in range(scenario.custom_registrations):
+            session.accelerator.register_for_checkpointing(session.custom[0])
+    with torch.no_grad():
+        for model in session.plain:
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+    return session
+
+
+def in_memory(session: Session) -> dict[str, Any]:
+    """Return what ``run.json`` records of a run."""
+    return {
+        "models": [tensor_digests(model.state_dict()) for model in session.plain],
+        "optimizers": [state_digest(optimizer.state_dict()) for _, optimizer in session.optimizers],
+        "schedulers": [json.dumps(scheduler.state_dict()) for _, scheduler in session.schedulers],
+        "custom": [json.dumps(item.state_dict()) for item in session.custom],
+    }
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    run = json.loads((folder / "run.json").read_text())
+    return {
+        "models": [model["tensors"] for model in run["models"]],
+        "optimizers": [one["digest"] for one in run["optimizers"]],
+        "schedulers": [json.dumps(one["state"]) for one in run["schedulers"]],
+        "custom": [json.dumps(one["state"]) for one in run["custom"]],
+    }
+
+
+def copies(tmp_path: Path, policy: Policy | None) -> list[tuple[SaveState, Path, dict[str, Any]]]:
+    """Copy every fixture, and repair the copies when there is a policy."""
+    found = []
+    for version, scenario in CASES:
+        source = FIXTURES / f"accelerate-{version}" / scenario.name
+        target = tmp_path / version / scenario.name
+        shutil.copytree(source / "checkpoint", target)
+        if policy is not None:
+            repair(target, policy=policy)
+        found.append((scenario, target, saved(source)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, Policy(), Policy(keys=Keys.BARE), Policy(keys=Keys.DDP)],
+    ids=["as it is", "repaired", "keys bare", "keys ddp"],
+)
+def test_the_doubling_script_resumes_under_the_guard(tmp_path: Path, policy: Policy | None) -> None:
+    cases = copies(tmp_path, policy)
+
+    def work(rank: int) -> None:
+        wrong = []
+        patch_accelerate()
+        for scenario, target, expected in cases:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                session = session_of(scenario)
+                try:
+                    session.accelerator.load_state(str(target))
+                except Exception as error:
+                    wrong.append(f"{target.relative_to(tmp_path)}: {type(error).__name__}: {error}")
+                    continue
+            found = in_memory(session)
+            wrong += [
+                f"{target.relative_to(tmp_path)}: {part}" for part in found if found[part] != expected[part]
+            ]
+        assert not wrong, "\n".join(wrong)
+
+    try:
+        assert run_ranks(2, work, patience=120) == [0, 0]
+    finally:
+        unpatch_accelerate()
+
+
+TWICE = ModelUse(prepares=2, form="raw", optimizer_prepares=2)
+TRAINED = [
+    SaveState(
+        name="two pairs", models=(TWICE, replace(TWICE, seed=2)), scheduler=True, custom_registrations=2
+    ),
+    SaveState(name="first of three", models=(TWICE, ModelUse(seed=2), ModelUse(seed=3)), scheduler=True),
+    SaveState(name="wrapper", models=(ModelUse(prepares=2), ModelUse(seed=2, prepares=3), ModelUse(seed=3))),
+    SaveState(name="own DDP", models=(ModelUse(before="ddp", prepares=2), ModelUse(seed=2, before="ddp"))),
+]
+"""Runs in which duplicates come before models and optimizers of the same shapes."""
+
+
+@pytest.mark.parametrize(
+    "policy", [None, Policy(), Policy(keys=Keys.BARE)], ids=["as it is", "repaired", "bare"]
+)
+def test_trained_unguarded_and_resumed_under_the_guard(tmp_path: Path, policy: Policy | None) -> None:
+    def run(rank: int) -> None:
+        for scenario in TRAINED:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                session = session_of(scenario)
+            train(session)
+            session.accelerator.save_state(str(tmp_path / scenario.name))
+            if rank == 0:
+                (tmp_path / f"{scenario.name}.json").write_text(json.dumps(in_memory(session)))
+
+    def resume(rank: int) -> None:
+        patch_accelerate()
+        wrong = []
+        for scenario in TRAINED:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                session = session_of(scenario)
+                seen.clear()
+                session.accelerator.load_state(str(tmp_path / scenario.name))
+            found = in_memory(session)
+            expected = json.loads((tmp_path / f"{scenario.name}.json").read_text())
+            wrong += [f"{scenario.name}: {part}" for part in found if found[part] != expected[part]]
+            said = [str(one.message) for one in seen if "number by number" in str(one.message)]
+            if policy is None:
+                assert len(said) == 1, scenario.name
+                assert "duplicate" in said[0] or " again as " in said[0]
+                assert __file__ == seen[0].filename
+        assert not wrong, wrong
+
+    assert run_ranks(2, run) == [0, 0]
+    if policy is not None:
+        for scenario in TRAINED:
+            repair(tmp_path / scenario.name, policy=policy)
+    try:
+        assert run_ranks(2, resume) == [0, 0]
+    finally:
+        unpatch_accelerate()
+
+
+def test_unguarded_the_repaired_folder_fails_as_check_and_repair_said(tmp_path: Path) -> None:
+    cases = []
+    for name in (
+        "wrapper-safetensors",
+        "raw-safetensors",
+        "wrapper-bin",
+        "student-teacher-wrapper-safetensors",
+    ):
+        scenario = next(one for _, one in CASES if one.name == name)
+        target = tmp_path / name
+        shutil.copytree(FIXTURES / "accelerate-1.15.0" / name / "checkpoint", target)
+        models = len({id(use) for use in scenario.models})
+        said, _ = repair(target, policy=Policy(keep={Role.MODEL: models})).advice
+        cases.append((scenario, target, re.findall(r"pytorch_model_\d+\.bin", said)))
+
+    def work(rank: int) -> None:
+        for scenario, target, names in cases:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                session = session_of(scenario)
+            expected = RuntimeError if "student" in target.name else FileNotFoundError
+            with pytest.raises(expected) as caught:
+                session.accelerator.load_state(str(target))
+            assert len(names) == 1
+            assert expected is RuntimeError or names[0] in str(caught.value)
+
+    assert run_ranks(2, work) == [0, 0]

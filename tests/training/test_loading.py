@@ -1,0 +1,592 @@
+"""load_state_tolerant in one process: what is on disk arrives, however it was saved, and the disk stays as it is."""
+
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import save_file
+from torch import nn
+
+import ckptfix
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Status
+from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
+from fixtures.models import ModuleOnly, Tied, TwoLayer
+from tests.training.loading_runs import FIXTURES, Run, files_of, make_run, reset, run_of_fixture, seeded
+
+SCENARIOS = sorted(
+    path.parent
+    for path in FIXTURES.glob("accelerate-*/*/run.json")
+    if any((path.parent / "checkpoint").glob("random_states_*"))
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+@pytest.mark.parametrize("fixture", SCENARIOS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_folder_of_a_real_run_arrives(fixture: Path) -> None:
+    run, wanted = run_of_fixture(fixture)
+    before = files_of(fixture / "checkpoint")
+    report = load_state_tolerant(run.accelerator, fixture / "checkpoint")
+    have = run.digest()
+    assert {part: have[part] for part in wanted} == wanted
+    assert report.is_complete
+    assert files_of(fixture / "checkpoint") == before
+
+
+def saved(folder: Path, *, safe: bool = True) -> Path:
+    """Save a run with one of everything; return the folder."""
+    run = make_run(
+        seeded(TwoLayer, 1), seeded(lambda: nn.Linear(5, 3), 2), scheduler=True, custom=2
+    )  # two architectures
+    run.train()
+    run.custom[1].samples = 7
+    run.accelerator.save_state(str(folder), safe_serialization=safe)
+    reset()
+    return folder
+
+
+def fresh() -> Run:
+    return make_run(seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True, custom=2)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_healthy_folder_gives_what_stock_load_state_gives(tmp_path: Path, safe: bool) -> None:
+    folder = saved(tmp_path / "c", safe=safe)
+    stock = fresh()
+    stock.accelerator.load_state(str(folder))
+    wanted = stock.digest()
+    reset()
+    run = fresh()
+    random.seed(77)
+    numpy.random.seed(77)
+    torch.manual_seed(77)
+    report = load_state_tolerant(run.accelerator, folder)
+    assert run.digest() == wanted
+    assert {component.status for component in report} == {Status.RESTORED}
+    assert report.is_complete
+
+
+def test_state_dict_is_called_once_a_model(tmp_path: Path) -> None:
+    class Counted(nn.Linear):  # type: ignore[misc]
+        calls = 0
+
+        def state_dict(self, *args: object, **kwargs: object) -> object:
+            Counted.calls += 1
+            return super().state_dict(*args, **kwargs)
+
+    run = make_run(Counted(3, 2))
+    run.accelerator.save_state(str(tmp_path / "c"))
+    Counted.calls = 0
+    load_state_tolerant(run.accelerator, tmp_path / "c")
+    assert Counted.calls == 1
+
+
+def test_a_registry_that_holds_a_model_twice_is_loaded_once() -> None:
+    fixture = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
+    run, wanted = run_of_fixture(fixture)
+    run.accelerator._models.append(nn.parallel.DataParallel(run.models[0]))
+    run.accelerator._optimizers.append(run.accelerator._optimizers[0])
+    load_state_tolerant(run.accelerator, fixture / "checkpoint")
+    assert run.digest()["models"] == wanted["models"]
+    assert run.digest()["optimizers"] == wanted["optimizers"]
+
+
+@pytest.mark.parametrize("wrap", ["compile", "data parallel"])
+def test_the_models_own_wrappers_are_put_back(wrap: str) -> None:
+    fixture = FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors"
+    model = TwoLayer()
+    wrapped = torch.compile(model, backend="eager") if wrap == "compile" else nn.DataParallel(model)
+    accelerator = Accelerator(cpu=True)
+    accelerator._models.append(wrapped)
+    report = load_state_tolerant(accelerator, fixture / "checkpoint")
+    _, wanted = run_of_fixture(fixture)
+    assert Run(accelerator, [model]).digest()["models"] == wanted["models"]
+    assert report.of("models")[0].status is Status.ADAPTED or "double" in str(report)
+
+
+def test_private_wrappers_inside_names_are_passed_over(tmp_path: Path) -> None:
+    inner = TwoLayer()
+    inner.fc1 = torch.compile(inner.fc1, backend="eager")  # names fc1._orig_mod.weight
+    run = make_run(inner)
+    run.accelerator.save_state(str(tmp_path / "c"))
+    wanted = [inner.fc1._orig_mod.weight.clone(), inner.fc2.weight.clone()]
+    reset()
+    plain = make_run(seeded(TwoLayer, 4))
+    report = load_state_tolerant(plain.accelerator, tmp_path / "c")
+    assert torch.equal(plain.models[0].fc1.weight, wanted[0])
+    assert torch.equal(plain.models[0].fc2.weight, wanted[1])
+    assert report.of("models")[0].status is Status.ADAPTED
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "DataParallel"])
+def test_versions_of_modules_follow_their_names(wrapped: bool) -> None:
+    folder = FIXTURES / "accelerate-1.15.0" / "lone-nested-bin" / "checkpoint"
+    state = torch.load(folder / "model.bin")
+    assert "module.module.fc1" in state._metadata
+    model = seeded(TwoLayer, 3)
+    seen: list[dict[str, int]] = []
+    model.fc1._register_load_state_dict_pre_hook(lambda state, prefix, metadata, *rest: seen.append(metadata))
+    load_checkpoint_tolerant(nn.DataParallel(model) if wrapped else model, folder / "model.bin")
+    assert seen == [{"version": 1}]
+
+
+def test_models_are_told_apart_by_their_shapes_whatever_their_order(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    run = make_run(nn.Linear(5, 3), TwoLayer(), optimizer=None)
+    policy = LoadPolicy(optimizers="ignore", schedulers="ignore", custom="ignore")  # type: ignore[arg-type]
+    report = load_state_tolerant(run.accelerator, folder, policy=policy)
+    reset()
+    wanted = fresh()
+    wanted.accelerator.load_state(str(folder))
+    assert run.digest()["models"] == wanted.digest()["models"][::-1]
+    assert [component.status for component in report.of("models")[:2]] == [Status.ADAPTED] * 2
+    assert not any(component.by_position for component in report)
+
+
+def test_optimizers_are_told_apart_by_the_shapes_of_their_state(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    run = make_run(nn.Linear(5, 3), TwoLayer())
+    policy = LoadPolicy(schedulers="ignore", custom="ignore")  # type: ignore[arg-type]
+    load_state_tolerant(run.accelerator, folder, policy=policy)
+    reset()
+    wanted = fresh()
+    wanted.accelerator.load_state(str(folder))
+    assert run.digest()["optimizers"] == wanted.digest()["optimizers"][::-1]
+
+
+def test_equal_architectures_go_by_position_and_the_report_says_so() -> None:
+    fixture = FIXTURES / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors"
+    run, wanted = run_of_fixture(fixture)
+    report = load_state_tolerant(run.accelerator, fixture / "checkpoint")
+    assert run.digest()["models"] == wanted["models"]
+    models = report.of("models")
+    assert [component.by_position for component in models] == [True, True, False]
+    assert models[1].files == ("model_2.safetensors",)
+    assert "by position" in str(models[1])
+    assert "model_1.safetensors skipped" in str(models[2])
+
+
+def test_a_model_with_a_child_called_module_and_the_plain_one_are_two(tmp_path: Path) -> None:
+    plain = seeded(TwoLayer, 3)
+    own = ModuleOnly()
+    own.module.load_state_dict(plain.state_dict())  # equal bytes under module.: what a double looks like
+    run = make_run(plain, own, optimizer=None)
+    run.accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    again = make_run(seeded(ModuleOnly, 5), seeded(TwoLayer, 6), optimizer=None)
+    report = load_state_tolerant(again.accelerator, tmp_path / "c")
+    assert torch.equal(again.models[0].module.fc1.weight, plain.fc1.weight)
+    assert torch.equal(again.models[1].fc1.weight, plain.fc1.weight)
+    assert [component.files for component in report.of("models")] == [
+        ("model_1.safetensors",),
+        ("model.safetensors",),
+    ]
+
+
+def test_tied_weights_that_the_file_lacks_are_filled_by_their_ties(tmp_path: Path) -> None:
+    run = make_run(seeded(Tied, 1), optimizer=None)
+    run.accelerator.save_state(str(tmp_path / "c"))
+    wanted = run.models[0].embed.weight.clone()
+    reset()
+    untied = seeded(Tied, 2)
+    untied.lm_head.weight = nn.Parameter(torch.zeros(11, 6))
+    with pytest.raises(LoadError, match=r"lm_head\.weight|embed\.weight"):
+        load_state_tolerant(make_run(untied, optimizer=None).accelerator, tmp_path / "c")
+    reset()
+    tied = make_run(seeded(Tied, 2), optimizer=None)
+    load_state_tolerant(tied.accelerator, tmp_path / "c")
+    assert torch.equal(tied.models[0].lm_head.weight, wanted)
+
+
+class Views(nn.Module):  # type: ignore[misc]
+    """Two halves of one buffer, and with ``whole`` the buffer itself: a storage is shared, not every byte."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        base = torch.zeros(8)
+        self.register_buffer("first", base[:4])
+        self.register_buffer("second", base[4:])
+        if whole:
+            self.register_buffer("whole", base)
+
+
+def test_views_that_share_a_storage_are_not_tied_where_no_byte_is_shared(tmp_path: Path) -> None:
+    save_file({"first": torch.ones(4)}, tmp_path / "m.safetensors")
+    with pytest.raises(LoadError, match=r"1 key is missing from the file: 'second'"):
+        load_checkpoint_tolerant(Views(whole=False), tmp_path / "m.safetensors")
+    save_file({"whole": torch.arange(8.0)}, tmp_path / "m.safetensors")
+    model = Views(whole=True)
+    load_checkpoint_tolerant(model, tmp_path / "m.safetensors")
+    assert model.second.tolist() == [4, 5, 6, 7]
+
+
+def test_custom_objects_come_last_as_in_stock(tmp_path: Path) -> None:
+    class Drawing:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            torch.rand(3)
+
+    def run() -> Run:
+        made = make_run(seeded(TwoLayer, 1))
+        made.accelerator.register_for_checkpointing(Drawing())
+        return made
+
+    run().accelerator.save_state(str(tmp_path / "c"))
+    results = []
+    for load in (
+        lambda a: a.load_state(str(tmp_path / "c")),
+        lambda a: load_state_tolerant(a, tmp_path / "c"),
+    ):
+        reset()
+        load(run().accelerator)
+        results.append(torch.get_rng_state().tolist())
+    assert results[0] == results[1]
+
+
+def test_a_float_dtype_is_converted_and_said(tmp_path: Path) -> None:
+    make_run(nn.Linear(3, 2), optimizer=None).accelerator.save_state(str(tmp_path / "c"))
+    reset()
+    run = make_run(nn.Linear(3, 2).to(torch.bfloat16), optimizer=None)
+    report = load_state_tolerant(run.accelerator, tmp_path / "c")
+    assert report.of("models")[0].status is Status.ADAPTED
+    assert "float32 to bfloat16" in str(report)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_sharded_weights(tmp_path: Path, safe: bool) -> None:
+    run = make_run(seeded(TwoLayer, 1))
+    run.train()
+    run.accelerator.save_state(str(tmp_path / "c"), safe_serialization=safe)
+    (tmp_path / "c" / ("model.safetensors" if safe else "pytorch_model.bin")).unlink()
+    run.accelerator.save_model(run.models[0], tmp_path / "c", max_shard_size=200, safe_serialization=safe)
+    assert len(list((tmp_path / "c").glob("*-of-*"))) > 1
+    wanted = run.digest()["models"]
+    reset()
+    again = make_run(seeded(TwoLayer, 2))
+    report = load_state_tolerant(again.accelerator, tmp_path / "c")
+    assert again.digest()["models"] == wanted
+    assert len(report.of("models")[0].files) > 1
+    shard = sorted((tmp_path / "c").glob("*-of-*"))[0]
+    shard.unlink()
+    before = again.digest()
+    with pytest.raises(LoadError, match=shard.name):
+        load_state_tolerant(again.accelerator, tmp_path / "c")
+    assert again.digest() == before
+
+
+def test_of_two_families_the_one_that_stock_takes(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    torch.save(seeded(TwoLayer, 77).state_dict(), folder / "pytorch_model.bin")
+    stock = fresh()
+    stock.accelerator.load_state(str(folder))
+    wanted = stock.digest()
+    reset()
+    run = fresh()
+    load_state_tolerant(run.accelerator, folder)
+    assert run.digest() == wanted
+
+
+def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    (folder / "random_states_0.pkl").rename(folder / "random_states_3.pkl")
+    run = fresh()
+    with pytest.warns(
+        UserWarning, match=r"no random_states_0\.pkl: 1 rank saved theirs, this run has 1 rank"
+    ):
+        report = load_state_tolerant(run.accelerator, folder)
+    assert report.of("rng")[0].status is Status.SKIPPED
+    assert report.of("step")[0].status is Status.ADAPTED
+    assert run.accelerator.step == 2
+    assert not report.is_complete
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The names of files of random states that Python opens, once each time."""
+    names: list[str] = []
+    OPENINGS.append(names)
+    yield names
+    OPENINGS.remove(names)
+
+
+OPENINGS: list[list[str]] = []
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and OPENINGS and "random_states" in (name := Path(str(arguments[0])).name):
+        OPENINGS[-1].append(name)
+
+
+sys.addaudithook(_note)  # a hook stays for as long as the process lives
+
+
+def of_many_ranks(tmp_path: Path) -> Path:
+    folder = saved(tmp_path / "c")
+    for rank in range(1, 50):
+        shutil.copy(folder / "random_states_0.pkl", folder / f"random_states_{rank}.pkl")
+    return folder
+
+
+def test_a_rank_opens_its_own_random_states_alone(tmp_path: Path, opened: list[str]) -> None:
+    folder = of_many_ranks(tmp_path)
+    run = fresh()
+    opened.clear()
+    report = load_state_tolerant(run.accelerator, folder)
+    assert set(opened) == {"random_states_0.pkl"}
+    assert report.is_complete
+
+
+@pytest.mark.parametrize("own", ["missing", "damaged"])
+def test_a_rank_without_random_states_opens_one_other_for_the_step(
+    tmp_path: Path, opened: list[str], own: str
+) -> None:
+    folder = of_many_ranks(tmp_path)
+    (folder / "random_states_0.pkl").unlink()
+    if own == "damaged":
+        (folder / "random_states_0.pkl").write_bytes(b"no pickle")
+    run = fresh()
+    opened.clear()
+    with pytest.warns(UserWarning, match="rng"):
+        report = load_state_tolerant(run.accelerator, folder)
+    assert set(opened) - {"random_states_0.pkl"} == {"random_states_1.pkl"}
+    assert run.accelerator.step == 2
+    if own == "missing":
+        assert "49 ranks saved theirs, this run has 1 rank" in report.of("rng")[0].reason
+    opened.clear()
+    load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(rng="ignore", step="ignore"))  # type: ignore[arg-type]
+    assert opened == []
+
+
+def test_states_without_a_step_send_no_rank_to_all_others(tmp_path: Path, opened: list[str]) -> None:
+    folder = of_many_ranks(tmp_path)
+    for path in folder.glob("random_states_*"):
+        torch.save(
+            {"random_state": random.getstate()}, path
+        )  # as no version of accelerate since 1.0 saves them
+    run = fresh()
+    opened.clear()
+    with pytest.warns(UserWarning, match="rng failed|step"):
+        load_state_tolerant(run.accelerator, folder)
+    assert set(opened) == {"random_states_0.pkl"}
+
+
+def test_a_folder_with_nothing_but_the_random_states_of_another_rank(tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_state(str(tmp_path / "c"))
+    (tmp_path / "c" / "random_states_0.pkl").rename(tmp_path / "c" / "random_states_5.pkl")
+    with pytest.warns(UserWarning, match=r"no random_states_0\.pkl"):
+        report = load_state_tolerant(Accelerator(cpu=True), tmp_path / "c")
+    assert report.of("step")[0].files == ("random_states_5.pkl",)
+
+
+def test_missing_and_extra_components_by_the_policys_word(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    (folder / "scheduler.bin").unlink()
+    (folder / "scheduler_1.bin").unlink()
+    run = make_run(seeded(TwoLayer, 8), seeded(lambda: nn.Linear(5, 3), 9), scheduler=True)
+    before = run.digest()
+    with pytest.raises(LoadError, match=r"schedulers 0 \(StepLR\)"):
+        load_state_tolerant(run.accelerator, folder)
+    assert run.digest() == before
+    with pytest.warns(UserWarning, match="schedulers") as seen:
+        report = load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(schedulers="warn"))  # type: ignore[arg-type]
+    assert len(seen) == 2
+    assert run.digest()["schedulers"] == before["schedulers"]
+    assert run.digest()["models"] != before["models"]
+    assert [component.files[0] for component in report.of("custom")] == [
+        "custom_checkpoint_0.pkl",
+        "custom_checkpoint_1.pkl",
+    ]
+
+
+def test_ignored_parts_are_left_alone(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    (folder / "optimizer.bin").write_bytes(b"no file of torch")
+    run = fresh()
+    before = run.digest()
+    report = load_state_tolerant(
+        run.accelerator,
+        folder,
+        policy=LoadPolicy(optimizers="ignore", rng="ignore", step="ignore"),  # type: ignore[arg-type]
+    )
+    after = run.digest()
+    assert [after[part] == before[part] for part in ("optimizers", "random", "step", "models")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert {component.status for component in report.of("optimizers")} == {Status.SKIPPED}
+
+
+def test_a_hook_that_takes_the_models_loads_them_itself(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    run = fresh()
+    wanted = fresh()
+    wanted.accelerator.load_state(str(folder))
+    seen = []
+
+    def hook(models: list[nn.Module], path: str) -> None:
+        seen.append(path)
+        models.pop(0)
+
+    run.accelerator.register_load_state_pre_hook(hook)
+    (folder / "model_1.safetensors").replace(folder / "model.safetensors")  # what such a script saves
+    before = run.digest()["models"][0]
+    report = load_state_tolerant(run.accelerator, folder)
+    assert seen == [str(folder)]
+    assert run.digest()["models"] == [before, wanted.digest()["models"][1]]
+    assert "by a hook" in str(report.of("models"))
+
+
+def test_what_a_hook_did_to_the_models_is_taken_back_when_the_load_fails(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    run = fresh()
+
+    def hook(models: list[nn.Module], path: str) -> None:
+        with torch.no_grad():
+            models[0].fc1.weight.fill_(3.0)
+        models[1].weight = nn.Parameter(torch.zeros(1, 1))  # fits nothing
+
+    run.accelerator.register_load_state_pre_hook(hook)
+    before = run.digest()
+    with pytest.raises(LoadError, match=r"the shape \[3, 5\] in the file, \[1, 1\] in the model"):
+        load_state_tolerant(run.accelerator, folder)
+    assert run.digest() == before
+
+
+class Stateful:
+    """What accelerate sees of a dataloader with ``use_stateful_dataloader``; torchdata is not needed for it."""
+
+    use_stateful_dataloader = True
+    dataset = (1, 2, 3)
+
+    def __init__(self) -> None:
+        self.state: dict[str, object] = {}
+
+    def state_dict(self) -> dict[str, object]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.state = state
+
+
+def test_scaler_and_dataloaders_as_stock(tmp_path: Path) -> None:
+    def run() -> tuple[Run, list[Stateful]]:
+        made = make_run(seeded(TwoLayer, 1))
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        loaders = [Stateful(), Stateful()]
+        made.accelerator._dataloaders += loaders
+        return made, loaders
+
+    saving, loaders = run()
+    loaders[1].state = {"batches": 5, "inner": {"position": [1, 2]}}
+    saving.accelerator.scaler.load_state_dict(saving.accelerator.scaler.state_dict() | {"scale": 3.0})
+    saving.accelerator.save_state(str(tmp_path / "c"))
+    results = []
+    for load in (
+        lambda a: a.load_state(str(tmp_path / "c")),
+        lambda a: load_state_tolerant(a, tmp_path / "c"),
+    ):
+        reset()
+        here, loaders = run()
+        report = load(here.accelerator)
+        results.append((here.accelerator.scaler.state_dict(), [loader.state for loader in loaders]))
+    assert results[0] == results[1]
+    assert results[1][0]["scale"] == 3.0
+    assert [component.part.value for component in report][2:5] == ["dataloaders", "dataloaders", "scaler"]
+    (tmp_path / "c" / "dl_state_dict_1.bin").unlink()
+    (tmp_path / "c" / "scaler.pt").unlink()
+    with pytest.raises(LoadError, match=r"scaler: .*scaler\.pt is missing"):
+        load_state_tolerant(here.accelerator, tmp_path / "c")
+    with pytest.warns(UserWarning, match=r"dl_state_dict_1\.bin is missing"):
+        load_state_tolerant(here.accelerator, tmp_path / "c", policy=LoadPolicy(scaler="ignore"))  # type: ignore[arg-type]
+
+
+def test_automatic_naming_hints_at_the_checkpoints(tmp_path: Path) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True),
+    )
+    make_run(nn.Linear(2, 2), accelerator=accelerator).accelerator.save_state()
+    with pytest.raises(LoadError, match="checkpoint_0"):
+        load_state_tolerant(accelerator, tmp_path / "checkpoints")
+    assert load_state_tolerant(accelerator, tmp_path / "checkpoints" / "checkpoint_0").is_complete
+
+
+@pytest.mark.parametrize("kind", [Accelerator, ckptfix.Accelerator], ids=["stock", "guarded"])
+@pytest.mark.parametrize("loaded", [0, 2], ids=["an older one", "the newest"])
+def test_numbers_go_on_after_a_load(tmp_path: Path, kind: type, loaded: int) -> None:
+    def run() -> Run:
+        config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        return make_run(nn.Linear(2, 2), accelerator=kind(cpu=True, project_config=config))
+
+    saving = run()
+    for _ in range(3):
+        saving.accelerator.save_state()
+    reset()
+    again = run()
+    folder = tmp_path / "checkpoints" / f"checkpoint_{loaded}"
+    (tmp_path / "checkpoints" / "broken").mkdir()
+    with pytest.raises(LoadError):
+        load_state_tolerant(again.accelerator, tmp_path / "checkpoints" / "broken")
+    assert again.accelerator.project_configuration.iteration == 0
+    (tmp_path / "checkpoints" / "broken").rmdir()
+    load_state_tolerant(again.accelerator, f"{folder}/")
+    assert again.accelerator.project_configuration.iteration == 3
+    again.accelerator.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in range(4)]
+
+
+def test_numbers_stay_as_they_are_where_nothing_is_numbered(tmp_path: Path) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=7)
+    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=config))
+    run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_7").rename(tmp_path / "mine")
+    load_state_tolerant(run.accelerator, tmp_path / "mine")
+    assert config.iteration == 8
+    plain = ProjectConfiguration(str(tmp_path))
+    reset()
+    run = make_run(nn.Linear(2, 2), accelerator=Accelerator(cpu=True, project_config=plain))
+    (tmp_path / "mine").rename(tmp_path / "checkpoint_7")
+    load_state_tolerant(run.accelerator, tmp_path / "checkpoint_7")
+    assert plain.iteration == 0
+
+
+def test_the_report_as_plain_values(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    report = load_state_tolerant(fresh().accelerator, folder)
+    plain = report.to_dict()
+    assert plain["complete"] is True
+    assert plain["components"][0] == {
+        "part": "models",
+        "index": 0,
+        "what": "TwoLayer",
+        "status": "restored",
+        "files": ["model.safetensors"],
+        "by_position": False,
+        "reason": "",
+        "fresh": [],
+        "unused": [],
+        "mismatched": [],
+    }
+    assert str(report).splitlines()[1] == "  models 0 (TwoLayer) restored from model.safetensors"
+    assert repr(report).startswith(f"<LoadReport {folder}: ")
+    assert len(repr(report)) < len(str(folder)) + 60
+    shutil.rmtree(folder)
+    with pytest.raises(LoadError, match="does not exist"):
+        load_state_tolerant(fresh().accelerator, folder)

@@ -1,0 +1,528 @@
+"""From a staging folder to a checkpoint: killed at any step, the old one or the new one is there."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptfix import check
+from ckptfix.checkpoint import staging_folders as staged
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_whole
+from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.checkpoint.staging_folders import own_name, sweep
+from ckptfix.cli import run
+from ckptfix.storage.paths import JOURNAL
+from ckptfix.training.saving.staged_saves import How, Staging, begin, commit, plan_staging, rotate
+from tests.sampling import is_sampled
+from tests.training.killing import Steps, in_child
+
+OLD = {"model.safetensors": b"old", "model_1.safetensors": b"second", "random_states_0.pkl": b"old"}
+NEW = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!", "random_states_1.pkl": b"new!"}
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+WHOLE = {path.name: path.read_bytes() for path in FIXTURE.iterdir()}
+
+
+def manifest(files: dict[str, bytes]) -> bytes:
+    sizes = {name: len(data) for name, data in files.items()}
+    return Manifest(versions={}, world_size=1, step=0, files=sizes).to_bytes()
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def save(target: Path, files: dict[str, bytes]) -> Staging:
+    staging = plan_staging(target)
+    begin(staging)
+    write(staging.folder, files)
+    commit(staging, manifest(files))
+    return staging
+
+
+def prepare(root: Path, how: How) -> Path:
+    target = root / "project" / "checkpoints" / "checkpoint_0"
+    if how is not How.NEW:
+        save(target, OLD)
+    if how is How.INSIDE:
+        (target / "notes.txt").write_text("mine")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+@pytest.mark.parametrize("how", How)
+def test_a_save_replaces_the_old_one_and_leaves_nothing_behind(tmp_path: Path, how: How) -> None:
+    target = prepare(tmp_path, how)
+    assert save(target, NEW).how is how
+    expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
+    assert contents(target) == expected
+    assert incomplete(target) is None
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["checkpoints"]
+    assert [path.name for path in target.parent.iterdir()] == ["checkpoint_0"]
+    assert [path.name for path in (target / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+def test_nothing_is_staged_where_accelerate_counts_names(tmp_path: Path) -> None:
+    target = tmp_path / "project" / "checkpoints" / "checkpoint_7"
+    assert plan_staging(target).folder.parent == tmp_path / "project"
+    assert plan_staging(tmp_path / "checkpoints" / "checkpoints" / "a").folder.parent == tmp_path
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
+    save(tmp_path / "real", OLD)
+    (tmp_path / "latest").symlink_to("real")
+    save(tmp_path / "latest", NEW)
+    assert (tmp_path / "latest").is_symlink()
+    assert contents(tmp_path / "real") == NEW
+
+
+def test_the_folder_of_the_process_is_not_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "c", OLD)
+    monkeypatch.chdir(tmp_path / "c")
+    assert save(Path("."), NEW).how is How.INSIDE
+    assert contents(Path()) == NEW
+
+
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
+    """safetensors 0.8 makes files that only their owner can read."""
+    staging = plan_staging(tmp_path / "c")
+    begin(staging)
+    write(staging.folder, NEW)
+    (staging.folder / "model.safetensors").chmod(0o600)
+    old = os.umask(0o027)
+    try:
+        commit(staging, manifest(NEW))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "c" / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", How)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how: How) -> None:
+    for kill_at in filter(is_sampled, range(1000)):
+        root = tmp_path / str(kill_at)
+        target = prepare(root, how)
+        before = contents(target) if target.exists() else None
+
+        def work(root: Path = root, target: Path = target, kill_at: int = kill_at) -> None:
+            steps = Steps(str(root), kill_at)
+            steps.armed = True
+            save(target, NEW)
+
+        status = in_child(work)
+        assert status in (0, signal.SIGKILL)
+        found = newest_whole(candidates(target.parent))
+        now = contents(target) if target.exists() else None
+        expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
+        if found is None:
+            assert how is not How.SWAP or before is None
+            assert how is How.INSIDE or now is None
+        else:
+            assert now in (before, expected)
+        assert all(path.name == "checkpoint_0" for path in target.parent.iterdir()), (
+            "a name Accelerate trips over"
+        )
+        if how is How.INSIDE:
+            assert (target / "notes.txt").read_text() == "mine"
+        save(target, NEW)
+        assert contents(target) == expected
+        assert incomplete(target) is None
+        assert [path.name for path in (root / "project").iterdir()] == ["checkpoints"]
+        if status == 0:
+            assert kill_at > 10
+            return
+    pytest.fail("it never ended")
+
+
+def test_rotation_keeps_whole_ones_and_never_the_last_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for number in range(4):
+        save(folder / f"checkpoint_{number}", NEW)
+    (folder / "checkpoint_3" / "model.safetensors").unlink()  # broken: it does not count
+    (folder / "checkpoint_0" / "model.safetensors").unlink()
+    rotate(folder, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    rotate(folder, 0)
+    assert (folder / "checkpoint_2").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_rotation_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    for kill_at in filter(is_sampled, range(1000)):
+        folder = tmp_path / str(kill_at) / "checkpoints"
+        for number in range(3):
+            save(folder / f"checkpoint_{number}", NEW)
+
+        def work(folder: Path = folder, kill_at: int = kill_at) -> None:
+            steps = Steps(str(folder.parent), kill_at)
+            steps.armed = True
+            rotate(folder, 1)
+
+        status = in_child(work)
+        assert all(incomplete(path) is None for path in folder.iterdir())
+        assert (folder / "checkpoint_2").exists()
+        save(folder / "checkpoint_3", NEW)
+        rotate(folder, 1)
+        assert [path.name for path in folder.parent.iterdir()] == ["checkpoints"]
+        if status == 0:
+            assert kill_at > 5
+            return
+
+
+OLD_SAVE = {
+    **dict.fromkeys(("model.safetensors", "model_1.safetensors", "pytorch_model_2.bin"), b"old"),
+    **dict.fromkeys(("optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin"), b"old"),
+    **dict.fromkeys(("sampler.bin", "sampler_1.bin", "dl_state_dict_1.bin", "scaler.pt"), b"old"),
+    **dict.fromkeys(("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"), b"old"),
+    **{f"random_states_{rank}.pkl": b"old" for rank in range(4)},
+    **{f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)},
+    "model.safetensors.index.json": b"{}",
+}
+"""What stock accelerate left, over several runs, of which none is of ours: there is no manifest."""
+
+OLD_FOLDERS = (
+    "pytorch_model_fsdp_0/.metadata",
+    "pytorch_model_fsdp_0/__0_0.distcp",
+    "pytorch_model_fsdp_0/.ckptfix/0001.done/journal",
+    "optimizer_0/.metadata",
+    "optimizer_0/__1_0.distcp",
+    "pytorch_model/mp_rank_00_model_states.pt",
+    "latest",
+)
+
+STRANGERS = {
+    "config.json": b"{}",
+    "adapter_model.safetensors": b"mine",
+    "model.fp16.safetensors": b"mine",
+    "my-00001-of-00001.bin": b"mine",
+    "optimizer.pt": b"mine",
+    "rng_state.pth": b"mine",
+    "model_01.safetensors": b"mine",
+    "model.safetensors.bak": b"mine",
+}
+
+
+def write_old(target: Path, strangers: dict[str, bytes]) -> None:
+    write(target, {**OLD_SAVE, **strangers})
+    for name in OLD_FOLDERS:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(b"old")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("strangers", [{}, STRANGERS], ids=["alone", "with strangers"])
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_save_replaces_all_that_older_runs_left(
+    tmp_path: Path,
+    strangers: dict[str, bytes],
+    can_exchange: bool,
+    repaired: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``model_1.safetensors`` of a doubling run stayed, and ``check`` called the folder a mix of two saves."""
+    if not can_exchange:
+        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+    target = tmp_path / "out"
+    write_old(target, strangers)
+    if repaired:
+        (target / ".ckptfix" / "0001.done").mkdir(parents=True)
+    assert save(target, NEW).how is (How.INSIDE if strangers else How.SWAP)
+    assert contents(target) == {**strangers, **NEW}
+    assert [path.name for path in target.iterdir() if path.is_dir()] == [".ckptfix"]
+    assert incomplete(target) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_strangers_file_in_a_folder_of_an_older_save_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write_old(target, {})
+    mine = [target / "pytorch_model_fsdp_0" / "notes.txt", target / "pytorch_model" / "notes.txt"]
+    for path in mine:
+        path.write_text("mine")
+    (target / "optimizer_7").write_text("mine")
+    assert save(target, NEW).how is How.INSIDE
+    assert contents(target) == {**NEW, "optimizer_7": b"mine"}
+    assert [sorted(path.parent.iterdir()) for path in mine] == [[path] for path in mine]
+
+
+def test_random_states_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
+    """Other ranks of the run add their own; those of an older run with more ranks are of another moment."""
+    target = tmp_path / "out"
+    write(target, {f"random_states_{rank}.pkl": b"%d" % rank for rank in range(4)})
+    own = {"model.safetensors": b"newer", "random_states_0.pkl": b"new!"}
+    for _ in range(2):
+        staging = plan_staging(target, processes=2)
+        begin(staging)
+        write(staging.folder, own)
+        commit(staging, manifest(own))
+        assert contents(target) == {**own, "random_states_1.pkl": b"1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["exchange", "no exchange", "strangers"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_over_an_older_save_it_is_the_old_the_new_or_known_as_a_mix(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "no exchange":
+        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+    strangers = {"notes.txt": b"mine"} if way == "strangers" else {}
+    old = {name: WHOLE.get(name, b"old") for name in (*WHOLE, "model_1.safetensors", "optimizer_1.bin")}
+    for kill_at in filter(is_sampled, range(1000)):
+        target = tmp_path / str(kill_at) / "out"
+        write(target, {**old, **strangers})
+
+        def work(target: Path = target, kill_at: int = kill_at) -> None:
+            steps = Steps(str(target.parent), kill_at)
+            steps.armed = True
+            save(target, NEW)
+
+        status = in_child(work)
+        assert status in (0, signal.SIGKILL)
+        now = contents(target)
+        assert strangers.items() <= now.items()
+        is_one = now in ({**old, **strangers}, {**NEW, **strangers})
+        assert is_one or incomplete(target) is not None
+        assert is_one or way != "exchange"
+        save(target, NEW)
+        assert contents(target) == {**NEW, **strangers}
+        assert incomplete(target) is None
+        assert [path.name for path in target.parent.iterdir()] == ["out"]
+        if status == 0:
+            assert kill_at > 10
+            return
+    pytest.fail("it never ended")
+
+
+def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
+    """A folder that no guarded save wrote: what has the name of a checkpoint's file may be the user's."""
+    target = tmp_path / "out"
+    mine = {"pytorch_model.bin": b"mine", "scheduler.bin": b"mine", "model_7.safetensors": b"mine"}
+    write(target, mine)
+    assert save(target, NEW).how is How.INSIDE
+    assert contents(target) == {**mine, **NEW}
+
+
+@pytest.mark.parametrize("saved_by", ["ckptfix", "accelerate"])
+def test_best_weights_that_a_script_keeps_in_the_folder_stay(tmp_path: Path, saved_by: str) -> None:
+    """They had a name of Accelerate's that no save there used, and the next save deleted them."""
+    target = tmp_path / "out"
+    mine = {"pytorch_model.bin": b"best"}
+    old = {**OLD, "random_states_0.pkl": b"old"}
+    if saved_by == "ckptfix":
+        save(target, old)
+        mine |= {"scaler.pt": b"of the features", "model.safetensors.index.json": b"{}"}
+        mine |= {"model-00001-of-00001.safetensors": b"exported"}
+    else:
+        write(target, old)
+    write(target, {**mine, "model_1.safetensors": b"doubled", "optimizer_1.bin": b"doubled"})
+    for _ in range(2):
+        save(target, NEW)
+        assert contents(target) == {**mine, **NEW}
+    write(target, {"model.safetensors": b"old"})
+    assert save(target, {"random_states_0.pkl": b"new", "pytorch_model.bin": b"new"})
+    assert "model.safetensors" not in contents(target), (
+        "load_state would take it for the model that was saved"
+    )
+
+
+def test_a_file_that_appears_while_a_save_is_written_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for files in (OLD, NEW):
+        staging = plan_staging(target)
+        begin(staging)
+        write(staging.folder, files)
+        write(target, {"ema.pt": b"mine"})
+        commit(staging, manifest(files))
+        assert contents(target) == {**files, "ema.pt": b"mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_without_an_exchange_of_names_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "out", OLD)
+    monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+    assert save(tmp_path / "out", NEW).how is How.SWAP
+    assert contents(tmp_path / "out") == NEW
+    assert incomplete(tmp_path / "out") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_rotation_leaves_folders_and_links_that_are_not_of_a_save(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    write(folder / "checkpoint_0", {"my_eval.json": b"{}"})
+    (folder / "checkpoint_1").symlink_to(tmp_path)
+    for number in (2, 3, 4):
+        save(folder / f"checkpoint_{number}", NEW)
+    rotate(folder, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1", "checkpoint_4"]
+
+
+def test_the_empty_folder_of_the_process_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert save(Path("."), NEW).how is How.INSIDE
+    assert Path.cwd() == tmp_path
+    assert contents(tmp_path) == NEW
+
+
+def test_a_link_called_checkpoints_gets_no_staging_folder_inside(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "checkpoints").symlink_to("../big")
+    staging = plan_staging(tmp_path / "project" / "checkpoints" / "checkpoint_0")
+    assert staging.folder.parent == tmp_path / "project"
+
+
+def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
+    path = folder / f".ckptfix-saving+{machine}+{pid}+0123456789abcdef+c"
+    path.mkdir()
+    (path / "model.safetensors").touch()
+    for each in (path / "model.safetensors", path):
+        os.utime(each, (time.time() - age,) * 2)
+    return path
+
+
+def test_only_what_dead_saves_left_is_swept(tmp_path: Path) -> None:
+    machine, day = staged.this_machine(), 86400
+    alive = os.getppid()
+    dead = in_child_pid()
+    gone = [
+        left_over(tmp_path, machine, dead),
+        left_over(tmp_path, machine, os.getpid()),
+        left_over(tmp_path, "a-host-that-is-no-more-1", 7, age=2 * day),
+    ]
+    kept = [
+        left_over(tmp_path, machine, alive, age=2 * day),
+        left_over(tmp_path, "another-host-1", 7, age=day / 2),
+        # the same host name and process number, in another container
+        left_over(tmp_path, machine.rpartition("-")[0] + "-1", dead),
+    ]
+    sweep(tmp_path)
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in kept)
+
+
+def test_check_names_staging_folders_and_judges_nothing_in_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut files in them were "truncated-file", with salvage as the next step."""
+    machine, day = staged.this_machine(), 86400
+    save(tmp_path / "checkpoints" / "checkpoint_0", WHOLE)
+    dead, running = left_over(tmp_path, machine, in_child_pid()), left_over(tmp_path, machine, os.getppid())
+    (dead / "pytorch_model_fsdp_0").mkdir()
+    (dead / "pytorch_model_fsdp_0" / "__0_0.distcp").touch()
+    elsewhere = left_over(tmp_path, "gpu-17-99", 7)
+    old = left_over(tmp_path, "gpu-18-99", 7, age=2 * day)
+    assert run(["check", "-r", str(tmp_path), "--json"]) == 0
+    found = {
+        Path(one["path"]): [(each["code"], each["message"], each["advice"]) for each in one["findings"]]
+        for one in json.loads(capsys.readouterr().out)["checkpoints"]
+    }
+    assert {path: [each[0] for each in several] for path, several in found.items()} == {
+        tmp_path / "checkpoints" / "checkpoint_0": [],
+        **{path: ["staging-folder"] for path in (dead, running, elsewhere, old)},
+    }
+    for path in (dead, old):
+        ((_, message, advice),) = found[path]
+        assert message.startswith("abandoned staging folder of a save that was killed (pid ")
+        assert message.endswith("; safe to delete")
+        assert advice.endswith(f": rm -r {shlex.quote(str(path))}")
+    assert f"a save is running (pid {os.getppid()} on {socket.gethostname()})" in found[running][0][1]
+    assert "(pid 7 on gpu-17) that changed less than a day ago" in found[elsewhere][0][1]
+    assert not any("rm -r" in found[path][0][2] for path in (running, elsewhere))
+    assert run(["check", "-r", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("; safe to delete") == 2, "each is printed with what to do"
+    assert out.count("no error found") == 1, "nothing in the others was looked at"
+    assert out.endswith("5 checkpoints: 4 staging, 1 clean\n")
+    assert run(["check", str(dead)]) == 0
+    out = capsys.readouterr().out
+    assert "salvage" not in out
+    assert "no error found" not in out
+    subprocess.run(["sh", "-c", out.partition("or you do: ")[2].splitlines()[0]], check=True)
+    assert not dead.exists()
+
+
+def test_check_of_a_save_that_goes_on_in_this_process(tmp_path: Path) -> None:
+    staging = plan_staging(tmp_path / "c")
+    begin(staging)
+    (finding,) = check(staging.folder).findings
+    assert f"a save is running (pid {os.getpid()} on" in str(finding)
+    write(staging.folder, NEW)
+    commit(staging, manifest(NEW))
+
+
+def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "c"
+    save(target, WHOLE)
+    (target / "notes.txt").write_text("mine")  # so files are replaced one by one
+    replace = os.replace
+
+    def failing(source: Path, place: Path) -> None:
+        if Path(place).name == "random_states_0.pkl":
+            raise OSError(5, "Input/output error")
+        replace(source, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(OSError, match="two saves"):
+            save(target, WHOLE)
+    report = check(target)
+    assert "interrupted-save" in [finding.code for finding in report.findings]
+    assert report.status == 1
+
+
+def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
+    """ "Load another checkpoint" was a dead end."""
+    clean = (
+        Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+    )
+    target = shutil.copytree(clean, tmp_path / "checkpoints" / "checkpoint_7")
+    journal = target / JOURNAL
+    journal.mkdir()
+    (journal / UNFINISHED).write_text(json.dumps([one.name for one in clean.iterdir()]))
+    assert "save again; no complete checkpoint" in str(mixed(target))
+    empty = target.with_name("checkpoint_6")
+    empty.mkdir()
+    older = shutil.copytree(clean, target.with_name("checkpoint_5"))
+    assert str(mixed(target)).endswith(f"next: load {older}, which is complete, or save again")
+    for place in (journal / own_name(target).name, own_name(target)):
+        shutil.copytree(clean, place)
+        assert str(mixed(target)).endswith(f"next: load the interrupted save, which is intact in {place}")
+        (place / "optimizer.bin").unlink()  # moved: in no folder is all of it
+        assert f"load {older}" in str(mixed(target))
+
+
+def in_child_pid() -> int:
+    """Return the number of a process that is no more."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_a_name_of_any_length_can_be_saved(tmp_path: Path) -> None:
+    target = tmp_path / ("ä" * 127)
+    save(target, NEW)
+    assert contents(target) == NEW

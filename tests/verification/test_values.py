@@ -1,0 +1,288 @@
+"""What ``verify --data`` says of values, and what it leaves alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptfix import Severity, verify
+from ckptfix.storage.reading import Piece
+from ckptfix.tensors.hashing import TensorJob, hash_all
+from ckptfix.tensors.layouts import Contiguous, Strided, Tile, Tiled
+from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.verification.values import judge_values
+from tests.repairs.refused import nobody_may_read
+from tests.verification.sealed import place
+
+
+def values(
+    folder: Path, state: dict[str, torch.Tensor], kind: str = "safetensors"
+) -> dict[str, tuple[str, str]]:
+    folder.mkdir(exist_ok=True)
+    if kind == "bin":
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    report = verify(folder, data=True)
+    assert report.status == int(any(one.severity is not Severity.NOTE for one in report.values))
+    return {one.fqn: (one.code, one.text) for one in report.values}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn],
+)
+def test_nan_and_inf_are_counted_with_the_first_index(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    bad = torch.ones(40, 50)
+    bad[3, 4] = bad[7, 7] = float("nan")
+    bad[2, 1] = float("-inf")
+    has_inf = dtype is not torch.float8_e4m3fn
+    if not has_inf:
+        bad[2, 1] = 2.0
+    found = values(tmp_path / "c", {"good": torch.ones(9).to(dtype), "bad": bad.to(dtype)}, kind)
+    assert list(found) == ["bad"]
+    code, text = found["bad"]
+    assert code == "nonfinite"
+    assert (
+        "holds 2 NaN and 1 Inf, the first at index 101" if has_inf else "2 NaN, the first at index 154"
+    ) in text
+
+
+def test_weights_of_zeros_are_told_and_what_is_honestly_zero_is_not(tmp_path: Path) -> None:
+    zero = torch.zeros(8, 8)
+    state = {
+        "a.weight": zero.clone(),
+        "b.weight": -zero.clone(),
+        "a.bias": zero.clone(),
+        "bn.running_mean": zero.clone(),
+        "bn.num_batches_tracked": torch.tensor(0),
+        "attn.mask": zero.clone(),
+        "ids": torch.zeros(4, dtype=torch.int64),
+        "rnn.bias_ih_l0": zero.clone(),
+    }
+    found = values(tmp_path / "c", state)
+    assert {name: code for name, (code, _) in found.items()} == {
+        "a.weight": "all-zero",
+        "b.weight": "all-zero",
+    }
+
+
+def test_infinity_in_a_mask_is_only_noted(tmp_path: Path) -> None:
+    found = values(tmp_path / "c", {"attn.causal_mask": torch.full((3, 3), float("-inf"))})
+    assert found["attn.causal_mask"][0] == "nonfinite"
+
+
+def test_a_lora_that_was_never_trained(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.q_proj.lora_{part}.weight" for layer in range(3) for part in "AB"]
+    state = {name: torch.zeros(4, 8) if "_B" in name else torch.randn(4, 8) for name in names}
+    found = values(tmp_path / "c", state)
+    assert list(found) == [""]
+    assert found[""][0] == "untrained-lora"
+    state[names[1]] = torch.ones(4, 8)
+    assert {name: code for name, (code, _) in values(tmp_path / "c", state).items()} == {
+        names[3]: "all-zero",
+        names[5]: "all-zero",
+    }
+    empty = {name: torch.empty(0) for name in names[:2]} | {"other": torch.empty(0, 3)}
+    found = values(tmp_path / "d", empty)
+    assert {code for code, _ in found.values()} == {"empty-tensor"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_pages_that_were_lost_are_found_and_honest_rows_of_zeros_are_not(tmp_path: Path, kind: str) -> None:
+    state = {"w": torch.randn(64, 1100), "embedding": torch.randn(64, 3000)}
+    state["embedding"][0] = 0  # a padding row, longer than two pages
+    state["embedding"][-3:] = 0
+    assert values(tmp_path / "c", state, kind) == {}
+    piece = place(tmp_path / "c", "w")
+    begin = (piece.offset // 4096 + 5) * 4096
+    with piece.path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(8192))
+    report = verify(tmp_path / "c", data=True)
+    assert [(one.code, one.fqn) for one in report.values] == [("zero-pages", "w")]
+    assert (
+        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {begin - piece.offset}"
+        in (report.values[0].text)
+    )
+    assert report.status == 1
+
+
+def test_a_lost_end_of_a_tensor_is_found(tmp_path: Path) -> None:
+    values(tmp_path / "c", {"w": torch.randn(64, 1100)})
+    piece = place(tmp_path / "c", "w")
+    begin = (piece.offset + piece.length) // 4096 * 4096 - 8192
+    with piece.path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(piece.offset + piece.length - begin))
+    assert [one.code for one in verify(tmp_path / "c", data=True).values] == ["zero-pages"]
+
+
+def lose(path: Path, begin: int, count: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(count))
+
+
+def test_zeros_that_reach_over_the_start_of_a_tensor_are_found(tmp_path: Path) -> None:
+    state = {"a.weight": torch.randn(100, 100), "b.weight": torch.randn(200, 200)}
+    assert values(tmp_path / "c", state) == {}
+    piece = place(tmp_path / "c", "b.weight")
+    assert piece.offset % 4096
+    lose(piece.path, (piece.offset // 4096 - 1) * 4096, 4 * 4096)
+    found = {one.fqn: one.text for one in verify(tmp_path / "c", data=True).values}
+    assert set(found) == {"a.weight", "b.weight"}
+    assert (
+        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {-piece.offset % 4096} of it"
+        in (found["b.weight"])
+    )
+
+
+def test_a_padding_row_at_the_start_of_a_page_is_honest(tmp_path: Path) -> None:
+    embedding = torch.randn(8, 1024)
+    embedding[0] = 0
+    data = embedding.numpy().tobytes()
+    (tmp_path / "file").write_bytes(b"#" * 4096 + data)
+    layout = Contiguous((Piece(tmp_path / "file", 4096, len(data)),))
+    for shape, codes in (((8, 1024), []), ((4, 2048), ["zero-pages"])):
+        tensor = StoredTensor("embedding", "F32", shape, layout)
+        results = hash_all([TensorJob(tensor, True)], threads=1)
+        assert [one.code for one in judge_values("m", [(tensor, results[0])])] == codes
+
+
+def test_lost_pages_in_a_tensor_of_several_files_are_found_in_each(tmp_path: Path) -> None:
+    width = 300
+    sizes = [(name, 40 * width * 4 + 128 * number) for number, name in enumerate(("one", "two"))]
+    whole = torch.randn(80, width)
+    pieces = []
+    for (name, begin), part in zip(sizes, whole.chunk(2), strict=True):
+        data = part.numpy().tobytes()
+        (tmp_path / name).write_bytes(b"#" * begin + data)
+        pieces.append(Piece(tmp_path / name, begin, len(data)))
+    halves = torch.randn(64, 256).chunk(2, dim=1)
+    tiles = []
+    for number, half in enumerate(halves):
+        data = half.contiguous().numpy().tobytes()
+        (tmp_path / f"half{number}").write_bytes(b"#" * 100 + data)
+        piece = Piece(tmp_path / f"half{number}", 100, len(data))
+        tiles.append(Tile((0, 128 * number), (64, 128), Contiguous((piece,))))
+    rows = StoredTensor("rows.weight", "F32", (80, width), Contiguous(tuple(pieces)))
+    columns = StoredTensor(
+        "columns.weight", "F32", (64, 256), Tiled(shape=(64, 256), tiles=tuple(tiles), width=4)
+    )
+    tensors = [rows, columns]
+
+    def found() -> dict[str, str]:
+        results = hash_all([TensorJob(tensor, True) for tensor in tensors], threads=1)
+        return {one.fqn: one.text for one in judge_values("m", list(zip(tensors, results, strict=True)))}
+
+    assert found() == {}
+    lose(tmp_path / "two", 14 * 4096, 2 * 4096)
+    lose(tmp_path / "half1", 3 * 4096, 4096)
+    assert set(found()) == {"rows.weight", "columns.weight"}
+    assert (
+        f"8.0 KiB of zeros that begin and end with a page of the disk, the first at byte {14 * 4096} of two"
+        in (found()["rows.weight"])
+    )
+    assert f"byte {3 * 4096} of half1" in found()["columns.weight"]
+    lose(tmp_path / "two", sizes[1][1], pieces[1].length)
+    assert f"{pieces[1].path.name}" in found()["rows.weight"], "all that one file holds of it"
+
+
+def test_lost_pages_in_a_transposed_matrix_are_found(tmp_path: Path) -> None:
+    state = {"w.weight": torch.randn(128, 256).t(), "column": torch.randn(64, 64)[:, 3]}
+    assert values(tmp_path, state, "bin") == {}
+    told = verify(tmp_path, data=True).not_checked
+    assert "lost pages in 1 tensor whose numbers lie far apart in their file" in told
+    layout = open_checkpoint(tmp_path).weights[0].tensors[0].layout
+    assert isinstance(layout, Strided)
+    begin = (layout.storage.offset // 4096 + 3) * 4096
+    lose(tmp_path / "pytorch_model.bin", begin, 8192)
+    found = {one.fqn: one.text for one in verify(tmp_path, data=True).values}
+    assert f"the first at byte {begin} of pytorch_model.bin" in found["w.weight"]
+
+
+def test_quantised_weights_are_looked_at(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = {
+        "q.weight": torch.zeros(64, 64, dtype=torch.int8),
+        "q.qweight": torch.zeros(64, 64, dtype=torch.int32),
+        "q.g_idx": torch.zeros(64, dtype=torch.int32),
+        "q.weight_format": torch.tensor(0, dtype=torch.uint8),
+        "r.weight": torch.randint(1, 200, (128, 160), dtype=torch.uint8, generator=generator),
+        "attn.mask": torch.zeros(128, 128, dtype=torch.bool),
+    }
+    found = values(tmp_path, state)
+    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(
+        ("q.weight", "q.qweight"), "all-zero"
+    )
+    piece = place(tmp_path, "r.weight")
+    lose(piece.path, (piece.offset // 4096 + 2) * 4096, 8192)
+    codes = {one.fqn: one.code for one in verify(tmp_path, data=True).values}
+    assert codes["r.weight"] == "zero-pages"
+
+
+def test_the_matrix_of_an_embedding_lora_that_begins_with_zeros_is_a(tmp_path: Path) -> None:
+    state = {
+        f"q.lora_{part}.weight": torch.zeros(4, 8) if part == "B" else torch.randn(4, 8) for part in "AB"
+    }
+    state |= {"emb.lora_embedding_A": torch.zeros(4, 16), "emb.lora_embedding_B": torch.randn(8, 4)}
+    found = values(tmp_path, state)
+    assert {name: code for name, (code, _) in found.items()} == {"": "untrained-lora"}
+    assert "'emb.lora_embedding_A'" in found[""][1]
+    state["emb.lora_embedding_A"] = torch.randn(4, 16)
+    assert {name: code for name, (code, _) in values(tmp_path, state).items()} == {
+        "q.lora_B.weight": "all-zero"
+    }
+
+
+def test_zeros_that_begin_inside_of_a_row_and_fill_others_were_lost(tmp_path: Path) -> None:
+    """A file that was cut and made long again, and a hole in the middle; neither begins with a page."""
+    whole = torch.randn(300, 70, generator=torch.Generator().manual_seed(1))
+    cut, hole, rows, columns, flat = whole.clone(), whole.clone(), whole.clone(), whole.clone(), whole.clone()
+    cut.view(-1)[15_001:] = 0
+    hole.view(-1)[5_003:15_009] = 0
+    rows[100:] = 0  # as the rows of tokens that do not exist
+    rows[40:60] = 0
+    columns[:, 50:] = 0  # as padded to a multiple, both ways
+    columns[100:] = 0
+    flat = flat.view(-1)
+    flat[9_001:] = 0
+    state = {"cut": cut, "hole": hole, "rows": rows, "columns": columns, "flat": flat}
+    found = values(tmp_path / "c", {f"{name}.weight": one.clone() for name, one in state.items()})
+    assert {name: code for name, (code, _) in found.items()} == dict.fromkeys(
+        ("cut.weight", "hole.weight", "flat.weight"), "zero-pages"
+    )
+    assert "begin inside of one row and fill others" in found["cut.weight"][1]
+    assert "fill it from there to its end" in found["flat.weight"][1]
+
+
+def test_honest_patterns_of_zeros(tmp_path: Path) -> None:
+    blocks = torch.zeros(512, 512)
+    for at in range(0, 512, 128):
+        blocks[at : at + 128, at : at + 128] = 1
+    bias = torch.randn(9000)
+    bias[3001:] = 0
+    state = {
+        "eye.weight": torch.eye(3000),
+        "tril.weight": torch.tril(torch.ones(200, 200)),
+        "blocks.weight": blocks,
+        "fc.bias": bias,
+        "pruned.weight": torch.randn(64, 4096) * (torch.arange(4096) % 512 < 3),
+    }
+    assert values(tmp_path / "c", state) == {}
+
+
+def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> None:
+    state = {"module.module.a": torch.full((8, 8), float("nan")), "module.module.b": torch.ones(4)}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    said = str(verify(tmp_path, data=True))
+    assert "as no repair mends values (nonfinite): resume from a checkpoint" in said
+    assert f"for the structure alone: ckptfix repair {tmp_path}" in said
+    with nobody_may_read(tmp_path / "model.safetensors"):
+        said = str(verify(tmp_path, data=True))
+    assert "ckptfix repair" not in said
+    assert "next: make what could not be read readable" in said
