@@ -1,4 +1,8 @@
-"""Facts about the devices of this machine that need no torch: the PCI bus, and commands run with a time limit."""
+"""Devices of this machine as its kernel and drivers report them, without torch; commands with a time limit.
+
+Addresses are sysfs's: ``0000:65:00.0``. Where a file is missing or may not be read, the answer is "not known": None, or
+empty. ``root`` is the root of the file system, another one for tests.
+"""
 
 import os
 import re
@@ -6,91 +10,33 @@ import signal
 import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 
-# Runs a command with a time limit that holds even for a process that is stuck in a driver.
-#
-# ``subprocess.run(timeout=...)`` waits for the end of what it killed, and a process in an uninterruptible
-# call does not end; a grandchild that keeps a pipe open holds it up, too. Here output goes to files, and
-# nothing waits long after a kill.
-
-_AFTER_KILL = 5.0  # seconds
-_MAX_OUTPUT = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What became of a command. ``status``: its exit status, negative for a signal, None when it had to be killed.
-
-    ``limit``: the seconds that it had. ``out`` and ``err``: what it wrote, the last MiB of each.
-    """
-
-    status: int | None
-    limit: float
-    out: str
-    err: str
-
-    @property
-    def problem(self) -> str:
-        """Why it is not to be trusted, "" when it ended well."""
-        if self.status is None:
-            return f"no answer in {self.limit:g} s, so it was killed"
-        if self.status < 0:
-            with suppress(ValueError):
-                return f"it was ended by {signal.Signals(-self.status).name}"
-            return f"it was ended by signal {-self.status}"
-        if self.status:
-            last = next((line for line in reversed(self.err.splitlines()) if line.strip()), "")
-            return f"it ended with status {self.status}: {last.strip()[:300]}".removesuffix(": ")
-        return ""
-
-
-def run_limited(command: Sequence[str], seconds: float) -> Ended:
-    """Run a command for at most ``seconds``; it, and all that it started, is killed then.
-
-    Raises OSError when it cannot be started.
-    """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-        )
-        status: int | None = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                status = process.wait(seconds)
-        finally:
-            if status is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_AFTER_KILL)
-        return Ended(status=status, limit=seconds, out=_tail(out.fileno()), err=_tail(err.fileno()))
-
-
-def _tail(descriptor: int) -> str:
-    size = os.fstat(descriptor).st_size
-    return os.pread(descriptor, _MAX_OUTPUT, max(size - _MAX_OUTPUT, 0)).decode("utf-8", "replace")
-
-
-# What the kernel says of the devices on the PCI bus: IOMMU, access control on the bridges above, distance.
-#
-# Free of torch. Addresses are sysfs's: ``0000:65:00.0``. Where a file is missing or may not be read, the
-# answer is "not known": None, or empty. ``root`` is there for tests.
-
+_ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+# PCI class codes: VGA, 3D and other display controllers, processing accelerators. AMD's VGA ones may be a CPU's own.
+_GPU_CLASSES = {"NVIDIA": ("0x0300", "0x0302"), "AMD": ("0x0302", "0x0380", "0x1200")}
 
 # Linux include/uapi/linux/pci_regs.h: PCI_EXT_CAP_ID_ACS, PCI_ACS_CTRL, PCI_ACS_RR | PCI_ACS_CR.
 _FIRST_EXTENDED = 0x100
 _ACS, _ACS_CONTROL, _REDIRECTS = 0x0D, 6, 0x04 | 0x08
 
+_SMI_PATIENCE = 20.0
+"""Seconds for nvidia-smi, which is slow without persistence mode and hangs when the driver does."""
+
+_AFTER_KILL = 5.0  # seconds
+_MAX_OUTPUT = 1 << 20
+
 
 class Distance(Enum):
-    """What lies between two devices, in the words of ``nvidia-smi topo -m``."""
+    """The connection between two devices, in the words of ``nvidia-smi topo -m``."""
 
     PIX = "at most one PCIe bridge"
     PXB = "several PCIe bridges, not the host's"
@@ -98,39 +44,156 @@ class Distance(Enum):
     NODE = "the interconnect of host bridges within a NUMA node"
     SYS = "the interconnect of NUMA nodes"
 
+    @property
+    def passes_the_cpu(self) -> bool:
+        """Whether P2P copies over it go through the CPU: they break there most."""
+        return self in (Distance.PHB, Distance.NODE, Distance.SYS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PciDevice:
-    """One device. ``path``: addresses from the root port down to it; ``bridge``: the host bridge; ``node``: of NUMA."""
+    """A device on the PCI bus.
+
+    ``path``: addresses from the root port down to it; ``bridge``: the host bridge; ``node``: of NUMA. ``iommu``: the
+    type of its IOMMU group. ``vendor`` and ``name``: of a GPU; the name is "" without NVIDIA's driver.
+    """
 
     address: str
-    bridge: str
-    path: tuple[str, ...]
-    node: int | None
-    iommu: str
+    bridge: str = ""
+    path: tuple[str, ...] = ()
+    node: int | None = None
+    iommu: str = ""
+    vendor: str = ""
+    name: str = ""
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether an IOMMU translates the device's addresses; with ``iommu=pt`` the type is ``identity`` instead."""
+        return self.iommu.startswith("DMA")
+
+    def __str__(self) -> str:
+        return f"{self.name or self.vendor + ' GPU'} at {self.address}"
 
 
-def read_device(address: str, root: Path = Path("/sys")) -> PciDevice | None:
-    """Return what sysfs says of a device, or None when it has no such device."""
-    link = root / "bus/pci/devices" / address
-    if not _ADDRESS.fullmatch(address) or not link.exists():
-        return None
-    parts = link.resolve().parts
-    path = tuple(part for part in parts if _ADDRESS.fullmatch(part))
-    bridge = next((part for part in parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), "")
-    node = _text(link / "numa_node")
-    return PciDevice(
-        address=address,
-        bridge=bridge,
-        path=path,
-        node=int(node) if node.isdecimal() else None,
-        iommu=_text(link / "iommu_group/type"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bus:
+    """The GPUs on the PCI bus of this machine, known to torch and a driver or not.
+
+    ``redirecting``: bridges whose access control (ACS) sends peer traffic up to the CPU. ``hidden``: addresses of GPUs
+    above which only root may read that. ``distances``: by the two addresses. ``linked``: pairs of addresses that NVLink
+    connects, None when nobody could say.
+    """
+
+    gpus: tuple[PciDevice, ...] = ()
+    redirecting: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    distances: Mapping[frozenset[str], Distance] = field(default_factory=dict)
+    linked: frozenset[frozenset[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """NVIDIA's kernel module: its version, and its own description of itself. Both are "" without it."""
+
+    version: str = ""
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine beneath torch, by its kernel's files.
+
+    ``command_line``: what the kernel was booted with. ``driver``: the version of NVIDIA's kernel module, "" without it.
+    ``device_nodes``: how many ``/dev/nvidia<N>`` there are. ``is_virtual``: a hypervisor runs it, so the settings of
+    the host's IOMMU and bridges do not show.
+    """
+
+    bus: Bus = field(default_factory=Bus)
+    command_line: str = ""
+    driver: str = ""
+    device_nodes: int = 0
+    is_virtual: bool = False
+
+    def boot_options(self, *names: str) -> tuple[str, ...]:
+        """Return the options of the kernel's command line with one of these names, verbatim."""
+        return tuple(word for word in self.command_line.split() if word.partition("=")[0] in names)
+
+
+def read_machine(root: Path = _ROOT) -> Machine:
+    """Return what the kernel says of this machine and of the GPUs on its bus."""
+    return Machine(
+        bus=read_bus(root),
+        command_line=read_text(root / "proc/cmdline"),
+        driver=read_driver(root).version,
+        device_nodes=sum(
+            1 for path in (root / "dev").glob("nvidia*") if re.fullmatch(r"nvidia[0-9]+", path.name)
+        ),
+        is_virtual=is_virtual(root),
     )
 
 
-def translates(device: PciDevice) -> bool:
-    """Return whether an IOMMU translates the device's addresses. ``iommu=pt`` gives the type ``identity`` instead."""
-    return device.iommu.startswith("DMA")
+def is_virtual(root: Path = _ROOT) -> bool:
+    """Return whether a hypervisor runs this machine."""
+    return bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(root / "proc/cpuinfo"), re.MULTILINE))
+
+
+def read_driver(root: Path = _ROOT) -> Driver:
+    """Return NVIDIA's kernel module as it describes itself."""
+    said = read_text(root / "proc/driver/nvidia/version")
+    described = re.search(r"NVRM version:\s*([\x20-\x7e]+?)\s{2,}(\d[\d.]*)", said)
+    version = read_text(root / "sys/module/nvidia/version")
+    if not version:
+        found = re.search(r"Kernel Module\D*?(?:for \S+)?\s+([0-9]+(?:\.[0-9]+)+)", said)
+        version = found[1] if found else ""
+    return Driver(version=version, description=f"{described[1]} {described[2]}" if described else "")
+
+
+def read_bus(root: Path = _ROOT) -> Bus:
+    """Return the GPUs on the PCI bus and what lies between them."""
+    try:
+        entries = sorted((root / "sys/bus/pci/devices").iterdir())
+    except OSError:  # no PCI bus, or a sandbox that hides it
+        return Bus()
+    found = [read_device(entry.name, root) for entry in entries if _is_gpu(entry)]
+    gpus = tuple(device for device in found if device is not None)
+    above = {gpu.address: redirecting_bridges(gpu, root) for gpu in gpus}
+    between = {
+        frozenset((one.address, two.address)): distance(one, two) for one, two in combinations(gpus, 2)
+    }
+    links = nvlinks() if len(gpus) > 1 else None
+    return Bus(
+        gpus=gpus,
+        redirecting=tuple(sorted({bridge for bridges in above.values() for bridge in bridges or ()})),
+        hidden=tuple(address for address, bridges in above.items() if bridges is None),
+        distances={ends: found for ends, found in between.items() if found is not None},
+        linked=None if links is None else frozenset(links),
+    )
+
+
+def read_device(address: str, root: Path = _ROOT) -> PciDevice | None:
+    """Return what sysfs says of a device, or None when it has no such device."""
+    link = root / "sys/bus/pci/devices" / address
+    if not _ADDRESS.fullmatch(address) or not link.exists():
+        return None
+    parts = link.resolve().parts
+    node = read_text(link / "numa_node")
+    model = re.search(
+        r"^Model:(.*)", read_text(root / "proc/driver/nvidia/gpus" / address / "information"), re.MULTILINE
+    )
+    return PciDevice(
+        address=address,
+        bridge=next((part for part in parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""),
+        path=tuple(part for part in parts if _ADDRESS.fullmatch(part)),
+        node=int(node) if node.isdecimal() else None,
+        iommu=read_text(link / "iommu_group/type"),
+        vendor=_VENDORS.get(read_text(link / "vendor"), ""),
+        name=model[1].strip() if model else "",
+    )
+
+
+def _is_gpu(entry: Path) -> bool:
+    vendor = _VENDORS.get(read_text(entry / "vendor"))
+    return vendor is not None and read_text(entry / "class")[:6] in _GPU_CLASSES[vendor]
 
 
 def distance(one: PciDevice, other: PciDevice) -> Distance | None:
@@ -146,14 +209,14 @@ def distance(one: PciDevice, other: PciDevice) -> Distance | None:
     return Distance.PIX if crossed <= 2 else Distance.PXB
 
 
-def redirecting_bridges(device: PciDevice, root: Path = Path("/sys")) -> tuple[str, ...] | None:
+def redirecting_bridges(device: PciDevice, root: Path = _ROOT) -> tuple[str, ...] | None:
     """Return the bridges above a device whose access control sends peer traffic up to the CPU.
 
     None when the kernel does not show all of their registers, which it does for root only.
     """
     found = []
     for address in device.path[:-1]:
-        control = _access_control(root / "bus/pci/devices" / address / "config")
+        control = _access_control(root / "sys/bus/pci/devices" / address / "config")
         if control is None:
             return None
         found += [address] if control & _REDIRECTS else []
@@ -178,8 +241,99 @@ def _access_control(config: Path) -> int | None:
     return 0
 
 
-def _text(path: Path) -> str:
+def nvlinks(patience: float = _SMI_PATIENCE) -> dict[frozenset[str], str] | None:
+    """Return the pairs of PCI addresses that NVLink connects, with its kind ("NV4"); None when nobody can say.
+
+    ``nvidia-smi`` numbers devices as the driver does, and torch may number them otherwise: hence addresses.
+    """
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        listed = run_limited(
+            ("nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader"), patience
+        )
+        matrix = run_limited(("nvidia-smi", "topo", "-m"), patience)
+    except OSError:
+        return None
+    if listed.problem or matrix.problem:
+        return None
+    # The domain has eight digits there, and as few as four in sysfs.
+    addresses = re.findall(r"^(\d+), 0*([0-9A-Fa-f]{4,}:[0-9A-Fa-f:.]+)\s*$", listed.out, re.MULTILINE)
+    cells = parse_topology(matrix.out, {index: address.lower() for index, address in addresses})
+    return {ends: cell for ends, cell in cells.items() if cell.startswith("NV")}
+
+
+def parse_topology(text: str, addresses: Mapping[str, str]) -> dict[frozenset[str], str]:
+    """Return the cells of the matrix that ``nvidia-smi topo -m`` prints, by the addresses of two GPU numbers."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
+    columns = next((line for line in lines if line[:1] == ["GPU0"] and "X" not in line), [])
+    cells = {}
+    for row in lines:
+        if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
+            for column, cell in zip(columns, row[1:], strict=False):
+                ends = [addresses.get(name.removeprefix("GPU")) for name in (row[0], column)]
+                if column.startswith("GPU") and cell != "X" and None not in ends:
+                    cells[frozenset(map(str, ends))] = cell
+    return cells
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a small file of the kernel, "" when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A command that ended. ``status``: its exit status, negative for a signal, None when it had to be killed.
+
+    ``limit``: the seconds that it had. ``out`` and ``err``: what it wrote, the last MiB of each.
+    """
+
+    status: int | None
+    limit: float
+    out: str
+    err: str
+
+    @property
+    def problem(self) -> str:
+        """The reason not to trust its output, "" when it ended well."""
+        if self.status is None:
+            return f"no answer in {self.limit:g} s, so it was killed"
+        if self.status < 0:
+            with suppress(ValueError):
+                return f"it was ended by {signal.Signals(-self.status).name}"
+            return f"it was ended by signal {-self.status}"
+        if self.status:
+            last = next((line for line in reversed(self.err.splitlines()) if line.strip()), "")
+            return f"it ended with status {self.status}: {last.strip()[:300]}".removesuffix(": ")
+        return ""
+
+
+def run_limited(command: Sequence[str], seconds: float) -> Ended:
+    """Run a command for at most ``seconds``; then kill it, and all that it started.
+
+    ``subprocess.run(timeout=...)`` waits for the end of what it killed: a process that is stuck in a driver does not
+    end, and a grandchild can keep a pipe open. Here output goes to files, and nothing waits long after a kill. Raises
+    OSError when it cannot be started.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        status: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            if status is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_AFTER_KILL)
+        return Ended(status=status, limit=seconds, out=_tail(out.fileno()), err=_tail(err.fileno()))
+
+
+def _tail(descriptor: int) -> str:
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, _MAX_OUTPUT, max(size - _MAX_OUTPUT, 0)).decode("utf-8", "replace")

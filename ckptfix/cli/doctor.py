@@ -11,8 +11,9 @@ from ckptfix.cli.verb import Verb
 from ckptfix.environment.doctor import diagnose_environment
 from ckptfix.environment.facts import gather
 from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
-from ckptfix.environment.facts.machine import parse_bus, parse_torch
+from ckptfix.environment.facts.machine import parse_torch
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.hardware import read_machine
 
 _BUDGET = 30.0
 _LONGEST = 86400.0
@@ -87,7 +88,7 @@ def doctor_command(
     said = _look(variables_of(launch) if launch is not None else {}, in_process=in_process)
     facts = gather(
         parse_torch(said),
-        parse_bus(said["bus"]),
+        read_machine(),
         os.environ,
         folder=folder,
         script=script or (script_of(launch) if launch else None),

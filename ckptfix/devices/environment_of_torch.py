@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ckptfix.devices.probe.hints import graphics, linked
 from ckptfix.hardware import run_limited
 
 PATIENCE = 120.0
@@ -36,9 +35,8 @@ def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, A
     """Return what torch says, as plain values.
 
     ``version``; ``builds`` (what it was built for); ``kind`` of accelerator; ``devices`` (index, name, pci);
-    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``bus``: see ``graphics``. ``links``: pairs
-    of PCI addresses with a direct link, or None where nobody could say. ``stage``: what it was doing last, "done" at
-    the end; ``problem``: why it came no further, "" when it did.
+    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``stage``: what it was doing last, "done"
+    at the end; ``problem``: why it came no further, "" when it did.
 
     ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in this process, without
     any protection.
@@ -53,8 +51,6 @@ def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, A
             said.update(part)
         if said["stage"] != "done" and not said["problem"]:
             said["problem"] = f"{ended.problem or 'it ended early'} ({_DOING[said['stage']]})"
-    said["bus"] = graphics()
-    said["links"] = linked() if len(said["bus"]["gpus"]) > 1 else None
     return said
 
 

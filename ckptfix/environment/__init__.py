@@ -7,17 +7,15 @@ its devices is handed over by the command line.
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.doctor import Diagnosis, diagnose_environment
 from ckptfix.environment.facts import Facts, gather
-from ckptfix.environment.facts.machine import Bus, Torch, parse_bus, parse_torch
+from ckptfix.environment.facts.machine import Torch, parse_torch
 
 __all__ = [
     "Advice",
-    "Bus",
     "Diagnosis",
     "Facts",
     "Topic",
     "Torch",
     "diagnose_environment",
     "gather",
-    "parse_bus",
     "parse_torch",
 ]

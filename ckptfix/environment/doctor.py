@@ -59,7 +59,7 @@ def _not_seen(facts: Facts) -> Iterator[str]:
         yield f"ACS above {', '.join(machine.bus.hidden)}: only root may read it (sudo ckptfix doctor)"
     if machine.is_virtual and len(machine.bus.gpus) > 1:
         yield "IOMMU and ACS of the host: this is a virtual machine, and they do not show here"
-    if len(machine.bus.gpus) > 1 and torch.linked is None:
+    if len(machine.bus.gpus) > 1 and machine.bus.linked is None:
         yield "direct links between GPUs (NVLink): nvidia-smi topo did not answer"
     if facts.device_map is not None and not torch.count:
         yield f"{facts.device_map.source}: whether its devices are there, for torch sees none here"

@@ -13,11 +13,11 @@ import pytest
 from ckptfix.cli import run
 from ckptfix.devices import environment_of_torch as environment
 from ckptfix.devices import probe
+from ckptfix.hardware import Machine
 from tests.repairs.builders import snapshot, write_safetensors
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "fixtures" / "golden"
-NO_BUS: dict[str, list[object]] = {"gpus": [], "redirecting": [], "hidden": [], "between": []}
 Say = Callable[..., None]
 
 
@@ -29,6 +29,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    monkeypatch.setattr("ckptfix.cli.doctor.read_machine", Machine)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
         devices = [{"index": index, "name": "NVIDIA L4", "pci": ""} for index in range(count)]
         said = {
             "version": "2.13.0", "builds": [], "kind": "cuda" if count else None, "devices": devices, "warnings": [],
-            "stage": "done", "problem": "", "verdicts": None, "links": None, "bus": NO_BUS, **changes,
+            "stage": "done", "problem": "", "verdicts": None, **changes,
         }  # fmt: skip
         monkeypatch.setattr(environment, "look", lambda *, in_process: said)
 
@@ -165,7 +166,6 @@ def test_the_variables_of_the_command_are_those_that_count(
             "kind": "cuda",
             "stage": "done",
             "devices": [{"index": 0}],
-            "bus": NO_BUS,
             "version": "2.13.0",
         }
 

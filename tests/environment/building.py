@@ -9,10 +9,11 @@ from typing import Any
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.installed import AccelerateSource, Command, Package, Software
 from ckptfix.environment.facts.launch import AccelerateConfig, Launch, read_launch
-from ckptfix.environment.facts.machine import Bus, Device, Machine, PairVerdict, PciGpu, Torch, Way
+from ckptfix.environment.facts.machine import Device, PairVerdict, Torch
 from ckptfix.environment.facts.script import Script
 from ckptfix.environment.facts.script_prepares import Place
 from ckptfix.environment.facts.script_scan import Scan
+from ckptfix.hardware import Bus, Distance, Machine, PciDevice
 
 OPTIONS = {
     "config_file": True,
@@ -70,24 +71,23 @@ def software(**changes: Any) -> Software:
     return Software(**{**given, **changes})
 
 
-def gpu(number: int, **changes: Any) -> PciGpu:
+def gpu(number: int, **changes: Any) -> PciDevice:
     """An NVIDIA GPU."""
     given: dict[str, Any] = {
         "address": f"0000:{number + 1:02x}:00.0",
         "vendor": "NVIDIA",
         "name": "NVIDIA RTX 6000",
     }
-    return PciGpu(**{**given, **changes})
+    return PciDevice(**{**given, **changes})
 
 
 def bus(count: int = 2, way: str = "PIX", **changes: Any) -> Bus:
     """So many GPUs on one bus, with this between any two of them."""
     gpus = tuple(gpu(number, **changes) for number in range(count))
-    ways = tuple(
-        Way(ends=frozenset((one.address, other.address)), name=way, meaning=f"what {way} means")
-        for one, other in combinations(gpus, 2)
-    )
-    return Bus(gpus=gpus, ways=ways)
+    distances = {
+        frozenset((one.address, other.address)): Distance[way] for one, other in combinations(gpus, 2)
+    }
+    return Bus(gpus=gpus, distances=distances)
 
 
 def torch(count: int = 0, **changes: Any) -> Torch:

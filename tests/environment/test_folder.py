@@ -9,9 +9,10 @@ import torch
 
 from ckptfix.environment.doctor import Diagnosis, diagnose_environment
 from ckptfix.environment.facts import gather
-from ckptfix.environment.facts.machine import Bus, Torch
+from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.weights import DeviceMap, normal, parse_map, read_folder, read_map
 from ckptfix.errors import UsageError
+from ckptfix.hardware import Machine
 from fixtures.models import RunSettings
 from tests.environment.building import FIXTURES, facts
 from tests.repairs.builders import write_safetensors
@@ -143,7 +144,7 @@ def test_the_names_of_all_shards_and_of_the_first_model(tmp_path: Path) -> None:
 def test_a_folder_carries_its_own_map(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"a.weight": b"1", "b.weight": b"2"})
     (tmp_path / "config.json").write_text(json.dumps({"hf_device_map": {"a": 0, "b": "disk"}}))
-    found = gather(Torch(), Bus(), {}, folder=str(tmp_path)).device_map
+    found = gather(Torch(), Machine(), {}, folder=str(tmp_path)).device_map
     assert found is not None
     assert found.devices() == (0, "disk")
     assert "hf_device_map" in found.source
@@ -155,7 +156,7 @@ def test_a_folder_carries_its_own_map(tmp_path: Path) -> None:
 def test_a_config_without_a_map_is_no_error(tmp_path: Path, text: str) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"a.weight": b"1"})
     (tmp_path / "config.json").write_text(text)
-    assert gather(Torch(), Bus(), {}, folder=str(tmp_path)).device_map is None
+    assert gather(Torch(), Machine(), {}, folder=str(tmp_path)).device_map is None
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

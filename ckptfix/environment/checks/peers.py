@@ -11,7 +11,7 @@ from itertools import combinations
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.facts import Facts
-from ckptfix.environment.facts.machine import PciGpu
+from ckptfix.hardware import PciDevice
 from ckptfix.wording import count_of
 
 UNHEALTHY = Topic(
@@ -46,7 +46,6 @@ DISTANT = Topic(
 )
 TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
 
-_FAR = ("PHB", "NODE", "SYS")
 _PROBE = "ckptfix doctor --peer-copies"
 _STAGE = (
     'dispatch_model(model, device_map, safe_transfers="auto") from ckptfix copies such pairs through the host'
@@ -130,11 +129,15 @@ def distant_pair(facts: Facts) -> Iterator[Advice]:
         frozenset((one.address, other.address))
         for one, other in _bus_pairs(facts, list(facts.machine.bus.gpus))
     ]
-    far = [way for way in facts.machine.bus.ways if way.name in _FAR and way.ends in pairs]
+    far = {
+        ends: way for ends, way in facts.machine.bus.distances.items() if way.passes_the_cpu and ends in pairs
+    }
     if far:
         yield DISTANT.advice(
             f"{count_of(len(far), 'pair')} of GPUs reach each other through the CPU only",
-            evidence=tuple(f"{' and '.join(sorted(way.ends))}: {way.name}, {way.meaning}" for way in far),
+            evidence=tuple(
+                f"{' and '.join(sorted(ends))}: {way.name}, {way.value}" for ends, way in far.items()
+            ),
             fix=_PROBE,
         )
 
@@ -151,9 +154,9 @@ def pair_sentence(pair: tuple[int, int], verdict: str, kind: str) -> str:
     return f"copies from device {source} to device {destination} {words.get(verdict, verdict)}"
 
 
-def _bus_pairs(facts: Facts, gpus: list[PciGpu]) -> list[tuple[PciGpu, PciGpu]]:
+def _bus_pairs(facts: Facts, gpus: list[PciDevice]) -> list[tuple[PciDevice, PciDevice]]:
     """Return the pairs of GPUs without a direct link, as far as that is known."""
-    linked = facts.torch.linked or frozenset()
+    linked = facts.machine.bus.linked or frozenset()
     return [
         (one, other)
         for one, other in combinations(gpus, 2)

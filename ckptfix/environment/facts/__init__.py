@@ -19,9 +19,10 @@ from ckptfix.environment.facts.launch import (
     read_variables,
     variables_of,
 )
-from ckptfix.environment.facts.machine import Bus, Machine, Torch, read_machine
+from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.script import Script, read_script
 from ckptfix.environment.facts.weights import DeviceMap, Folder, parse_map, read_folder, read_map
+from ckptfix.hardware import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Facts:
 
 def gather(
     torch: Torch,
-    bus: Bus,
+    machine: Machine,
     environment: Mapping[str, str],
     *,
     folder: str | None = None,
@@ -56,7 +57,7 @@ def gather(
     launch: str | None = None,
     device_map: str | None = None,
 ) -> Facts:
-    """Gather the facts of this machine, and of what is named. ``torch`` and ``bus``: as ``runtime`` told them.
+    """Gather the facts of this machine, and of what is named. ``torch``: as it reported itself.
 
     Raises UsageError for what makes no sense, OSError for what cannot be read.
     """
@@ -71,7 +72,7 @@ def gather(
     return Facts(
         software=software,
         torch=torch,
-        machine=read_machine(bus),
+        machine=machine,
         variables=read_variables(environment),
         nccl=read_nccl(environment),
         config=read_config(environment, command.given("config_file") if command is not None else None),

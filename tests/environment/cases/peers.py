@@ -57,7 +57,7 @@ PEERS = (
     Case(
         "iommu-translates",
         "NVLink",
-        with_torch(with_machine(facts(2), bus=bus(iommu="DMA")), linked=LINKED),
+        with_machine(facts(2), bus=replace(bus(iommu="DMA"), linked=LINKED)),
         None,
     ),
     Case(
@@ -69,15 +69,13 @@ PEERS = (
     Case(
         "acs-redirects",
         "NVLink",
-        with_torch(with_machine(facts(2), bus=replace(bus(), redirecting=("0000:00:01.0",))), linked=LINKED),
+        with_machine(facts(2), bus=replace(bus(), redirecting=("0000:00:01.0",), linked=LINKED)),
         None,
     ),
     Case("acs-redirects", "one GPU", with_machine(facts(1), bus=REDIRECTING_ONE), None),
     Case("acs-redirects", "off", facts(2), None),
     Case("distant-pair", "two sockets", with_machine(facts(2), bus=bus(way="SYS")), NOTE),
     Case("distant-pair", "through the CPU", with_machine(facts(2), bus=bus(way="PHB")), NOTE),
-    Case(
-        "distant-pair", "NVLink", with_torch(with_machine(facts(2), bus=bus(way="SYS")), linked=LINKED), None
-    ),
+    Case("distant-pair", "NVLink", with_machine(facts(2), bus=replace(bus(way="SYS"), linked=LINKED)), None),
     Case("distant-pair", "one switch", facts(2), None),
 )
