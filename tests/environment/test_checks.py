@@ -255,6 +255,6 @@ def test_one_refused_file_is_told_from_several_and_a_plain_pickle_is_called_so()
 
 
 def test_an_empty_variable_names_nothing() -> None:
-    assert "(nothing) is not there" in said(
+    assert "(nothing) does not exist" in said(
         "config-file-missing", facts(variables={"ACCELERATE_CONFIG_FILE": ""})
     )

@@ -53,9 +53,7 @@ class TrailingBytes(Finding):
     severity = Severity.WARNING
     action = Action.ASK
     option = "--allow trailing-bytes"
-    meaning = (
-        "bytes after the end of the file's own content; safetensors refuses such a file, torch beyond 64 KiB"
-    )
+    meaning = "the file goes on after the end of its own content; safetensors refuses such a file, torch beyond 64 KiB"
 
     end: int
     extra: int
@@ -71,7 +69,9 @@ class NotATensorFile(Finding):
     code = "not-a-tensor-file"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the file is something else: a git-LFS pointer, an HTML page, zeros, empty, or another format"
+    meaning = (
+        "the file is not a tensor file: a git-LFS pointer, an HTML page, zeros, empty, or another format"
+    )
 
     content: str
 
@@ -105,7 +105,7 @@ class MalformedFile(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "the file contradicts itself: overlapping ranges, duplicate names, a broken header, index or archive"
+        "the file contradicts itself: overlapping ranges, duplicate keys, a broken header, index or archive"
     )
 
     detail: str
@@ -131,7 +131,7 @@ class MissingShard(Finding):
     code = "missing-shard"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a shard that the index or the shards' own numbering promises is not there"
+    meaning = "a shard that the index lists, or that the numbering of the shards implies, is missing"
 
     named_by: str
     tensors: int
@@ -223,7 +223,7 @@ class StaleShard(Finding):
     code = "stale-shard"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "a shard that the index does not name: left by another save; loaders ignore it"
+    meaning = "a shard that the index does not list: another save left it, and loaders ignore it"
 
     index: PurePosixPath
 
@@ -243,7 +243,9 @@ class UncheckedFile(Finding):
     code = "unchecked-file"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "a file that no library writes so large, so deeply nested, encrypted or packed: nothing in it was checked"
+    meaning = (
+        "no library writes a file so large, so deeply nested, encrypted or packed: nothing in it was checked"
+    )
 
     detail: str
 
@@ -292,7 +294,7 @@ class CrcMismatch(Finding):
     code = "crc-mismatch"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a record of a torch zip file has another CRC than was written; torch.load never looks"
+    meaning = "the CRC of a record in a torch zip file does not match its bytes; torch.load never compares it"
 
     record: str
     tensors: tuple[str, ...]
@@ -333,7 +335,7 @@ class InterruptedRepair(Finding):
     code = "interrupted-repair"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "a repair or an undo was killed half way; the next repair or undo takes the folder back first"
+    meaning = "a repair or an undo was killed half way; the next repair or undo rolls it back first"
 
     transaction: int
 
@@ -358,9 +360,7 @@ class UnsafePickle(Finding):
     code = "unsafe-pickle"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = (
-        "the pickle calls something that can run code (os.system, eval, ...); it is never executed nor edited"
-    )
+    meaning = "the pickle calls something that can run code (os.system, eval, ...); ckptfix never executes or edits it"
 
     globals: tuple[str, ...]
 
@@ -409,9 +409,7 @@ class TrainerPickle(Finding):
     code = "trainer-pickle"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = (
-        "what transformers' Trainer pickles with classes, and reads so itself; plain `torch.load` refuses it"
-    )
+    meaning = "a pickle with classes of transformers' Trainer, which the Trainer loads; plain `torch.load` refuses it"
 
     globals: tuple[str, ...]
 

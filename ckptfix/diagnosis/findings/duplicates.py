@@ -17,7 +17,7 @@ class DoubledModel(Finding):
     code = "doubled-model"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "a model was prepared twice and saved twice; the second entry has wrapped names and equal bytes"
+    meaning = "a model was prepared twice and saved twice; the second entry has wrapped keys and equal bytes"
 
     original: PurePosixPath
     chain: tuple[str, ...]
@@ -51,7 +51,7 @@ class IdenticalModels(Finding):
     action = Action.ASK
     option = "--models N"
     meaning = (
-        "two models with the same names and bytes: one model prepared twice, or an intentional copy (EMA)"
+        "two models with the same keys and bytes: one model prepared twice, or an intentional copy (EMA)"
     )
 
     original: PurePosixPath
@@ -83,9 +83,7 @@ class ShiftedEntries(Finding):
     code = "shifted-entries"
     severity = Severity.NOTE
     action = Action.FIX
-    meaning = (
-        "a duplicate moved later entries up; the correct script loads the wrong model until they move back"
-    )
+    meaning = "a duplicate shifted the numbers of later entries: the correct script loads the wrong models"
 
     belongs: PurePosixPath
     positions: int
@@ -101,7 +99,7 @@ class NestedPrefix(Finding):
     code = "nested-prefix"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "every name begins with a wrapper more than once (`module.module.`): saved from a doubly wrapped model"
+    meaning = "every key begins with a wrapper more than once (`module.module.`): the model was wrapped twice"
 
     scope: str
     chain: tuple[str, ...]
@@ -142,9 +140,7 @@ class WrapperPrefix(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keys bare"
-    meaning = (
-        "names carry a wrapper (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
-    )
+    meaning = "every key begins with a wrapper (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
 
     scope: str
     chain: tuple[str, ...]
@@ -211,8 +207,8 @@ class ConflictingModels(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "an entry has the keys of another behind a wrapper, and other values; the manifest proves that they are of two "
-        "saves"
+        "an entry has the keys of another behind a wrapper, and other values; the manifest proves that they "
+        "belong to two saves"
     )
 
     original: PurePosixPath
@@ -255,9 +251,7 @@ class IdenticalStates(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keep ROLE=N"
-    meaning = (
-        "two optimizers, schedulers or custom objects in equal state: registered twice, or rightly equal"
-    )
+    meaning = "two optimizers, schedulers or custom objects in equal state: registered twice, or intentionally equal"
 
     original: PurePosixPath
     role: Role

@@ -19,7 +19,7 @@ class MissingFile(Finding):
     code = "missing-file"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a file that the save wrote, by the manifest next to it, is missing or has another size"
+    meaning = "a file listed in the manifest is missing, or has another size"
 
     saved: int
     have: int | None
@@ -44,9 +44,7 @@ class IncompleteCheckpoint(Finding):
     code = "incomplete-checkpoint"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = (
-        "a file of a rank, optimizer, scheduler or model is missing, by other files or checkpoints of the run"
-    )
+    meaning = "a file of a rank, optimizer, scheduler or model is missing, as other files or checkpoints of the run show"
 
     missing: tuple[str, ...]
     known_by: str
@@ -189,9 +187,7 @@ class MismatchedNames(Finding):
     code = "mismatched-names"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = (
-        "an optimizer has other wrappers in its names than its model, or in one place only: renamed in part"
-    )
+    meaning = "the keys of an optimizer have other wrappers than those of its model, or in one place only: renamed in part"
 
     scope: str
     chain: tuple[str, ...]
@@ -266,7 +262,7 @@ class MissingRank(Finding):
     severity = Severity.ERROR
     action = Action.TELL
     meaning = (
-        "all files of a rank that `.metadata` names are missing: they lie on another node, or were not copied"
+        "all files of a rank that `.metadata` names are missing: they are on another node, or were not copied"
     )
 
     rank: int
@@ -303,7 +299,7 @@ class IncompleteTensor(Finding):
     code = "incomplete-tensor"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "the chunks that `.metadata` lists do not make up a tensor: a gap, an overlap, or one stored in no file"
+    meaning = "the chunks in `.metadata` do not add up to a tensor: a gap, an overlap, or a chunk that no file stores"
 
     tensor: str
     detail: str
@@ -329,7 +325,7 @@ class StrayShard(Finding):
     code = "stray-shard"
     severity = Severity.NOTE
     action = Action.TELL
-    meaning = "a `.distcp` file that `.metadata` does not name: left by another save; loaders ignore it"
+    meaning = "a `.distcp` file that `.metadata` does not list: another save left it, and loaders ignore it"
 
     def __str__(self) -> str:
         return f"{self.path} is named by no item of .metadata"
@@ -347,7 +343,9 @@ class FlatParameters(Finding):
     code = "flat-parameters"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "names hold `_flat_param`: FSDP's own flattened parameters, which only the same run's wrapping can load"
+    meaning = (
+        "keys contain `_flat_param`: FSDP's flattened parameters, which load only with the same wrapping"
+    )
 
     tensors: tuple[str, ...]
 

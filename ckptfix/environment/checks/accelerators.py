@@ -18,7 +18,7 @@ TORCH_UNUSABLE = Topic(
 DRIVER_UNUSABLE = Topic(
     code="driver-unusable",
     severities=(Severity.ERROR,),
-    meaning="torch was built for GPUs and one is there, but torch cannot use it, or crashes or hangs when it tries",
+    meaning="torch cannot use this machine's GPU, though it was built for GPUs; or it crashes or hangs when it tries",
 )
 CPU_ONLY_TORCH = Topic(
     code="cpu-only-torch",
@@ -33,7 +33,7 @@ NO_ACCELERATOR = Topic(
 VISIBLE_BROKEN = Topic(
     code="visible-devices-broken",
     severities=(Severity.WARNING,),
-    meaning="`CUDA_VISIBLE_DEVICES` is empty, or names a device that is not there; CUDA drops it and all behind it",
+    meaning="`CUDA_VISIBLE_DEVICES` is empty, or names a device that does not exist; CUDA drops it and all after it",
 )
 HIDDEN_DEVICES = Topic(
     code="hidden-devices",

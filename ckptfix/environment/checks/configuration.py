@@ -110,12 +110,12 @@ def _is_sagemaker(facts: Facts) -> bool:
 NO_CONFIG = Topic(
     code="no-accelerate-config",
     severities=(Severity.NOTE,),
-    meaning="accelerate finds no config: `accelerate launch` starts a process a device, `python SCRIPT` one in all",
+    meaning="accelerate finds no config: `accelerate launch` starts one process per device, `python SCRIPT` only one",
 )
 CONFIG_MISSING = Topic(
     code="config-file-missing",
     severities=(Severity.ERROR, Severity.WARNING),
-    meaning="`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that is not there",
+    meaning="`ACCELERATE_CONFIG_FILE` or `--config_file` names a file that does not exist",
 )
 VARIABLE_IGNORED = Topic(
     code="config-variable-ignored",
@@ -180,7 +180,7 @@ def no_config(facts: Facts) -> Iterator[Advice]:
     )
     yield NO_CONFIG.advice(
         f"there is no Accelerate config: accelerate launch starts{many} here, and `python SCRIPT` one",
-        evidence=(f"{config.path} is not there", f"torch sees {count_of(count, 'device')}"),
+        evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),
         fix="accelerate config, or say it each time: accelerate launch --multi_gpu --num_processes N SCRIPT",
     )
 
@@ -191,14 +191,14 @@ def config_missing(facts: Facts) -> Iterator[Advice]:
     if config.asked and not config.exists:
         yield CONFIG_MISSING.advice(
             f"--config_file {config.path} names no file: accelerate launch ends with FileNotFoundError",
-            evidence=(f"{config.path} is not there",),
+            evidence=(f"{config.path} does not exist",),
             fix=f"accelerate config --config_file {shell_path(config.path)}",
         )
     if variable is not None and not facts.config_variable_is_file:
         yield CONFIG_MISSING.advice(
             f"ACCELERATE_CONFIG_FILE={variable} names no file",
             severity=Severity.WARNING,
-            evidence=(f"{variable or '(nothing)'} is not there", _reads(facts)),
+            evidence=(f"{variable or '(nothing)'} does not exist", _reads(facts)),
             fix="unset ACCELERATE_CONFIG_FILE, and give the path: accelerate launch --config_file PATH SCRIPT",
         )
 

@@ -30,7 +30,7 @@ FORCED = Topic(
 TRUSTING = Topic(
     code="trusting-load",
     severities=(Severity.NOTE,),
-    meaning="the script calls `torch.load(weights_only=False)`: whatever the file names is run",
+    meaning="the script calls `torch.load(weights_only=False)`: it runs whatever the file refers to",
 )
 TOPICS = (UNLOADABLE, UNSAFE, WITH_CLASSES, FORCED, TRUSTING)
 

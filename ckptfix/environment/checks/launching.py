@@ -21,7 +21,7 @@ BEHIND = Topic(
 MISSING = Topic(
     code="script-missing",
     severities=(Severity.ERROR,),
-    meaning="the command starts a script that is not there",
+    meaning="the command starts a script that does not exist",
 )
 TOPICS = (BEFORE, BEHIND, MISSING)
 
@@ -30,7 +30,7 @@ def script_missing(facts: Facts) -> Iterator[Advice]:
     """Python ends with status 2, in every process."""
     if facts.launch is not None and facts.missing_script:
         yield MISSING.advice(
-            f'{facts.missing_script} is not there: the command ends with "can\'t open file"',
+            f'{facts.missing_script} does not exist: the command ends with "can\'t open file"',
             evidence=(" ".join(facts.launch.words), "a relative name is looked for in the current folder"),
             fix="correct the name, or change to the folder of the script first",
         )

@@ -11,12 +11,12 @@ from ckptfix.wording import collapse_layers, count_of, list_names
 SPLITS_TIE = Topic(
     code="device-map-splits-tie",
     severities=(Severity.ERROR, Severity.WARNING),
-    meaning="the device map puts tied weights on different devices: the forward pass fails, or they are tied no more",
+    meaning="the device map puts tied weights on different devices: the forward pass fails, or they are no longer tied",
 )
 INCOMPLETE = Topic(
     code="device-map-incomplete",
     severities=(Severity.ERROR,),
-    meaning="the device map names no device for some tensors: ValueError",
+    meaning="the device map has no device for some tensors: ValueError",
 )
 UNKNOWN_MODULE = Topic(
     code="device-map-unknown-module",

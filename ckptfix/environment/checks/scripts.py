@@ -18,7 +18,7 @@ NO_PYTHON = Topic(
 UNKNOWN_NAME = Topic(
     code="unknown-accelerate-name",
     severities=(Severity.ERROR,),
-    meaning="the script takes a name from accelerate that is not there (`PartialSate`): ImportError",
+    meaning="the script imports a name that accelerate does not have (`PartialSate`): ImportError",
 )
 MADE_EARLY = Topic(
     code="accelerator-before-notebook-launcher",
@@ -28,7 +28,7 @@ MADE_EARLY = Topic(
 TOUCHED_EARLY = Topic(
     code="device-before-notebook-launcher",
     severities=(Severity.WARNING,),
-    meaning="a device is used at module level before `notebook_launcher`: processes cannot be forked any more",
+    meaning="a device is used at module level before `notebook_launcher`: processes cannot be forked afterwards",
 )
 PLAIN_BACKWARD = Topic(
     code="plain-backward",
@@ -48,7 +48,7 @@ MAP_IN_TRAINING = Topic(
 SKIP_KEYS = Topic(
     code="skip-keys-given",
     severities=(Severity.NOTE,),
-    meaning="`skip_keys` leaves arguments of these names on the device where they are",
+    meaning="`skip_keys` leaves the arguments with these names on the device where they are",
 )
 PREPARED_TWICE = Topic(
     code="prepared-twice",

@@ -12,7 +12,7 @@ from ckptfix.storage.paths import shell_path
 NOT_INSTALLED = Topic(
     code="accelerate-not-installed",
     severities=(Severity.ERROR,),
-    meaning="this Python has no accelerate",
+    meaning="accelerate is not installed in this Python",
 )
 NOT_ON_PATH = Topic(
     code="accelerate-not-on-path",
@@ -32,12 +32,12 @@ PYTHON_TOO_OLD = Topic(
 UNMET = Topic(
     code="requirement-unmet",
     severities=(Severity.WARNING,),
-    meaning="an installed package needs another version of one next to it",
+    meaning="an installed package needs another version of another package",
 )
 NO_COMPILER = Topic(
     code="no-compiler",
     severities=(Severity.WARNING, Severity.NOTE),
-    meaning="a compiler or Python's headers are missing: what must be built cannot be (DeepSpeed, torch.compile)",
+    meaning="a compiler or Python's headers are missing: extensions cannot be built (DeepSpeed, torch.compile)",
 )
 TOPICS = (NOT_INSTALLED, NOT_ON_PATH, OTHER_PYTHON, PYTHON_TOO_OLD, UNMET, NO_COMPILER)
 
