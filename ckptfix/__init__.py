@@ -45,7 +45,8 @@ if TYPE_CHECKING:
         RolledBackError,
         UsageError,
     )
-    from ckptfix.repairs.repair import Receipt, repair
+    from ckptfix.repairs.repair import Receipt as Receipt
+    from ckptfix.repairs.repair import RepairPlan, RepairReceipt, plan_repair, repair
     from ckptfix.repairs.undo import UndoReceipt, undo
     from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
     from ckptfix.training.guard import OnReprepare
@@ -66,6 +67,9 @@ _HOMES = {
     "check": "diagnosis.check",
     "CheckReport": "diagnosis.check",
     "repair": "repairs.repair",
+    "plan_repair": "repairs.repair",
+    "RepairPlan": "repairs.repair",
+    "RepairReceipt": "repairs.repair",
     "Receipt": "repairs.repair",
     "seal": "verification.seal",
     "SealReceipt": "verification.seal",
@@ -129,8 +133,9 @@ __all__ = [
     "OperationError",
     "Policy",
     "ProbeReport",
-    "Receipt",
     "ReloadReport",
+    "RepairPlan",
+    "RepairReceipt",
     "RolledBackError",
     "SalvageReceipt",
     "SealReceipt",
@@ -150,6 +155,7 @@ __all__ = [
     "load_state_tolerant",
     "migrate",
     "patch_accelerate",
+    "plan_repair",
     "probe_peer_copies",
     "remove_safe_transfers",
     "repair",

@@ -11,8 +11,9 @@ from ckptfix.cli.several import run_each
 from ckptfix.cli.verb import Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
-from ckptfix.repairs.repair import Receipt, plan_lines, repair
-from ckptfix.repairs.steps import Step, Unplanned
+from ckptfix.repairs.plan_files import SavedPlan, apply_command, read_plan, save_plan
+from ckptfix.repairs.repair import RepairReceipt, plan_repair
+from ckptfix.wording import line
 
 _WORDS: dict[object, str] = {
     (1, False): "left damaged",
@@ -31,10 +32,24 @@ _WORDS: dict[object, str] = {
         ("ckptfix repair --dry-run CHECKPOINT", "Show the plan; change nothing."),
         ("ckptfix repair CHECKPOINT", "Repair it in place; to undo: ckptfix undo CHECKPOINT."),
         ("ckptfix repair CHECKPOINT --output COPY", "Write a repaired copy."),
+        (
+            "ckptfix repair CHECKPOINT --plan-out FILE",
+            "Save the plan; ckptfix repair --plan FILE applies it.",
+        ),
     ],
 )
-@click.argument("paths", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", nargs=-1, type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
+@click.option(
+    "--plan-out", type=click.Path(), metavar="FILE", help="Show the plan, save it to FILE, and stop."
+)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(),
+    metavar="FILE",
+    help="Apply a saved plan, if nothing has changed.",
+)
 @click.option(
     "--output", type=click.Path(), metavar="DST", help="Write a repaired copy to DST; leave PATH alone."
 )
@@ -52,6 +67,8 @@ _WORDS: dict[object, str] = {
 def repair_command(
     paths: tuple[str, ...],
     dry_run: bool,
+    plan_out: str | None,
+    plan_file: str | None,
     output: str | None,
     atomic: bool,
     models: int | None,
@@ -65,11 +82,7 @@ def repair_command(
 
     Shows the plan, writes a journal, and proves the result. `ckptfix undo PATH` restores every byte.
     """
-    if output is not None and len(paths) > 1:
-        raise UsageError(
-            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; give one PATH, "
-            "or repair all of them in place: ckptfix undo gives every byte back"
-        )
+    _check_arguments(paths, output, plan_out)
     policy = Policy(
         keep=_keep(models, keep),
         keys=Keys(keys),
@@ -78,14 +91,24 @@ def repair_command(
         atomic=atomic,
     )
 
-    def work(path: str) -> Receipt:
-        def show_plan(steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> None:
-            report.show(plan_lines(path, steps, stays))
+    saved = _read_plan(plan_file, paths, output, plan_out, policy) if plan_file is not None else None
+    if saved is not None:
+        paths, output = (str(saved.path),), None if saved.output is None else str(saved.output)
+    elif not paths:
+        raise click.UsageError("Missing argument 'PATHS...'.")
 
+    def work(path: str) -> RepairReceipt:
         with report.progress(f"reading {path}") as progress:
-            return repair(
-                path, policy=policy, dry_run=dry_run, output=output, progress=progress, on_plan=show_plan
-            )
+            recover = not (dry_run or plan_out)
+            if saved is not None:
+                plan = saved.plan(recover=recover, progress=progress)
+            else:
+                plan = plan_repair(path, policy, output=output, recover=recover, progress=progress)
+            report.show(plan.lines())
+            if plan_out is not None:
+                save_plan(plan, plan_out)
+                report.show([line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")])
+            return plan.preview() if dry_run or plan_out is not None else plan.execute(progress=progress)
 
     return run_each(
         report,
@@ -93,12 +116,35 @@ def repair_command(
         work,
         word=_word,
         order=list(_WORDS.values()),
-        lines=Receipt.outcome_lines,
+        lines=RepairReceipt.outcome_lines,
         state_after=state_after_repair if output is None else partial(state_after_writing, output=output),
     )
 
 
-def _word(receipt: Receipt) -> str:
+def _check_arguments(paths: tuple[str, ...], output: str | None, plan_out: str | None) -> None:
+    if output is not None and len(paths) > 1:
+        raise UsageError(
+            f"--output {output}: one folder cannot hold the copies of {len(paths)} checkpoints; give one PATH, "
+            "or repair all of them in place: ckptfix undo gives every byte back"
+        )
+    if plan_out is not None and len(paths) > 1:
+        raise UsageError(
+            f"--plan-out {plan_out}: a plan is of one checkpoint, not of {len(paths)}; give one PATH"
+        )
+
+
+def _read_plan(
+    file: str, paths: tuple[str, ...], output: str | None, plan_out: str | None, policy: Policy
+) -> SavedPlan:
+    """Read the saved plan. Raises UsageError where the command line asks for anything that the plan decided."""
+    if paths or output is not None or plan_out is not None or policy != Policy():
+        raise UsageError(
+            f"--plan {file}: the plan names the checkpoint and what to repair; of all options it takes --dry-run alone"
+        )
+    return read_plan(file)
+
+
+def _word(receipt: RepairReceipt) -> str:
     return _WORDS["dry" if receipt.dry_run and receipt.steps else (receipt.status, bool(receipt.steps))]
 
 

@@ -1,7 +1,10 @@
-"""``repair``: plan, show, journal, act, prove, commit; and the receipt of what was done."""
+"""``plan_repair`` and ``RepairPlan.execute``: plan, journal, act, prove, commit; and the receipt of what was done.
+
+Planning reads and changes nothing. Executing leaves the old folder or the new one, never something between.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -35,23 +38,22 @@ from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Safety, Ste
 from ckptfix.reports import Serialized
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit
-from ckptfix.storage.journal import commit, recover
+from ckptfix.storage.journal import commit
+from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.paths import MANIFEST, command
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
-# The receipt of a repair: its plan, what became of it, and how both read.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Receipt(Printable, Serialized):
-    """What a repair did.
+class RepairReceipt(Printable, Serialized):
+    """Receipt of a repair: its plan, and the outcome.
 
-    ``found`` are the findings before it, ``left`` those after it (in a dry run: what it would not touch is not
-    told apart, so all). ``transaction`` is the number that ``undo`` takes back, None when nothing was changed.
-    ``recovered``: an interrupted earlier run was rolled back first. ``below``: what ``check`` finds in the sub-folders
-    that hold models of the checkpoint, such as ``unet``; each has a repair of its own.
+    ``found``: the findings before it; ``left``: those after it, in a dry run all of them. ``transaction``: the number
+    that ``undo`` undoes, None when nothing was changed. ``recovered``: an interrupted run was rolled back first.
+    ``below``: the reports of the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of
+    its own.
     """
 
     json_keys: ClassVar = (
@@ -121,6 +123,262 @@ class Receipt(Printable, Serialized):
         return tuple(with_below(self.not_checked, self.where, self.below))
 
 
+Receipt = RepairReceipt
+"""The name of ``RepairReceipt`` in ckptfix 0.4."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RepairPlan(Printable):
+    """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
+
+    ``diagnosis``: the state that was planned for. ``pending``: the findings about an interrupted run, which ``execute``
+    rolls back first. ``recovered``: one was rolled back before planning. ``output``: the folder for a repaired copy.
+    """
+
+    target: Target
+    policy: Policy
+    output: Path | None
+    diagnosis: Diagnosis
+    draft: Plan
+    compiled: Compiled
+    pending: tuple[Finding, ...]
+    recovered: bool
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint, or the file, that was planned for."""
+        return self.target.path
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps in their order."""
+        return tuple(self.compiled.steps)
+
+    @property
+    def unplanned(self) -> tuple[Unplanned, ...]:
+        """The repairable findings that stay, with the reasons."""
+        return (*self.draft.unplanned, *self.compiled.refused)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the steps, and what stays as it is, with the reason."""
+        yield from plan_lines(self.path, self.steps, self.unplanned)
+
+    def preview(self) -> RepairReceipt:
+        """Return the receipt of a dry run."""
+        found = self.pending + self.diagnosis.findings
+        return replace(
+            self._receipt(self.diagnosis), found=found, left=found, dry_run=True, output=self.output
+        )
+
+    def execute(self, *, progress: Progress | None = None) -> RepairReceipt:
+        """Do the steps, prove the result, and commit.
+
+        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. ``progress`` is called with byte
+        counts. Raises ChangedError when a file is not what was planned for, other OperationErrors (LockedError,
+        JournalError, RolledBackError) when it could not finish: the folder is then as it was.
+        """
+        if self.output is not None:
+            return self._execute_on_copy(self.output, progress)
+        root = self.target.root
+        if self.draft.is_empty and not transactions(root):
+            return self._receipt(self.diagnosis)
+        with folder_lock(root):
+            if _is_rolled_back(root):
+                again = _plan(self.target, self.policy, None, progress)
+                return replace(again._apply(progress), recovered=True)
+            return self._apply(progress)
+
+    def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
+        self._check_unchanged()
+        with copy_checkpoint(self.target, output, progress) as copy:
+            receipt = repair(copy.path, policy=self.policy)
+        below = tuple(_moved(report, copy.path, output) for report in receipt.below)
+        return replace(
+            receipt,
+            path=self.path,
+            found=self.diagnosis.findings,
+            transaction=None,
+            output=output,
+            below=below,
+        )
+
+    def _apply(self, progress: Progress | None) -> RepairReceipt:
+        """Do the edits: those of the steps, and what the manifest needs to follow them. The caller holds the lock."""
+        root = self.target.root
+        compiled = self.compiled
+        shares_blocks = bool(compiled.edits) and supports_reflink(root)
+        if shares_blocks and not self.policy.atomic:
+            compiled = compile_plan(self.draft, new_files=True)
+        if not compiled.edits:
+            return self._receipt(self.diagnosis)
+        edits = (*compiled.edits, *manifest_edits(self.draft.folder, compiled.steps, compiled.edits))
+        _check_space(root, edits, shares_blocks)
+        self._check_unchanged()
+        after = self.diagnosis
+
+        def verify() -> None:
+            nonlocal after
+            after = prove_repair(
+                self.draft,
+                self.steps,
+                tuple(compiled.edits),
+                self.unplanned,
+                self.policy,
+                self.diagnosis.verdicts,
+            )
+
+        number = commit(
+            root,
+            edits,
+            target=self.target.only or "",
+            summary=[str(step) for step in self.steps],
+            verify=verify,
+            # Digests of the repaired files must go before those files do.
+            watched=(PurePosixPath(MANIFEST),),
+            digests=self.diagnosis.digests,
+            progress=progress,
+        )
+        return replace(self._receipt(after), transaction=number)
+
+    def _receipt(self, after: Diagnosis) -> RepairReceipt:
+        return RepairReceipt(
+            path=self.path,
+            found=self.diagnosis.findings,
+            steps=self.steps,
+            unplanned=self.unplanned,
+            left=_unanswered(after, self.policy),
+            not_checked=after.not_checked,
+            recovered=self.recovered,
+            below=tuple(models_below(after)),
+        )
+
+    def _check_unchanged(self) -> None:
+        """Re-check every file that a step relies on: a job may have saved into the folder since the scan."""
+        for step in self.steps:
+            for path, was in step.before.items():
+                full = self.target.root / path
+                try:
+                    now = fingerprint(full)
+                except OSError as error:
+                    raise ChangedError(
+                        f"{full}: {error.strerror} since it was read; nothing was changed"
+                    ) from None
+                if now != was:
+                    raise ChangedError(
+                        f"{full} changed while it was read: {was.size} bytes then, {now.size} now; nothing was "
+                        f"changed; run ckptfix again when nothing writes to the folder"
+                    )
+
+
+def plan_repair(
+    path: str | os.PathLike[str],
+    policy: Policy | None = None,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    recover: bool = False,
+    progress: Progress | None = None,
+) -> RepairPlan:
+    """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to ``output``.
+
+    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts. ``recover``: roll back
+    an interrupted earlier run first, which is the only change; without it, ``execute`` does that and plans again.
+
+    Raises UsageError for a path or a policy that makes no sense, OperationError for a folder that cannot be repaired
+    now, OSError when it cannot be read.
+    """
+    target = find_target(path)
+    if inside := interrupted_inside(target):
+        raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
+    policy = policy or Policy()
+    if output is not None:
+        if pending := interrupted(target):
+            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
+        check_output(target, Path(output))  # before every byte of a large model is compared
+        return _plan(target, policy, Path(output), progress)
+    if recover and interrupted(target):
+        with folder_lock(target.root):
+            recovered = _is_rolled_back(target.root)
+            return replace(_plan(target, policy, None, progress), recovered=recovered)
+    return _plan(target, policy, None, progress)
+
+
+def repair(
+    path: str | os.PathLike[str],
+    *,
+    policy: Policy | None = None,
+    dry_run: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> RepairReceipt:
+    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, which say what they raise.
+
+    ``dry_run``: change nothing, and return what would be done.
+    """
+    plan = plan_repair(path, policy, output=output, recover=not dry_run, progress=progress)
+    return plan.preview() if dry_run else plan.execute(progress=progress)
+
+
+def _is_rolled_back(root: Path) -> bool:
+    """Roll back an interrupted run, and return whether there was one. The caller holds the lock."""
+    recovered = recover_folder(root)
+    return recovered is not None and recovered.rolled_back is not None
+
+
+def _plan(target: Target, policy: Policy, output: Path | None, progress: Progress | None) -> RepairPlan:
+    with paused_gc():
+        folder = scan_folder(target.root, target.only)
+        if not transactions(target.root):
+            ensure_checkpoint(folder)
+        diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
+        if diagnosis.unfinished:
+            raise OperationError(
+                f"{target.path}: nothing was changed: a repair reads every file first, and "
+                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
+            )
+        draft = make_plan(diagnosis, policy)
+        return RepairPlan(
+            target=target,
+            policy=policy,
+            output=output,
+            diagnosis=diagnosis,
+            draft=draft,
+            compiled=compile_plan(draft, new_files=policy.atomic),
+            pending=interrupted(target),
+            recovered=False,
+        )
+
+
+def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
+    """Return the findings without those about equal entries of which the user said that they belong there."""
+    answered = {
+        entry.path
+        for role, count in policy.keep.items()
+        for entries in diagnosis.entries(role)
+        if len(entries) == count
+        for entry in entries
+    }
+    return tuple(
+        finding
+        for finding in diagnosis.findings
+        if not (isinstance(finding, IdenticalModels | IdenticalStates) and finding.path in answered)
+    )
+
+
+def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None:
+    need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
+    if edits and need > free:
+        raise OperationError(
+            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are free on this disk; "
+            f"nothing was changed; free some, then run it again"
+        )
+
+
+def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
+    """Return the report of a model below with the name that its folder has in the copy."""
+    below = tuple(_moved(one, source, output) for one in report.below)
+    return replace(report, path=output / report.path.relative_to(source), below=below)
+
+
 def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:
     """Yield what a repair of ``path`` will do, and what stays as it is, with the reason."""
     yield line(f"plan for {path}:" if steps else f"nothing that a repair would change in {path}", bold=True)
@@ -185,233 +443,3 @@ def _looked_for(name: FileName | FolderName) -> str:
     if isinstance(name, FileName) and name.suffix == ".safetensors":
         return f"pytorch_model_{name.index}.bin"
     return str(name)
-
-
-# ``repair``: plan, show, journal, act, prove, commit. The folder is the old one or the new one, never
-# between.
-
-OnPlan = Callable[[tuple[Step, ...], tuple[Unplanned, ...]], None]
-"""Called with the steps and with what stays, before anything is touched."""
-
-
-def repair(
-    path: str | os.PathLike[str],
-    *,
-    policy: Policy | None = None,
-    dry_run: bool = False,
-    output: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
-    on_plan: OnPlan | None = None,
-) -> Receipt:
-    """Repair a checkpoint folder or file in place, or write a repaired copy to ``output``.
-
-    Every byte of what is dropped is compared first. Changes are journaled in ``.ckptfix/`` inside the folder;
-    ``undo`` takes them back. ``progress`` is called with byte counts, ``on_plan`` before anything is touched.
-
-    Raises UsageError for a path or a policy that makes no sense, OperationError (LockedError, ChangedError,
-    JournalError, RolledBackError) when it could not finish: the folder is then as it was. OSError when the folder
-    cannot be read.
-    """
-    target = find_target(path)
-    policy = policy or Policy()
-    pending = interrupted(target)
-    if inside := interrupted_inside(target):
-        raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
-    if output is not None:
-        if pending:
-            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
-        return _repair_copy(target, Path(output), policy, dry_run, progress, on_plan)
-    diagnosis, plan = _plan(target, policy, progress)
-    if dry_run:
-        return _dry_run(target, diagnosis, plan, policy, pending, on_plan)
-    if plan.is_empty and not transactions(target.root):
-        return _nothing_done(target, diagnosis, plan, policy, on_plan)
-    with folder_lock(target.root):
-        recovered = recover(target.root)
-        if recovered is not None and recovered.rolled_back is not None:
-            diagnosis, plan = _plan(target, policy, progress)
-        shares_blocks = not plan.is_empty and supports_reflink(target.root)
-        compiled = compile_plan(plan, new_files=policy.atomic or shares_blocks)
-        edits = (*compiled.edits, *manifest_edits(plan.folder, compiled.steps, compiled.edits))
-        _check_space(target.root, edits, shares_blocks)
-        receipt = _apply(target, diagnosis, plan, compiled, edits, policy, progress, on_plan)
-    if recovered is not None and recovered.rolled_back is not None:
-        receipt = _replace(receipt, recovered=True)
-    return receipt
-
-
-def _plan(target: Target, policy: Policy, progress: Progress | None) -> tuple[Diagnosis, Plan]:
-    with paused_gc():
-        folder = scan_folder(target.root, target.only)
-        if not transactions(target.root):
-            ensure_checkpoint(folder)
-        diagnosis = diagnose(folder, prove=True, drops=policy.drops, progress=progress)
-        if diagnosis.unfinished:
-            raise OperationError(
-                f"{target.path}: nothing was changed: a repair reads every file first, and "
-                f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
-            )
-        return diagnosis, make_plan(diagnosis, policy)
-
-
-def _dry_run(
-    target: Target,
-    diagnosis: Diagnosis,
-    plan: Plan,
-    policy: Policy,
-    pending: tuple[Finding, ...],
-    on_plan: OnPlan | None,
-) -> Receipt:
-    compiled = compile_plan(plan, new_files=policy.atomic)
-    stays = (*plan.unplanned, *compiled.refused)
-    if on_plan is not None:
-        on_plan(tuple(compiled.steps), stays)
-    return Receipt(
-        path=target.path,
-        found=pending + diagnosis.findings,
-        steps=tuple(compiled.steps),
-        unplanned=stays,
-        left=pending + diagnosis.findings,
-        not_checked=diagnosis.not_checked,
-        dry_run=True,
-        below=tuple(models_below(diagnosis)),
-    )
-
-
-def _nothing_done(
-    target: Target, diagnosis: Diagnosis, plan: Plan, policy: Policy, on_plan: OnPlan | None
-) -> Receipt:
-    if on_plan is not None:
-        on_plan((), plan.unplanned)
-    return Receipt(
-        path=target.path,
-        found=diagnosis.findings,
-        steps=(),
-        unplanned=plan.unplanned,
-        left=_unanswered(diagnosis, policy),
-        not_checked=diagnosis.not_checked,
-        below=tuple(models_below(diagnosis)),
-    )
-
-
-def _apply(
-    target: Target,
-    diagnosis: Diagnosis,
-    plan: Plan,
-    compiled: Compiled,
-    edits: tuple[Edit, ...],
-    policy: Policy,
-    progress: Progress | None,
-    on_plan: OnPlan | None,
-) -> Receipt:
-    """Do the edits: those of the steps, and what the manifest needs to follow them."""
-    stays = (*plan.unplanned, *compiled.refused)
-    if on_plan is not None:
-        on_plan(tuple(compiled.steps), stays)
-    after = diagnosis
-    number: int | None = None
-    if compiled.edits:
-        _check_unchanged(target.root, compiled)
-
-        def verify() -> None:
-            nonlocal after
-            after = prove_repair(
-                plan, tuple(compiled.steps), tuple(compiled.edits), stays, policy, diagnosis.verdicts
-            )
-
-        number = commit(
-            target.root,
-            edits,
-            target=target.only or "",
-            summary=[str(step) for step in compiled.steps],
-            verify=verify,
-            # Digests of the repaired files must go before those files do.
-            watched=(PurePosixPath(MANIFEST),),
-            digests=diagnosis.digests,
-            progress=progress,
-        )
-    return Receipt(
-        path=target.path,
-        found=diagnosis.findings,
-        steps=tuple(compiled.steps),
-        unplanned=stays,
-        left=_unanswered(after, policy),
-        not_checked=after.not_checked,
-        transaction=number,
-        below=tuple(models_below(after)),
-    )
-
-
-def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
-    """Return the findings without those about equal entries of which the user said that they belong there."""
-    answered = {
-        entry.path
-        for role, count in policy.keep.items()
-        for entries in diagnosis.entries(role)
-        if len(entries) == count
-        for entry in entries
-    }
-    return tuple(
-        finding
-        for finding in diagnosis.findings
-        if not (isinstance(finding, IdenticalModels | IdenticalStates) and finding.path in answered)
-    )
-
-
-def _check_unchanged(root: Path, compiled: Compiled) -> None:
-    """Re-check every file that a step relies on: a job may have saved into the folder since the scan."""
-    for step in compiled.steps:
-        for path, was in step.before.items():
-            try:
-                now = fingerprint(root / path)
-            except OSError as error:
-                raise ChangedError(
-                    f"{root / path}: {error.strerror} since it was read; nothing was changed"
-                ) from None
-            if now != was:
-                raise ChangedError(
-                    f"{root / path} changed while it was read: {was.size} bytes then, {now.size} now; nothing was "
-                    f"changed; run ckptfix again when nothing writes to the folder"
-                )
-
-
-def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None:
-    need, free = space_needed(edits, shares_blocks=shares_blocks), free_space(root)
-    if edits and need > free:
-        raise OperationError(
-            f"{root}: the repair needs {human_size(need)} of free space, {human_size(free)} are free on this disk; "
-            f"nothing was changed; free some, then run it again"
-        )
-
-
-def _repair_copy(
-    target: Target,
-    output: Path,
-    policy: Policy,
-    dry_run: bool,
-    progress: Progress | None,
-    on_plan: OnPlan | None,
-) -> Receipt:
-    check_output(target, output)  # before every byte of a large model is compared
-    diagnosis, plan = _plan(target, policy, progress)
-    if dry_run:
-        return _replace(_dry_run(target, diagnosis, plan, policy, (), on_plan), output=output)
-    if on_plan is not None:
-        compiled = compile_plan(plan, new_files=False)
-        on_plan(tuple(compiled.steps), (*plan.unplanned, *compiled.refused))
-    with copy_checkpoint(target, output, progress) as copy:
-        receipt = repair(copy.path, policy=policy)
-    below = tuple(_moved(report, copy.path, output) for report in receipt.below)
-    return _replace(
-        receipt, path=target.path, found=diagnosis.findings, transaction=None, output=output, below=below
-    )
-
-
-def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
-    """Return the report of a model below with the name that its folder has in the copy."""
-    below = tuple(_moved(one, source, output) for one in report.below)
-    return replace(report, path=output / report.path.relative_to(source), below=below)
-
-
-def _replace(receipt: Receipt, **changes: object) -> Receipt:
-    return replace(receipt, **changes)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from ckptfix import Keys, Policy, check, repair, seal, undo, verify
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.repairs.repair import Receipt
+from ckptfix.repairs.repair import RepairReceipt
 from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.verification.verify_report import Kind, Outcome
@@ -48,7 +48,7 @@ def codes(findings: tuple[Finding, ...]) -> list[str]:
     return [finding.code for finding in findings]
 
 
-def repaired(folder: Path, **policy: Any) -> Receipt:
+def repaired(folder: Path, **policy: Any) -> RepairReceipt:
     """Repair, and see that a second repair finds nothing to do."""
     receipt = repair(folder, policy=Policy(**policy))
     after = snapshot(folder)

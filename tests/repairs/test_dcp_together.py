@@ -10,7 +10,7 @@ import torch.distributed.checkpoint._nested_dict as nested_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 
 from ckptfix import Keys, Policy, check, repair, seal, undo, verify
-from ckptfix.repairs.repair import Receipt
+from ckptfix.repairs.repair import RepairReceipt
 from ckptfix.verification.verify_report import Outcome
 from tests.repairs.dcp_folders import MODEL, OPTIMIZER, change, copy, loaded, snapshot
 from tests.tensors.dcp_making import save
@@ -44,7 +44,7 @@ def codes(folder: Path) -> list[str]:
     return [finding.code for finding in check(folder).findings]
 
 
-def refused(folder: Path, reason: str, policy: Policy | None = None) -> Receipt:
+def refused(folder: Path, reason: str, policy: Policy | None = None) -> RepairReceipt:
     """See that nothing is changed, that the reason is in the plan, and that damage is still told."""
     before, found = snapshot(folder), codes(folder)
     receipt = repair(folder, policy=policy)

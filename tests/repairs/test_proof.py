@@ -94,9 +94,8 @@ def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: py
 def test_a_file_that_changes_after_the_plan_stops_the_repair(nested: Path) -> None:
     path = nested / "m.safetensors"
 
-    def save_again(*_: object) -> None:
-        write_safetensors(path, {"module.module.a": b"newer!!!", "module.module.b": b"save"})
-
+    plan = repairing.plan_repair(nested)
+    write_safetensors(path, {"module.module.a": b"newer!!!", "module.module.b": b"save"})
     with pytest.raises(OperationError, match="changed while it was read"):
-        repairing.repair(nested, on_plan=save_again)
+        plan.execute()
     assert path.read_bytes().endswith(b"newer!!!save")

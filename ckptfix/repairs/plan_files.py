@@ -1,0 +1,179 @@
+"""Saved plans: what ``repair --plan-out FILE`` writes, and ``repair --plan FILE`` applies unchanged or refuses.
+
+A file holds no steps to obey. The folder is planned again with the saved policy, and the two plans must agree: so an
+edited file can do nothing that a repair would not do.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
+from ckptfix.errors import ChangedError, UsageError
+from ckptfix.repairs.repair import RepairPlan, plan_repair
+from ckptfix.reports import plain
+from ckptfix.storage.atomic import create_file, read_file, sync_folder
+from ckptfix.storage.paths import cause, shell_path
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlan:
+    """A plan that was read from ``file``. ``path``, ``output`` and ``policy`` are those of ``plan_repair``.
+
+    ``files``: (size, time of the last change) of every file that the plan depends on, by its name in the folder.
+    ``steps``: every step, as JSON values with a digest of its details; ``unplanned``: the findings that stay.
+    """
+
+    file: Path
+    path: Path
+    output: Path | None
+    policy: Policy
+    files: Mapping[str, list[int]]
+    steps: list[Any]
+    unplanned: list[Any]
+
+    def plan(self, *, recover: bool = False, progress: Progress | None = None) -> RepairPlan:
+        """Plan again and return the plan, which is the saved one.
+
+        Raises ChangedError when the folder has changed since, so that the plan may be wrong for it now, and all that
+        ``plan_repair`` raises.
+        """
+        plan = plan_repair(self.path, self.policy, output=self.output, recover=recover, progress=progress)
+        if difference := next(self._differences(plan), None):
+            raise ChangedError(
+                f"{difference}, since {self.file} was written; nothing was changed; next: plan again with "
+                f"--plan-out and a new file"
+            )
+        return plan
+
+    def _differences(self, plan: RepairPlan) -> Iterator[str]:
+        root, files = plan.target.root, _files(plan)
+        for name in sorted(self.files.keys() | files.keys()):
+            if name not in files:
+                yield f"{root / name} is missing or is another kind of file now"
+            elif name not in self.files:
+                yield f"{root / name} is new"
+            elif self.files[name][0] != files[name][0]:
+                yield f"{root / name} changed (expected {self.files[name][0]} bytes, found {files[name][0]})"
+            elif self.files[name] != files[name]:
+                yield f"{root / name} was written again (its time changed)"
+        for mine, now in ((self.steps, _steps(plan)), (self.unplanned, _unplanned(plan))):
+            if mine != now:
+                number = next(
+                    (at for at, pair in enumerate(zip(mine, now, strict=False)) if pair[0] != pair[1]), None
+                )
+                which = "number of steps" if number is None else f"step {number + 1}"
+                yield f"{plan.path} now needs another plan (another {which})"
+
+
+def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
+    """Write a plan to a new file. Raises UsageError when that cannot be written, or exists."""
+    path = Path(file)
+    if plan.pending:
+        raise UsageError(f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again")
+    if path.resolve().is_relative_to(plan.target.root.resolve()):
+        raise UsageError(f"{path} lies inside {plan.target.root}, which it would change; choose another path")
+    content: dict[str, object] = {
+        "plan_version": _VERSION,
+        "path": os.path.abspath(plan.path),
+        "output": None if plan.output is None else os.path.abspath(plan.output),
+        "policy": {
+            "keep": {role.value: count for role, count in plan.policy.keep.items()},
+            "keys": plan.policy.keys.value,
+            "only": sorted(plan.policy.only),
+            "allow": sorted(plan.policy.allow),
+            "atomic": plan.policy.atomic,
+        },
+        "files": _files(plan),
+        "steps": _steps(plan),
+        "unplanned": _unplanned(plan),
+    }
+    document = {**content, "sha256": _digest(content)}
+    try:
+        create_file(path, json.dumps(document, indent=1).encode() + b"\n")
+        sync_folder(path.absolute().parent)
+    except FileExistsError:
+        raise UsageError(f"{path} exists; choose another path for the plan, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"{path}: the plan cannot be written: {cause(path, error)}") from error
+
+
+def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
+    """Read a plan. Raises UsageError when the file cannot be read, or is not a plan as it was written."""
+    path = Path(file)
+    try:
+        document = json.loads(read_file(path))
+    except OSError as error:
+        raise UsageError(f"{path}: the plan cannot be read: {cause(path, error)}") from error
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or "plan_version" not in document:
+        raise UsageError(
+            f"{path} is not a plan of ckptfix; to write one: ckptfix repair PATH --plan-out FILE"
+        )
+    if document["plan_version"] != _VERSION:
+        raise UsageError(
+            f"{path}: plan_version {document['plan_version']!r} is of another ckptfix (expected {_VERSION}); plan again"
+        )
+    digest = document.pop("sha256", None)
+    if digest != _digest(document):
+        raise UsageError(
+            f"{path} was changed after ckptfix wrote it, so it is not the plan that was looked at; next: plan again "
+            f"with --plan-out and a new file"
+        )
+    asked = document["policy"]
+    return SavedPlan(
+        file=path,
+        path=Path(document["path"]),
+        output=None if document["output"] is None else Path(document["output"]),
+        policy=Policy(
+            keep={KEEPABLE[name]: count for name, count in asked["keep"].items()},
+            keys=Keys(asked["keys"]),
+            only=frozenset(asked["only"]),
+            allow=frozenset(asked["allow"]),
+            atomic=asked["atomic"],
+        ),
+        files=document["files"],
+        steps=document["steps"],
+        unplanned=document["unplanned"],
+    )
+
+
+def apply_command(file: str | os.PathLike[str]) -> str:
+    """Return the command that applies a saved plan."""
+    return f"ckptfix repair --plan {shell_path(Path(file))}"
+
+
+def _files(plan: RepairPlan) -> dict[str, list[int]]:
+    found = {one.path: one.fingerprint for one in plan.diagnosis.folder.components}
+    found |= {path: one.fingerprint for state in plan.diagnosis.sharded for path, one in state.files.items()}
+    # An inode is another one after a file system is mounted again, so it is not compared.
+    return {str(path): [one.size, one.mtime_ns] for path, one in found.items()}
+
+
+def _steps(plan: RepairPlan) -> list[dict[str, Any]]:
+    return [{**step.as_json(), "digest": _digest(_details(step.action))} for step in plan.steps]
+
+
+def _unplanned(plan: RepairPlan) -> list[dict[str, Any]]:
+    return [one.as_json() for one in plan.unplanned]
+
+
+def _details(value: object) -> object:
+    """Return every field of an action, the key maps too, as JSON values."""
+    if isinstance(value, Mapping):
+        return {str(key): _details(one) for key, one in value.items()}
+    if is_dataclass(value):
+        return {field.name: _details(getattr(value, field.name)) for field in fields(value)}
+    return plain(value)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
