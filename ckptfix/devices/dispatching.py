@@ -15,7 +15,7 @@ import accelerate.big_modeling
 import torch
 from torch import nn
 
-from ckptfix.devices.pairs import device_type
+from ckptfix.devices.torch_devices import device_type
 from ckptfix.devices.transfers import Mode, Transfers, acquire, mode_meant, mode_named, release, say
 from ckptfix.errors import UsageError
 

@@ -84,8 +84,7 @@ def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
     built_for = {name: getattr(version, name, None) for name in ("cuda", "hip", "xpu")}
     builds = [f"{name} {built}" for name, built in built_for.items() if built]
     yield "devices", {"version": str(torch.__version__), "builds": builds}
-    from ckptfix.devices.pairs import device_type
-    from ckptfix.devices.probe.cache import this_machine
+    from ckptfix.devices.torch_devices import device_type, this_machine
 
     machine = this_machine()
     devices = [

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptfix.devices.pairs import Pair, device_type
+from ckptfix.devices.torch_devices import Pair, device_type
 
 # The one place in torch that every copy between two devices of an accelerator passes: ``aten::copy_`` below
 # autograd.

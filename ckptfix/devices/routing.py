@@ -1,14 +1,14 @@
-"""Which way a copy between two devices goes: directly, by way of the host, or nowhere. And the copies, counted."""
+"""The router of copies between two devices: directly, by way of the host, or refused; and their counts."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ckptfix.devices.pairs import Counts, Pair, device, device_count, device_type
 from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
+from ckptfix.devices.torch_devices import Pair, device, device_count, device_type
 from ckptfix.errors import CkptfixError
 from ckptfix.wording import human_size
 
@@ -28,6 +28,53 @@ class Ways:
     staged: frozenset[Pair] = frozenset()
     refused: frozenset[Pair] = frozenset()
     trusted: frozenset[Pair] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Copies of one ordered pair, and their bytes at the source: those by way of the host, and direct ones."""
+
+    staged: int = 0
+    staged_bytes: int = 0
+    direct: int = 0
+    direct_bytes: int = 0
+
+    def __sub__(self, other: "Count") -> "Count":
+        return Count(
+            staged=self.staged - other.staged,
+            staged_bytes=self.staged_bytes - other.staged_bytes,
+            direct=self.direct - other.direct,
+            direct_bytes=self.direct_bytes - other.direct_bytes,
+        )
+
+
+class Counts:
+    """A count for each pair that made a copy. Threads may add at the same time, and so may finalizers in any of them.
+
+    The collector may run a finalizer, which may copy, wherever something is made. So nothing is made while the lock is
+    held, and where the interpreter itself lets one run there, it finds no count half changed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._of: dict[Pair, list[int]] = {}  # the fields of Count, in their order
+
+    def add(self, pair: Pair, size: int, *, staged: bool) -> None:
+        """Count one copy of ``size`` bytes."""
+        count = self._of.get(pair) or self._of.setdefault(pair, [0, 0, 0, 0])
+        copies = 0 if staged else 2
+        with self._lock:
+            count[copies] += 1
+            count[copies + 1] += size
+
+    def all(self) -> Mapping[Pair, Count]:
+        """Return the counts as they are now; a pair without a copy is not in it."""
+        return {pair: self._now(self._of[pair]) for pair in list(self._of)}
+
+    def _now(self, count: list[int]) -> Count:
+        with self._lock:
+            staged, staged_bytes, direct, direct_bytes = count
+        return Count(staged=staged, staged_bytes=staged_bytes, direct=direct, direct_bytes=direct_bytes)
 
 
 class _Thread(threading.local):

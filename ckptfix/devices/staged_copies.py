@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ckptfix.devices.pairs import Pair
+from ckptfix.devices.torch_devices import Pair
 
 # The order of a staged copy: which piece goes when, and who waits for what.
 #

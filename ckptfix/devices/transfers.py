@@ -23,28 +23,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptfix.devices import interception as fallback
 from ckptfix.devices import interception as overriding
-from ckptfix.devices.pairs import Count, Pair, device_count, device_type, ordered_pairs
-from ckptfix.devices.routing import ROUTER, TransferError, Ways, bypassed
+from ckptfix.devices.routing import ROUTER, Count, Ways
 from ckptfix.devices.staged_copies import release_slots
+from ckptfix.devices.torch_devices import Pair, device_count, device_type, ordered_pairs
 from ckptfix.errors import UsageError
 from ckptfix.wording import count_of
 
 if TYPE_CHECKING:
     from ckptfix.devices.probe.probe_report import ProbeReport
-
-__all__ = [
-    "Mode",
-    "TransferError",
-    "Transfers",
-    "acquire",
-    "bypassed",
-    "counters",
-    "mode_meant",
-    "mode_named",
-    "release",
-    "safe_transfers",
-    "staged_pairs",
-]
 
 VARIABLE = "CKPTFIX_SAFE_TRANSFERS"
 """Environment variable that says what "auto" means: auto, always or never. Code that asks for another mode gets it."""

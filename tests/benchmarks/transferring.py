@@ -21,7 +21,7 @@ def transfer() -> None:
     """Print every figure that this machine's devices allow, and what is not measured."""
     import torch
 
-    from ckptfix.devices.pairs import device_count, device_type
+    from ckptfix.devices.torch_devices import device_count, device_type
 
     there = device_count()
     if there == 0:
@@ -42,8 +42,8 @@ def _same_device() -> None:
     """The pipeline from a device to itself: both ways over the one link at a time, against one way alone."""
     import torch
 
-    from ckptfix.devices.pairs import device
     from ckptfix.devices.staged_copies import Waiting
+    from ckptfix.devices.torch_devices import device
     from tests.devices.one_device import RoundTrip
 
     source = torch.ones(SIZE, dtype=torch.uint8, device=device(0))
@@ -69,7 +69,7 @@ def _pair() -> None:
     """The whole of a safe copy, and what a direct one takes."""
     import torch
 
-    from ckptfix.devices.pairs import device
+    from ckptfix.devices.torch_devices import device
     from ckptfix.devices.transfers import safe_transfers
 
     source = torch.ones(SIZE, dtype=torch.uint8, device=device(0))
@@ -85,7 +85,7 @@ def _forward() -> None:
     import torch
     from torch import nn
 
-    from ckptfix.devices.pairs import device
+    from ckptfix.devices.torch_devices import device
     from ckptfix.devices.transfers import safe_transfers
 
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
@@ -122,7 +122,7 @@ def _seconds(work: Callable[[], object], rounds: int = 5) -> float:
     """Return the median time of one call, to the end of what it queued on all devices."""
     import torch
 
-    from ckptfix.devices.pairs import device_count, device_type
+    from ckptfix.devices.torch_devices import device_count, device_type
 
     module = torch.get_device_module(device_type())
 

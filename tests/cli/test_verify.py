@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.devices.pairs import device_count
+from ckptfix.devices.torch_devices import device_count
 from tests.devices.test_reload_page import Page
 from tests.repairs.builders import write_safetensors
 

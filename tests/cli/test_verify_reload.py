@@ -14,8 +14,8 @@ from ckptfix import cli
 from ckptfix.cli import report as pages
 from ckptfix.cli import run
 from ckptfix.cli import verify as reloading
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload import verifying
+from ckptfix.devices.torch_devices import device_count
 from tests.cli.test_verify import MODEL, damaged, folder, printed
 from tests.devices.test_reload_page import Page
 from tests.repairs.builders import write_safetensors

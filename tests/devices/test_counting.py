@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptfix.devices.pairs import Count, Counts
+from ckptfix.devices.routing import Count, Counts
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ckptfix.devices.probe import payload
-from ckptfix.devices.probe.probe_report import Damage, Kind, classify
+from ckptfix.devices.probe.payload import Damage, classify
+from ckptfix.devices.probe.probe_report import Kind
 
 SIZES = [4096 * 3 + 5, 65541, (1 << 20) + 1]
 

@@ -5,15 +5,14 @@ from collections import deque
 import pytest
 import torch
 
-from ckptfix.devices.pairs import device_count, ordered_pairs
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe import trials as host_path
 from ckptfix.devices.probe.bulk import Row, next_batch, run_batch, run_large
-from ckptfix.devices.probe.cache import this_machine
 from ckptfix.devices.probe.cases import FULL, WINDOWED
 from ckptfix.devices.probe.payload import Memory, free_memory
 from ckptfix.devices.probe.probe_report import Verdict
 from ckptfix.devices.probe.trials import PairTrials
+from ckptfix.devices.torch_devices import device_count, ordered_pairs, this_machine
 from tests.simulated.simulator import running
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from ckptfix.devices.probe import measuring
-from ckptfix.devices.probe.cache import Machine
 from ckptfix.devices.probe.probe_report import Verdict
 from ckptfix.devices.probe.task import Ending, Outcome, Task
+from ckptfix.devices.torch_devices import Machine
 
 PAIRS = ((0, 1), (1, 0))
 

@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ckptfix.devices.probe as probe
-from ckptfix.devices.probe.cache import Machine
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.torch_devices import Machine
 
 
 def report(*verdicts: tuple[int, int, Verdict], **changes: Any) -> ProbeReport:
@@ -97,7 +97,7 @@ def test_a_machine_without_two_devices_is_told_that_nothing_was_exercised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for count, seen in ((0, "no accelerator"), (1, "one device")):
-        monkeypatch.setattr("ckptfix.devices.pairs.device_count", lambda count=count: count)
+        monkeypatch.setattr("ckptfix.devices.torch_devices.device_count", lambda count=count: count)
         found = probe.probe_peer_copies(seed=4)
         assert (found.pairs, found.exercised, found.seed) == ({}, (), 4)
         assert found.not_exercised == (f"copies between devices: torch sees {seen} on this machine",)
@@ -141,8 +141,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any
     machine = Machine(names=("a", "b"), identity=identity)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     another_process(monkeypatch)
-    monkeypatch.setattr("ckptfix.devices.pairs.device_count", lambda: 2)
-    monkeypatch.setattr("ckptfix.devices.probe.cache.this_machine", lambda: machine)
+    monkeypatch.setattr("ckptfix.devices.torch_devices.device_count", lambda: 2)
+    monkeypatch.setattr("ckptfix.devices.torch_devices.this_machine", lambda: machine)
     return identity
 
 
@@ -182,7 +182,7 @@ def test_asking_for_a_probe_measures_whatever_is_remembered(
 def test_devices_that_cannot_be_told_from_others_are_measured_in_each_process(
     two_devices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptfix.devices.probe.cache.this_machine", Machine)
+    monkeypatch.setattr("ckptfix.devices.torch_devices.this_machine", Machine)
     healthy = report((0, 1, Verdict.HEALTHY), (1, 0, Verdict.HEALTHY))
     measured = Measured(healthy, healthy)
     monkeypatch.setattr("ckptfix.devices.probe.measuring.measure", measured)

@@ -7,13 +7,12 @@ from itertools import permutations
 
 import pytest
 
-from ckptfix.devices.pairs import Pair
-from ckptfix.devices.probe.cache import Machine
 from ckptfix.devices.probe.cases import FULL, PLANS, QUICK, SAMPLE, plan_for
 from ckptfix.devices.probe.measuring import Run, summarise
 from ckptfix.devices.probe.probe_report import STRICTEST, ProbeReport, Verdict
 from ckptfix.devices.probe.schedule import Found, Schedule, _in_covering_order
 from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 
 

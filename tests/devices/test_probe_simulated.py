@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptfix.devices.pairs import Pair
 from ckptfix.devices.probe import bulk as large
 from ckptfix.devices.probe import bulk as together
 from ckptfix.devices.probe import measuring, probe_peer_copies
 from ckptfix.devices.probe.bulk import Row, run_batch
-from ckptfix.devices.probe.cache import this_machine
 from ckptfix.devices.probe.cases import FULL, QUICK, SAMPLE, Case, Plan, Route
 from ckptfix.devices.probe.measuring import Run, measure, summarise
 from ckptfix.devices.probe.payload import Memory
@@ -23,6 +21,7 @@ from ckptfix.devices.probe.schedule import Schedule
 from ckptfix.devices.probe.task import Ending, Failure, Task, Work
 from ckptfix.devices.probe.trials import PairTrials, UnusableDevice
 from ckptfix.devices.probe.worker import InProcess, Runner
+from ckptfix.devices.torch_devices import Pair, this_machine
 from ckptfix.devices.transfers import safe_transfers
 from tests.simulated.library import Engine, Kind
 from tests.simulated.simulator import Simulator

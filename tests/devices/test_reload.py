@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptfix import Keys, Policy, repair
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload import arrivals as placing
 from ckptfix.devices.reload import stored_weights as stored
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from ckptfix.errors import ChangedError, UsageError
 from tests.devices import reload_models
 from tests.devices.reload_models import save_tied

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload.filling import holds
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from tests.devices.reload_models import Head, eights, save_model
 from tests.devices.test_reload import outcomes, text_of
 from tests.devices.test_reload_transformers import edit_config, saved

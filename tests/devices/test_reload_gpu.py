@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 
 COUNT = device_count() if torch.version.cuda or torch.version.hip else 0
 one_or_more = pytest.mark.skipif(COUNT < 1, reason="needs a real accelerator")

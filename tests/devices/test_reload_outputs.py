@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload.outputs import equal_bits, is_empty, spread, taken, tensors_in
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from tests.devices import reload_models as models
 from tests.devices.reload_models import Head, eights, save_model
 from tests.devices.test_reload import outcomes, text_of

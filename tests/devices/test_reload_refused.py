@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload import pretrained
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from tests.devices.test_reload import outcomes, text_of
 from tests.devices.test_reload_transformers import edit_config, saved
 from tests.simulated.models import VOCABULARY, WIDTH, gpt2, mixtral, qwen2

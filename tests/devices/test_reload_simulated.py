@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices.pairs import Pair, ordered_pairs
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.reload import dispatched as dispatching
 from ckptfix.devices.reload import three_way as running
@@ -18,6 +17,7 @@ from ckptfix.devices.reload import verifying
 from ckptfix.devices.reload.outputs import hop, host_bytes
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import Pair, ordered_pairs
 from ckptfix.devices.transfers import safe_transfers, staged_pairs
 from tests.devices.reload_models import save_tied, save_transformer
 from tests.simulated.library import Kind

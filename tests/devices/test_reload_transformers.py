@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from tests.devices.test_reload import outcomes, text_of
 from tests.simulated.models import gpt2, qwen2, t5
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptfix.devices.pairs import device_count
 from ckptfix.devices.reload import dispatched as planning
 from ckptfix.devices.reload.device_maps import MOST, read_max_memory
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import device_count
 from ckptfix.errors import UsageError
 from tests.devices import reload_models as models
 from tests.devices.reload_models import Head, eights, save_model

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptfix.devices.pairs import ordered_pairs
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.reload import dispatched as dispatching
 from ckptfix.devices.reload import verifying
 from ckptfix.devices.reload.filling import size_of
 from ckptfix.devices.reload.reload_report import Outcome, ReloadReport, Subject
 from ckptfix.devices.reload.verifying import verify_reload
+from ckptfix.devices.torch_devices import ordered_pairs
 from tests.devices import reload_models as models
 from tests.devices.reload_models import Head, eights, save_model
 from tests.simulated.models import mixtral

@@ -17,9 +17,9 @@ from torch import nn
 from ckptfix.devices import staged_copies as staging
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.interception import Override
-from ckptfix.devices.pairs import device, device_count, device_type, ordered_pairs
 from ckptfix.devices.routing import TransferError, bypassed
 from ckptfix.devices.staged_copies import PIECE, Waiting, staged_copy, staged_to
+from ckptfix.devices.torch_devices import device, device_count, device_type, ordered_pairs
 from ckptfix.devices.transfers import acquire, counters, release, safe_transfers
 from tests.devices.one_device import RoundTrip
 from tests.simulated.simulator import running

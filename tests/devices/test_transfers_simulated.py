@@ -13,9 +13,8 @@ import torch
 from ckptfix.devices import interception as overriding
 from ckptfix.devices import probe, routing, transfers
 from ckptfix.devices import staged_copies as staging
-from ckptfix.devices.pairs import Count
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
-from ckptfix.devices.routing import TransferError, bypassed
+from ckptfix.devices.routing import Count, TransferError, bypassed
 from ckptfix.devices.staged_copies import Waiting
 from ckptfix.devices.transfers import (
     Mode,

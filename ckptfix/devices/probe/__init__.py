@@ -1,8 +1,7 @@
-"""Which copies between devices arrive: measured, for every ordered pair, in a process of its own.
+"""Probe of the P2P copies between devices: measured for every ordered pair, in a process of its own.
 
-``schedule`` says what is done and when, ``watching`` has a ``worker`` do it, ``trial`` makes one copy over one pair,
-``batch`` many small ones, ``large`` large ones, ``together`` those that need several pairs, ``host_path`` proves each
-device first, ``damage`` names what is wrong, ``record`` decides, ``summary`` says what was and was not exercised.
+``schedule`` decides what is done and when, ``measuring`` has a ``worker`` do it, ``trials`` makes the copies of the
+``cases``, and ``probe_report`` holds the verdicts, which ``cache`` keeps.
 
 >>> report = probe_peer_copies(budget=30.0)
 >>> report.pairs[0, 1].verdict
@@ -18,22 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptfix.devices.probe import cache
-from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict, seconds_since_boot
+from ckptfix.devices.probe.probe_report import ProbeReport, Verdict, seconds_since_boot
 
 if TYPE_CHECKING:
-    from ckptfix.devices.pairs import Pair
-    from ckptfix.devices.probe.cache import Machine
-
-__all__ = [
-    "BUDGET",
-    "PairReport",
-    "ProbeReport",
-    "Verdict",
-    "cached_report",
-    "probe_peer_copies",
-    "remember",
-    "unproven_pairs",
-]
+    from ckptfix.devices.torch_devices import Machine, Pair
 
 BUDGET = 30.0
 """Seconds of measuring that complete the full plan for three devices."""
@@ -64,7 +51,7 @@ def probe_peer_copies(
     With fewer than two devices nothing is exercised, and the report says so. It raises ValueError for a budget or seed
     out of range, and nothing else: whatever goes wrong makes pairs inconclusive.
     """
-    from ckptfix.devices.pairs import ordered_pairs
+    from ckptfix.devices.torch_devices import ordered_pairs
 
     return _measured(ordered_pairs(), budget=budget, seed=seed, in_process=in_process)
 
@@ -75,7 +62,7 @@ def cached_report() -> ProbeReport | None:
     That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch initialise the devices,
     whose identity it needs.
     """
-    from ckptfix.devices.probe.cache import this_machine
+    from ckptfix.devices.torch_devices import this_machine
 
     return _known(this_machine())
 
@@ -101,8 +88,7 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s, the oldest first,
     by one process at a time. A wrong copy among them counts; a look that is not finished takes nothing back.
     """
-    from ckptfix.devices.pairs import ordered_pairs
-    from ckptfix.devices.probe.cache import this_machine
+    from ckptfix.devices.torch_devices import ordered_pairs, this_machine
 
     pairs = frozenset(ordered_pairs())
     if not pairs:
@@ -187,9 +173,8 @@ def _measured(
         seed = secrets.randbits(31)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: from 0 to {2**63 - 1}")
-    from ckptfix.devices.pairs import device_count
-    from ckptfix.devices.probe.cache import machine_in_use
     from ckptfix.devices.probe.measuring import measure, nothing_to_measure
+    from ckptfix.devices.torch_devices import device_count, machine_in_use
 
     if not pairs:
         return nothing_to_measure(device_count(), seed)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from ckptfix.devices.pairs import Pair, device
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe import trials as host_path
 from ckptfix.devices.probe.cases import Case, Route, exact_size
-from ckptfix.devices.probe.payload import Memory, compared, free_memory, same
-from ckptfix.devices.probe.probe_report import Damage, Kind, classify
+from ckptfix.devices.probe.payload import Damage, Memory, classify, compared, free_memory, same
+from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.probe.task import Failure
 from ckptfix.devices.probe.trials import REMEMBERED, Evidence, judge
 from ckptfix.devices.routing import bypassed
+from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import CkptfixError
 from ckptfix.wording import human_size
 

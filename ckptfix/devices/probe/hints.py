@@ -19,7 +19,7 @@ from ckptfix.hardware import (
 )
 
 if TYPE_CHECKING:
-    from ckptfix.devices.pairs import Pair
+    from ckptfix.devices.torch_devices import Pair
 
 _PATIENCE = 5.0
 """Seconds for nvidia-smi: whoever waits for a probe does not wait long for hints."""

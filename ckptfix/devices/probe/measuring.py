@@ -14,14 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from ckptfix.devices.pairs import Pair
-from ckptfix.devices.probe.cache import Machine
 from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
 from ckptfix.devices.probe.hints import hints
 from ckptfix.devices.probe.probe_report import STRICTEST, PairReport, ProbeReport, Verdict, seconds_since_boot
 from ckptfix.devices.probe.schedule import Bench, Found, Schedule
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Outcome, Task
 from ckptfix.devices.probe.worker import InProcess, blinded
+from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 from ckptfix.wording import count_of
 

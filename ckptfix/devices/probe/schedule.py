@@ -8,11 +8,10 @@ from itertools import permutations
 from random import Random
 from typing import Protocol
 
-from ckptfix.devices.pairs import Pair
-from ckptfix.devices.probe.cache import Machine
 from ckptfix.devices.probe.cases import Plan, Section
 from ckptfix.devices.probe.probe_report import SAMPLED, Kind, PairReport, ProbeReport, Verdict
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 
 # What is known of each pair while a probe runs, and the verdict that follows from it.

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptfix.devices.pairs import Pair
-    from ckptfix.devices.probe.probe_report import Damage
+    from ckptfix.devices.probe.payload import Damage
+    from ckptfix.devices.torch_devices import Pair
 
 
 class Work(Enum):

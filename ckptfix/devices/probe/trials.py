@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckptfix.devices.pairs import Pair, device
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.cases import Case, Route, exact_size
-from ckptfix.devices.probe.payload import Memory, bits, compared, same
-from ckptfix.devices.probe.probe_report import Damage, Kind, classify
+from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same
+from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.probe.task import Failure
+from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import CkptfixError
 
 # Side streams on any accelerator.

@@ -14,17 +14,16 @@ from typing import Any, TextIO
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.devices.pairs import Pair, device, device_type
 from ckptfix.devices.probe import bulk as together
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe import trials as host_path
 from ckptfix.devices.probe.bulk import NoRoom, Row, next_batch, run_batch, run_large
-from ckptfix.devices.probe.cache import Machine, this_machine
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.devices.probe.payload import Memory
 from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
 from ckptfix.devices.probe.trials import PairTrials, side_streams_exist
 from ckptfix.devices.routing import bypassed
+from ckptfix.devices.torch_devices import Machine, Pair, device, device_type, this_machine
 
 # Does tasks in this process: in the probe's own worker, or in the caller's process when that was asked for.
 

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import load_offloaded_weight, offload_weight
 
 from ckptfix.devices.offloaded import EmptySlot, Slot, find_slots
-from ckptfix.devices.pairs import Pair, device
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,
@@ -29,6 +28,7 @@ from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatc
 from ckptfix.devices.reload.reload_report import Outcome, Proof, Subject
 from ckptfix.devices.reload.stored_weights import StoredTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
+from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import OperationError
 from ckptfix.wording import count_of, human_size, list_names
 

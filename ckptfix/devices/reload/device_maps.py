@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ckptfix.devices.pairs import device_count, device_type
 from ckptfix.devices.reload.reload_report import Machine
+from ckptfix.devices.torch_devices import device_count, device_type
 from ckptfix.errors import UsageError
 
 # Device maps: read from what the user gave, or made from the names and sizes in the files' headers.

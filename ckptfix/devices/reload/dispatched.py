@@ -13,7 +13,6 @@ from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_dev
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import find_tied_parameters, get_balanced_memory, retie_parameters, send_to_device
 
-from ckptfix.devices.pairs import device_count, device_type
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,
@@ -33,6 +32,7 @@ from ckptfix.devices.reload.outputs import ANYTHING, in_words, taken
 from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.devices.reload.user_model import SEED, Built, Inputs, fresh
+from ckptfix.devices.torch_devices import device_count, device_type
 from ckptfix.wording import count_of, list_names
 
 # One model, dispatched and taken back: onto a device map, onto one device from host memory, onto the disk.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ckptfix.devices.pairs import Pair, device
 from ckptfix.devices.reload.arrivals import (
     Hops,
     Loaded,
@@ -34,6 +33,7 @@ from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty
 from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
 from ckptfix.devices.reload.three_way import Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
+from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.wording import count_of, human_size, list_names
 
 _LOADED_FIRST = (

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from ckptfix.devices.pairs import Pair
+from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ckptfix.devices.interception import can_override
-from ckptfix.devices.pairs import Pair, device
 from ckptfix.devices.reload.device_maps import CPU, DISK, answers, has_room
 from ckptfix.devices.reload.dispatched import Outputs, Trial, on_one_device, run
 from ckptfix.devices.reload.filling import size_of
@@ -30,6 +29,7 @@ from ckptfix.devices.reload.outputs import (
 from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proof, Subject
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.routing import bypassed
+from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.devices.transfers import safe_transfers
 from ckptfix.wording import count_of
 

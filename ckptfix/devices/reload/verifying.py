@@ -8,7 +8,6 @@ from typing import Any
 
 from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
-from ckptfix.devices.pairs import Pair, ordered_pairs
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
@@ -21,6 +20,7 @@ from ckptfix.devices.reload.reload_report import Machine, Outcome, PairFacts, Pr
 from ckptfix.devices.reload.stored_weights import Weights, find_weights
 from ckptfix.devices.reload.three_way import Runs
 from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
+from ckptfix.devices.torch_devices import Pair, ordered_pairs
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names

@@ -13,7 +13,7 @@ from torch import nn
 from ckptfix.devices import interception as overriding
 from ckptfix.devices import transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
-from ckptfix.devices.pairs import device, device_count, device_type, ordered_pairs
+from ckptfix.devices.torch_devices import device, device_count, device_type, ordered_pairs
 from ckptfix.devices.transfers import Mode, safe_transfers, staged_pairs
 
 no_accelerator = pytest.mark.skipif(device_count() > 0, reason="this machine has an accelerator")
@@ -99,3 +99,24 @@ def test_importing_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs_torch"),
+    [("Verdict", False), ("ProbeReport", False), ("probe_peer_copies", False), ("safe_transfers", True)],
+)
+def test_public_names_import_torch_only_where_they_need_it(name: str, needs_torch: bool) -> None:
+    code = f"import sys; from ckptfix.devices import {name}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{needs_torch}\n"
+
+
+def test_public_names_are_the_objects_and_not_modules_of_that_name() -> None:
+    import ckptfix.devices
+
+    assert dir(ckptfix.devices) == sorted(ckptfix.devices.__all__)
+    for name in ckptfix.devices.__all__:
+        assert getattr(ckptfix.devices, name).__name__ == name
+    with pytest.raises(AttributeError):
+        ckptfix.devices.no_such_name  # noqa: B018
