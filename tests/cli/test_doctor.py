@@ -13,6 +13,7 @@ import pytest
 from ckptfix.cli import run
 from ckptfix.devices import environment_of_torch as environment
 from ckptfix.devices import probe
+from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.hardware import Machine
 from tests.repairs.builders import snapshot, write_safetensors
 
@@ -304,18 +305,18 @@ def test_the_command_itself_asks_a_real_torch_and_imports_none() -> None:
 def test_damage_that_is_remembered_from_before_is_said(
     say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(plan: str, verdict: probe.Verdict) -> None:
-        pair = probe.PairReport(pair=(0, 1), verdict=verdict, seed=1, plan=plan)
-        report = probe.ProbeReport(pairs={(0, 1): pair}, seed=1, identity={"boot": "b"})
+    def found(plan: str, verdict: Verdict) -> None:
+        pair = PairReport(pair=(0, 1), verdict=verdict, seed=1, plan=plan)
+        report = ProbeReport(pairs={(0, 1): pair}, seed=1, identity={"boot": "b"})
         monkeypatch.setattr(probe, "probe_peer_copies", lambda **_: report)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     say(2)
     said = "remembered from before, until the full plan finds it healthy: 0 -> 1 wrong"
     for plan, verdict, status in (
-        ("full", probe.Verdict.WRONG, 1),
-        ("quick", probe.Verdict.HEALTHY, 0),
-        ("full", probe.Verdict.HEALTHY, 0),
+        ("full", Verdict.WRONG, 1),
+        ("quick", Verdict.HEALTHY, 0),
+        ("full", Verdict.HEALTHY, 0),
     ):
         found(plan, verdict)
         assert run(["doctor", "--peer-copies"]) == status

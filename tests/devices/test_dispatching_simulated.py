@@ -18,6 +18,7 @@ from torch import nn
 
 from ckptfix.devices import probe, transfers
 from ckptfix.devices.dispatching import dispatch_model, load_checkpoint_and_dispatch, remove_safe_transfers
+from ckptfix.devices.probe.probe_report import Verdict
 from ckptfix.devices.transfers import acquire, counters, release, staged_pairs
 from ckptfix.errors import UsageError
 from tests.simulated.models import (
@@ -100,7 +101,7 @@ def test_auto_measures_for_itself(simulator: Simulator, broken: tuple[tuple[int,
     report = probe.cached_report()
     assert report is not None, "it is remembered"
     assert staged_pairs() == report.unproven >= set(broken)
-    assert report.with_verdict(probe.Verdict.WRONG) <= set(broken)
+    assert report.with_verdict(Verdict.WRONG) <= set(broken)
     simulator.clear_log()
     assert max_abs_diff(logits_of(model).detach(), baseline) == 0.0
     assert not simulator.log().keys() & staged_pairs()
