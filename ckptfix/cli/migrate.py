@@ -34,7 +34,7 @@ from ckptfix.diagnosis.policy import Keys
 )
 @click.option("--no-verify", is_flag=True, help="Do not read everything back.")
 @click.option(
-    "--overwrite", is_flag=True, help="Replace the checkpoint or file at DST once the new one is complete."
+    "--overwrite", is_flag=True, help="Replace a folder that migrate wrote, once the new one is complete."
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 def migrate_command(

@@ -11,7 +11,13 @@ from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.migrate_receipt import MigrateReceipt, receipt_of
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel, make_options, make_plan
-from ckptfix.conversion.placing import check_paths, ensure_apart, ensure_as_planned, removed_at
+from ckptfix.conversion.placing import (
+    check_paths,
+    ensure_apart,
+    ensure_unchanged,
+    files_replaced,
+    write_receipt,
+)
 from ckptfix.conversion.producing import Produced, one_at_a_time, outdated, produce, record, source_manifest
 from ckptfix.conversion.sources import (
     Recorded,
@@ -280,7 +286,7 @@ def migrate(
         plan = make_plan(source, path, output, options)
         warnings = (*passed_on(path, source.weights, options.keys), *unfit_optimizers(plan))
     ensure_apart(plan)
-    plan = replace(plan, removed=removed_at(plan))
+    plan = replace(plan, removed=files_replaced(output))
     beside = source_manifest(plan)
     manifest = (
         None if source.only is not None or plan.is_file else beside
@@ -306,7 +312,9 @@ def migrate(
         if manifest is not None:
             warnings += record(plan, manifest, new, staging.new, produced)
         watch.check(files_read(plan))
+        if not plan.is_file:
+            write_receipt(staging.new, plan)
         if options.overwrite:
-            ensure_as_planned(plan)
+            ensure_unchanged(plan)
         put_in_place(staging, overwrite=options.overwrite)
     return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)

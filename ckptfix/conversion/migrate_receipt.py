@@ -28,7 +28,7 @@ class MigrateReceipt(Printable, Serialized):
     ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
     ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what is wrong with
     the source and so with its copy, and what was lost in converting, in words. ``removed``: files that were at the
-    output and are not any more, relative to it, "." for the output itself. ``bytes_to_write``: the size of all of it.
+    output and are not any more, relative to it. ``bytes_to_write``: the size of all of it.
     ``verified``: every tensor was read back and its digest compared.
     """
 
@@ -73,8 +73,7 @@ class MigrateReceipt(Printable, Serialized):
         if self.rewritten:
             yield line(f"  with the new dtype: {_files(self.rewritten)}")
         if self.removed:
-            what = self.output if self.removed == (".",) else _files(self.removed)
-            yield line(f"  to be replaced in {self.output}: {what}", colour="yellow")
+            yield line(f"  to be replaced in {self.output}: {_files(self.removed)}", colour="yellow")
         left_out = [f"  left out: {one.what}: {one.reason}" for one in self.left_out]
         yield from few(left_out, "that are left out", colour="yellow")
 

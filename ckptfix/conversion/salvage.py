@@ -56,7 +56,7 @@ def sort_out(target: Target, *, keep_damaged: bool, progress: Progress | None) -
         missing = (name for name in sealed.missing() if name not in known)
         found.lost += (Lost(name, None, "the manifest lists it, and it is not there") for name in missing)
         if (folder.root / JOURNAL).is_dir():
-            found.left_out.append(f"{JOURNAL}, whose manifest and journal do not refer to the new folder")
+            found.leave_journal(PurePosixPath())
     if sealed.problem:
         found.not_checked.append(f"digests, as the manifest cannot be used: {sealed.problem}")
     if sealed.unequal and not sealed.equal:
@@ -131,7 +131,7 @@ class _Folders:
             here = PurePosixPath(os.path.relpath(root, self._root))
             if JOURNAL in folders:
                 folders.remove(JOURNAL)
-                self.found.left_out.append(f"{here / JOURNAL}, which does not refer to the new folder")
+                self.found.leave_journal(here)
             folders[:] = sorted(name for name in folders if not self._is_link(here / name))
             scanned = scan_folder(Path(root))
             before = len(self.found.lost)
@@ -217,7 +217,7 @@ class _Folders:
         names = sorted(name for name in os.listdir(self._root / where) if not belongs(name))
         for name in names:
             if name == JOURNAL:
-                self.found.left_out.append(f"{where / name}, which does not refer to the new folder")
+                self.found.leave_journal(where)
             elif os.path.isdir(self._root / where / name):
                 yield from (path for path in self._below(where / name) if self._is_file(path))
             elif self._is_file(where / name):

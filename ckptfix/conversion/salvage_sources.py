@@ -16,6 +16,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.paths import JOURNAL, RECEIPT
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, hash_all
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
@@ -119,6 +120,12 @@ class Sorted:
         """Take a file over as it is."""
         self.copied.append(path)
         self.components += 1
+
+    def leave_journal(self, where: PurePosixPath) -> None:
+        """Note that what ckptfix keeps in a folder stays behind; the receipt of a migration is not worth a word."""
+        if set(os.listdir(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
+            what = "whose manifest and journal do not refer" if not where.parts else "which does not refer"
+            self.left_out.append(f"{where / JOURNAL}, {what} to the new folder")
 
 
 # What the manifest of the source says: which files and tensors are still those that were sealed.

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import FileName, parse_file_name
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
-from ckptfix.storage.paths import JOURNAL, list_folder
+from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
 # What the files of a migrated checkpoint are called: as accelerate 1.15 and ``from_pretrained`` look for
@@ -229,7 +229,7 @@ def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Besi
         files = _journal_files(source.root, journal)
         if files is not None and journal.parent not in changed and taken(journal) is None:
             carried += files
-        else:
+        elif files != [journal.parent / RECEIPT]:
             why = "it lists the files of its folder, which are not copied as they are"
             left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]

@@ -11,7 +11,7 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.atomic import sync_folder, sync_tree
-from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
 from ckptfix.storage.recipes import Range, Recipe, build
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import human_size
@@ -49,8 +49,7 @@ def check_output(target: Target, output: Path) -> None:
     """Raise UsageError when a copy of ``target`` cannot be made at ``output``."""
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; name a folder that does not")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(f"{output.absolute().parent} is not a folder")
+    ensure_folder(output.absolute().parent)
     if output.resolve().is_relative_to(target.root.resolve()) and target.only is None:
         raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 

@@ -26,6 +26,8 @@ JOURNAL = ".ckptfix"
 MANIFEST = f"{JOURNAL}/manifest.json"
 """Where the manifest of a checkpoint is (``checkpoint.manifest``), relative to it."""
 
+RECEIPT = f"{JOURNAL}/migrated.json"
+"""Where a folder that ``migrate`` wrote says so (``conversion.placing``), relative to it."""
 
 _KINDS = {
     stat.S_IFCHR: "a character device",
@@ -58,6 +60,18 @@ def existing(path: str | os.PathLike[str]) -> Path:
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise UsageError(f"{given} is {kind}: expected a folder or a regular file")
     return given
+
+
+def ensure_folder(path: Path) -> None:
+    """Raise UsageError unless a path is a folder or leads to one; a link that leads to itself is named."""
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(cause(path, error)) from None
+        is_folder = False
+    if not is_folder:
+        raise UsageError(f"{path} is not a folder")
 
 
 def check_path(path: PurePosixPath) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ckptfix.storage.paths import RECEIPT
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import Weights, tensor_digest
@@ -95,5 +96,6 @@ def write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def names_below(folder: Path) -> set[str]:
-    """Return every file below a folder, relative."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    """Return every file below a folder, relative, but for the receipt of a migration."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    return {name for name in found if not name.endswith(RECEIPT)}

@@ -17,6 +17,7 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.verification.diff import diff
 from ckptfix.verification.seal import seal
 from ckptfix.verification.verify import verify
+from tests.conversion.making import names_below
 
 WEIGHTS = {"layer.weight": torch.arange(12.0).reshape(3, 4), "layer.bias": torch.ones(3)}
 STATES = (
@@ -96,13 +97,13 @@ def test_weights_keep_the_name_that_their_library_looks_for(
     others = {path.name for path in folder.iterdir()} - {name}
     new = tmp_path / "new"
     migrate(folder, new, to="bin" if expected.endswith(".bin") else "safetensors")
-    assert {path.name for path in new.iterdir()} == {expected, *others}
+    assert names_below(new) == {expected, *others}
     report = diff(folder, new)
     assert report.status == 0
     assert not [words for words in report.not_compared if "positions of models" in words]
     if name.endswith((".safetensors", ".bin")):
         migrate(new, tmp_path / "back", to="safetensors" if expected.endswith(".bin") else "bin")
-        assert {path.name for path in (tmp_path / "back").iterdir()} == {name, *others}
+        assert names_below(tmp_path / "back") == {name, *others}
 
 
 @pytest.mark.parametrize("to", ["safetensors", "bin"])
@@ -147,7 +148,7 @@ def test_shards_of_a_variant_stay_shards_of_that_variant(
     suffix = {"safetensors": ".safetensors", "bin": ".bin"}[to]
     new_index = f"{base}{suffix}.index.{variant}.json" if variant else f"{base}{suffix}.index.json"
     shards = {f"{stem[to]}-0000{number}-of-00002{suffix}" for number in (1, 2)}
-    assert {path.name for path in new.iterdir()} == {*shards, new_index, *others}
+    assert names_below(new) == {*shards, new_index, *others}
     assert set(json.loads((new / new_index).read_text())["weight_map"].values()) == shards
     assert diff(folder, new).status == 0
 
@@ -171,7 +172,7 @@ def test_an_adapter_stays_one_file(folder: Path, tmp_path: Path) -> None:
 def test_a_lone_adapter_keeps_its_name_in_a_new_folder(tmp_path: Path) -> None:
     write(tmp_path / "adapter_model.safetensors")
     migrate(tmp_path / "adapter_model.safetensors", tmp_path / "new", to="bin")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["adapter_model.bin"]
+    assert names_below(tmp_path / "new") == {"adapter_model.bin"}
 
 
 def test_of_one_adapter_in_two_formats_the_one_is_read_that_is_loaded(folder: Path, tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_weights_of_another_model_beside_are_carried(tmp_path: Path) -> None:
     )
     migrate(source, tmp_path / "new", to="bin")
     names = {path.name for path in source.iterdir()} - {"model.safetensors"}
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"pytorch_model.bin", *names}
+    assert names_below(tmp_path / "new") == {"pytorch_model.bin", *names}
 
 
 def test_an_adapter_gets_its_name_back_from_a_dcp_folder(folder: Path, tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_an_adapter_gets_its_name_back_from_a_dcp_folder(folder: Path, tmp_path:
     (folder / "adapter_config.json").write_text("{}")
     migrate(folder, tmp_path / "dcp", to="dcp")
     migrate(tmp_path / "dcp", tmp_path / "back", to="safetensors")
-    back = {path.name for path in (tmp_path / "back").iterdir()}
+    back = names_below(tmp_path / "back")
     assert back == {path.name for path in folder.iterdir()}
 
 

@@ -81,9 +81,8 @@ def test_a_manifest_that_becomes_false_is_named_with_what_makes_it_true(source: 
     assert verify(source).status == 1
     assert seal(source).written
     assert verify(source).status == 0
-    (words,) = migrate(
-        source / "epoch_1" / "model.safetensors", source / "x.bin", to="bin", overwrite=True
-    ).warnings
+    os.unlink(source / "x.bin")
+    (words,) = migrate(source / "epoch_1" / "model.safetensors", source / "x.bin", to="bin").warnings
     assert (
         f"says otherwise of what is written to x.bin; next, to make it true: ckptfix seal --force {source}"
         in words

@@ -1,13 +1,17 @@
-"""Where a new checkpoint may go, and what it may take the place of."""
+"""Where a new checkpoint may go, and which old one it may replace: a folder that migrate wrote, as it left it."""
 
 import json
 import os
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptfix import ChangedError, OperationError, UsageError, migrate
+from ckptfix import ChangedError, OperationError, UsageError, migrate, repair, salvage, seal, undo
+from ckptfix.storage.paths import RECEIPT
 from tests.conversion.making import digests_at, names_below, write_safetensors
 
 
@@ -20,147 +24,253 @@ def lone(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def models(lone: Path) -> Path:
-    """A folder of the user's, in which weights lie too."""
-    folder = lone.parent / "models"
-    folder.mkdir()
-    write_safetensors(folder / "other.safetensors", {"z": torch.zeros(2)})
-    (folder / "src").mkdir()
-    (folder / "src" / "train.py").write_text("code")
-    (folder / "data.csv").write_text("1")
-    return folder
+def old(lone: Path) -> Path:
+    """A folder that an earlier migration wrote."""
+    earlier = lone.parent.parent / "earlier"
+    earlier.mkdir()
+    write_safetensors(earlier / "model.safetensors", {"z": torch.zeros(2)})
+    (earlier / "sub").mkdir()
+    (earlier / "sub" / "notes.txt").write_text("mine")
+    (earlier / "empty").mkdir()
+    migrate(earlier, lone.parent / "b", to="bin")
+    return lone.parent / "b"
 
 
-def test_a_folder_of_the_user_is_never_replaced(lone: Path, models: Path) -> None:
-    before = names_below(models)
-    with pytest.raises(
-        UsageError, match=r"exists; it is a folder; name a new place in it: .*models/a\.safeten"
-    ) as one:
-        migrate(lone, models, to="safetensors")
-    assert "--overwrite" not in str(one.value)
-    with pytest.raises(UsageError, match=r"would be lost: 'data\.csv', 'other\.safetensors', 'src/'"):
-        migrate(lone, models, to="safetensors", overwrite=True)
-    assert names_below(models) == before
-    (lone.parent / "folder").mkdir()
-    write_safetensors(lone.parent / "folder" / "model.safetensors", {"z": torch.zeros(2)})
-    with pytest.raises(UsageError, match="it holds more than a checkpoint; name a place where nothing is"):
-        migrate(lone.parent / "folder", models, to="bin")
-    assert names_below(models) == before
-
-
-def test_what_goes_away_is_in_the_plan(lone: Path) -> None:
-    target = lone.parent / "b"
-    target.mkdir()
-    write_safetensors(target / "model_1.safetensors", {"z": torch.zeros(2)})
-    (target / "config.json").write_text("{}")
-    (target / "pytorch_model_fsdp_0").mkdir()
-    (target / "pytorch_model_fsdp_0" / ".metadata.tmp").write_text("")
-    planned = migrate(lone, target, to="safetensors", overwrite=True, dry_run=True)
-    assert planned.removed == ("config.json", "model_1.safetensors", "pytorch_model_fsdp_0/.metadata.tmp")
+def test_what_migrate_wrote_is_replaced_and_listed(lone: Path, old: Path) -> None:
+    with pytest.raises(UsageError, match=r"b exists; .*, or replace it with --overwrite$"):
+        migrate(lone, old, to="safetensors")
+    planned = migrate(lone, old, to="safetensors", overwrite=True, dry_run=True)
+    assert planned.removed == ("pytorch_model.bin", "sub/notes.txt")
     assert planned.as_json()["removed"] == list(planned.removed)
-    assert migrate(lone, target, to="safetensors", overwrite=True).removed == planned.removed
-    assert names_below(target) == {"model.safetensors"}
-    write_safetensors(lone.parent / "c.safetensors", {"z": torch.zeros(2)})
-    assert migrate(lone, lone.parent / "c.safetensors", to="safetensors", overwrite=True).removed == (".",)
+    assert migrate(lone, old, to="safetensors", overwrite=True).removed == planned.removed
+    assert names_below(old) == {"model.safetensors"}
+    assert digests_at(old) == digests_at(lone)
+    assert migrate(lone, old, to="dcp", overwrite=True).removed == ("model.safetensors",)
+    assert sorted(os.listdir(lone.parent)) == ["a.bin", "b"]
 
 
-def test_what_comes_into_a_folder_that_is_replaced_stays(lone: Path) -> None:
+def test_a_copy_that_keeps_times_and_a_sealed_one_are_replaced(lone: Path, old: Path) -> None:
+    shutil.copytree(old, lone.parent / "c")
+    assert seal(lone.parent / "c").written
+    removed = migrate(lone, lone.parent / "c", to="safetensors", overwrite=True).removed
+    assert removed == (".ckptfix/manifest.json", "pytorch_model.bin", "sub/notes.txt")
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(b"M" * path.stat().st_size)
+
+
+def replace_by_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+CHANGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda b: (b / "train.py").write_text("code"), "'train.py'"),
+    (lambda b: (b / "sub" / "more.txt").write_text("more"), "'sub/more.txt'"),
+    (lambda b: rewrite(b / "sub" / "notes.txt"), "'sub/notes.txt'"),
+    (lambda b: rewrite(b / "pytorch_model.bin"), "'pytorch_model.bin'"),
+    (lambda b: os.truncate(b / "pytorch_model.bin", 10), "'pytorch_model.bin'"),
+    (lambda b: os.utime(b / "pytorch_model.bin", ns=(1, 1)), "'pytorch_model.bin'"),
+    (lambda b: replace_by_link(b / "pytorch_model.bin"), "'pytorch_model.bin'"),
+    (lambda b: (b / "data").symlink_to(b / "sub"), "'data'"),
+    (lambda b: (b / "gone").symlink_to("nowhere"), "'gone'"),
+    (lambda b: os.mkfifo(b / "pipe"), "'pipe'"),
+    (lambda b: (b / ".ckptfix" / "mine.txt").write_text("mine"), "'.ckptfix/mine.txt'"),
+    (lambda b: (b / ".ckptfix" / "lock").symlink_to("nowhere"), "'.ckptfix/lock'"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), CHANGES, ids=[str(n) for n in range(len(CHANGES))])
+def test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced(
+    lone: Path, old: Path, change: Callable[[Path], object], named: str
+) -> None:
+    change(old)
+    before = names_below(old)
+    with pytest.raises(UsageError) as error:
+        migrate(lone, old, to="safetensors", overwrite=True)
+    assert f"came or changed since ckptfix migrate wrote it: {named}; --overwrite replaces only" in str(
+        error.value
+    )
+    assert str(error.value).endswith(f"remove it yourself: rm -r {old}")
+    with pytest.raises(
+        UsageError, match=r"exists; it is a folder; name a new place in it: .*b/a\.safetensors$"
+    ):
+        migrate(lone, old, to="safetensors")
+    assert names_below(old) == before
+
+
+@pytest.mark.parametrize(
+    "receipt", [None, "", "[]", "{}", '{"version": 2, "files": {}}', '{"version": 1, "files": 3}', "link"]
+)
+def test_a_checkpoint_that_migrate_did_not_write_is_never_replaced(lone: Path, receipt: str | None) -> None:
     target = lone.parent / "b"
-    migrate(lone, target, to="safetensors")
-
-    def write(count: int) -> None:
-        (target / "train.py").write_text("code")
-
-    with pytest.raises(ChangedError, match="changed meanwhile"):
-        migrate(lone, target, to="safetensors", overwrite=True, progress=write)
-    assert names_below(target) == {"model.safetensors", "train.py"}
-
-
-def test_a_file_of_the_user_that_comes_along_again_is_not_lost(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    write_safetensors(tmp_path / "a" / "model.safetensors", {"z": torch.zeros(2)})
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    migrate(tmp_path / "a", tmp_path / "b", to="bin")
-    migrate(tmp_path / "a", tmp_path / "b", to="safetensors", overwrite=True)
-    assert names_below(tmp_path / "b") == {"model.safetensors", "notes.txt"}
+    (target / ".ckptfix").mkdir(parents=True)
+    write_safetensors(target / "model.safetensors", {"z": torch.zeros(2)})
+    if receipt == "link":
+        (lone.parent / "r.json").write_text('{"version": 1, "files": {}}')
+        (target / RECEIPT).symlink_to(lone.parent / "r.json")
+    elif receipt is not None:
+        (target / RECEIPT).write_text(receipt)
+    for overwrite, words in (
+        (True, "ckptfix migrate did not write it; .*: rm -r"),
+        (False, "exists; .*safetensors$"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            migrate(lone, target, to="safetensors", overwrite=overwrite)
+    assert names_below(target) == {"model.safetensors"}
 
 
-def test_an_empty_folder_is_taken(lone: Path) -> None:
+def test_what_was_repaired_or_salvaged_is_never_replaced(lone: Path) -> None:
+    source = lone.parent / "s"
+    source.mkdir()
+    write_safetensors(source / "model.safetensors", {"w": torch.ones(3)})
+    write_safetensors(source / "model_1.safetensors", {"module.w": torch.ones(3)})
+    target = lone.parent / "b"
+    migrate(source, target, to="safetensors")
+    assert repair(target).status == 0
+    with pytest.raises(UsageError, match=r"came or changed since .*0001\.done"):
+        migrate(lone, target, to="bin", overwrite=True)
+    undo(target)
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-4])
+    salvage(source, lone.parent / "c")
+    with pytest.raises(UsageError, match="ckptfix migrate did not write it"):
+        migrate(lone, lone.parent / "c", to="bin", overwrite=True)
+
+
+def test_a_receipt_below_is_copied_with_its_folder_and_stays_true(lone: Path, old: Path) -> None:
+    source = lone.parent / "s"
+    (source / "sub").mkdir(parents=True)
+    write_safetensors(source / "model.safetensors", {"z": torch.zeros(2)})
+    shutil.copytree(old / "sub", source / "sub" / "x")
+    migrate(source, lone.parent / "c", to="bin")
+    shutil.copytree(lone.parent / "c", source / "kept")
+    assert not [
+        one for one in migrate(source, lone.parent / "d", to="dcp").left_out if ".ckptfix" in one.what
+    ]
+
+
+@pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing", "pipe"])
+def test_what_is_not_a_folder_is_never_replaced(lone: Path, old: Path, kind: str) -> None:
+    target = lone.parent / "t.safetensors"
+    if kind == "file":
+        write_safetensors(target, {"z": torch.zeros(2)})
+    elif kind == "pipe":
+        os.mkfifo(target)
+    else:
+        target.symlink_to("b" if kind == "link to a folder" else "nowhere")
+    before = os.lstat(target)
+    with pytest.raises(UsageError, match=r"t\.safetensors exists; .*") as error:
+        migrate(lone, target, to="safetensors")
+    assert "--overwrite" not in str(error.value)
+    what = "a symbolic link" if kind.startswith("link") else "not a folder"
+    with pytest.raises(UsageError, match=rf"is {what}; .*; name another place, or remove it yourself: rm /"):
+        migrate(lone, target, to="safetensors", overwrite=True)
+    assert os.lstat(target) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_folder_is_taken(lone: Path, overwrite: bool) -> None:
     target = lone.parent / "b"
     target.mkdir()
-    migrate(lone, target, to="safetensors")
+    assert migrate(lone, target, to="safetensors", overwrite=overwrite).removed == ()
     assert names_below(target) == {"model.safetensors"}
     (lone.parent / "c.safetensors").mkdir()
     with pytest.raises(UsageError, match="is a folder, and a file would take its place"):
-        migrate(lone, lone.parent / "c.safetensors", to="safetensors")
+        migrate(lone, lone.parent / "c.safetensors", to="safetensors", overwrite=overwrite)
     (lone.parent / "d").symlink_to(lone.parent / "c.safetensors")
-    with pytest.raises(UsageError, match="exists"):
-        migrate(lone, lone.parent / "d", to="safetensors")
+    with pytest.raises(UsageError, match=r"exists|is a symbolic link"):
+        migrate(lone, lone.parent / "d", to="safetensors", overwrite=overwrite)
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "b", "c.safetensors", "d"]
 
 
+def test_a_folder_that_migrate_wrote_is_not_replaced_by_a_file(lone: Path, old: Path) -> None:
+    old.rename(lone.parent / "b.bin")
+    with pytest.raises(UsageError, match="is a folder, and a file would take its place"):
+        migrate(lone, lone.parent / "b.bin", to="bin", overwrite=True)
+    assert "pytorch_model.bin" in names_below(lone.parent / "b.bin")
+
+
 def test_the_root_of_the_disk_is_refused_without_walking_it(
-    lone: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    lone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
-    real = os.scandir
-
-    def scandir(path: str) -> object:
-        seen.append(str(path))
-        return real(path)
-
-    (models.parent / "a").mkdir()
-    write_safetensors(models.parent / "a" / "model.safetensors", {"z": torch.zeros(2)})
-    monkeypatch.setattr("ckptfix.conversion.placing.os.scandir", scandir)
-    monkeypatch.setattr("ckptfix.conversion.placing.os.walk", None)
-    for place in (Path("/"), models):
-        with pytest.raises(UsageError, match="exists; it holds more than a checkpoint; name a place"):
-            migrate(models.parent / "a", place, to="bin")
-    assert seen == ["/", str(models)]
-
-
-@pytest.mark.parametrize("kind", ["a shard", "through a link", "the folder"])
-def test_what_is_read_through_a_link_is_not_replaced(tmp_path: Path, kind: str) -> None:
-    source, real = tmp_path / "src", tmp_path / "real"
+    source = lone.parent / "s"
     source.mkdir()
-    real.mkdir()
-    if kind != "the folder":
-        write_safetensors(tmp_path / "a.safetensors", {"a": torch.ones(300), "b": torch.ones(300)})
-        migrate(tmp_path / "a.safetensors", real, to="safetensors", max_shard_size=1300)
-        place = real / "model-00002-of-00002.safetensors"
-        for path in real.iterdir():
-            (source / path.name).symlink_to(path)
-        given = (real if kind == "a shard" else source) / "model.safetensors.index.json"
+    write_safetensors(source / "model.safetensors", {"z": torch.zeros(2)})
+    monkeypatch.setattr("ckptfix.conversion.placing.os.walk", None)
+    with pytest.raises(UsageError, match="lies inside /; name another place"):
+        migrate(source, "/", to="bin", overwrite=True)
+
+
+def test_a_folder_in_use_is_not_replaced(lone: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(old / "sub")
+    with pytest.raises(UsageError, match="a folder in use"):
+        migrate(lone, old, to="bin", overwrite=True)
+
+
+@pytest.mark.parametrize("change", ["comes", "goes", "changes"])
+def test_what_happens_meanwhile_in_a_folder_that_is_replaced_is_seen(
+    lone: Path, old: Path, change: str
+) -> None:
+    def write(count: int) -> None:
+        if change == "goes":
+            (old / "sub" / "notes.txt").unlink(missing_ok=True)
+        else:
+            (old / ("train.py" if change == "comes" else "sub/notes.txt")).write_text("code")
+
+    with pytest.raises(ChangedError, match="changed meanwhile; nothing was written there"):
+        migrate(lone, old, to="safetensors", overwrite=True, progress=write)
+    assert "pytorch_model.bin" in names_below(old)
+    assert sorted(os.listdir(lone.parent)) == ["a.bin", "b"]
+
+
+def test_a_pipe_that_takes_the_place_meanwhile_stays(lone: Path, old: Path) -> None:
+    def swap(count: int) -> None:
+        if old.is_dir():
+            shutil.rmtree(old)
+            os.mkfifo(old)
+
+    with pytest.raises(ChangedError, match="changed meanwhile"):
+        migrate(lone, old, to="safetensors", overwrite=True, progress=swap)
+    assert old.is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["a shard", "a file", "a folder", "through other places", "an index"])
+def test_what_the_source_reads_there_is_not_replaced(lone: Path, kind: str) -> None:
+    source, real = lone.parent / "src", lone.parent / "b"
+    source.mkdir()
+    write_safetensors(lone.parent / "m.safetensors", {"a": torch.ones(300), "b": torch.ones(300)})
+    migrate(lone.parent / "m.safetensors", real, to="safetensors", max_shard_size=1300)
+    if kind == "a folder":
+        write_safetensors(source / "model.safetensors", {"a": torch.ones(3)})
+        (source / "data").symlink_to(real)
     else:
-        write_safetensors(real / "model.safetensors", {"a": torch.ones(3)})
-        (source / "model.safetensors").symlink_to("../real/model.safetensors")
-        given, place = source, real
-    before = {path: path.read_bytes() for path in real.iterdir()}
-    to = "bin" if place == real else "safetensors"
-    with pytest.raises(UsageError, match="is to be migrated; name another place"):
-        migrate(given, place, to=to, dtype="bf16", overwrite=True)
-    assert {path: path.read_bytes() for path in real.iterdir()} == before
+        (lone.parent / "hop").symlink_to("b/../b")
+        for name in names_below(real):
+            (source / name).symlink_to(
+                lone.parent / ("hop" if kind == "through other places" else "b") / name
+            )
+        if kind == "a file":
+            for name in names_below(real) - {"model-00001-of-00002.safetensors"}:
+                (source / name).unlink()
+                shutil.copy(real / name, source / name)
+    before = {name: (real / name).read_bytes() for name in names_below(real)}
+    given = (real if kind == "an index" else source) / "model.safetensors.index.json"
+    with pytest.raises(
+        UsageError, match=r"is to be migrated, leads into it; name another|lies inside .*; name"
+    ):
+        migrate(given if kind in ("a shard", "an index") else source, real, to="bin", overwrite=True)
+    assert {name: (real / name).read_bytes() for name in names_below(real)} == before
 
 
-def test_what_is_carried_or_left_out_through_a_link_is_not_replaced(tmp_path: Path) -> None:
-    source, real = tmp_path / "src", tmp_path / "real"
-    for folder in (source, real):
-        folder.mkdir()
-        write_safetensors(folder / "model.safetensors", {"a": torch.ones(3)})
-    for name in ("config.json", "pytorch_model.bin"):
-        (real / name).write_text("{}")
-        (source / name).symlink_to(real / name)
-        if name != "config.json":
-            (source / name).unlink()
-            torch.save({"b": torch.ones(3)}, real / name)
-            (source / name).symlink_to(real / name)
-            (source / "config.json").unlink()
-        before = names_below(real)
-        with pytest.raises(
-            UsageError, match=f"would be replaced, and .*real/{name}, which .*src/{name} leads to"
-        ):
-            migrate(source, real, to="safetensors", overwrite=True)
-        assert names_below(real) == before
+@pytest.mark.parametrize("end", ["", "/b"])
+def test_the_source_by_another_name_is_not_replaced(lone: Path, old: Path, end: str) -> None:
+    (lone.parent / "link").symlink_to("b" if not end else ".")
+    before = names_below(old)
+    for path, output in ((lone.parent / f"link{end}", old), (old, lone.parent / f"link{end}")):
+        with pytest.raises(UsageError, match="is what is to be migrated"):
+            migrate(path, output, to="safetensors", overwrite=True)
+    assert names_below(old) == before
 
 
 def test_nothing_is_written_into_a_folder_that_is_carried_through_a_link(tmp_path: Path) -> None:
@@ -177,6 +287,35 @@ def test_nothing_is_written_into_a_folder_that_is_carried_through_a_link(tmp_pat
     (source / "one.txt").symlink_to(data / "notes.txt")  # of a file alone its folder is not the source's
     migrate(source, data / "new", to="bin")
     assert names_below(data / "new") == {"pytorch_model.bin", "one.txt"}
+
+
+@pytest.mark.parametrize("named", ["../b", "absolute", "../hop", "from the working directory"])
+def test_the_model_that_an_adapter_needs_is_never_replaced(
+    old: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = old.parent / "src"
+    source.mkdir()
+    write_safetensors(source / "adapter_model.safetensors", {"l.lora_A.weight": torch.ones(2, 2)})
+    (old.parent / "hop").symlink_to("b")
+    if named == "from the working directory":
+        monkeypatch.chdir(old.parent)
+    name = {"absolute": str(old), "from the working directory": "b"}.get(named, named)
+    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    with pytest.raises(
+        UsageError, match=r"adapter_config\.json in .*src names it as the model that the adapter"
+    ):
+        migrate(source, old, to="bin", overwrite=True)
+    assert "pytorch_model.bin" in names_below(old)
+    for other in ("bigscience/bloom", "\0", "\ud800", "x" * 5000, 7, ""):
+        (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": other}))
+        assert migrate(source, old, to="bin", overwrite=True, dry_run=True).removed
+
+
+@pytest.mark.parametrize("write", [partial(migrate, to="safetensors"), salvage])
+def test_a_link_that_leads_to_itself_is_named(lone: Path, write: Callable[..., object]) -> None:
+    (lone.parent / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match=r"work/loop is a symbolic link that leads to itself; next: ls -l "):
+        write(lone, lone.parent / "loop" / "b")
 
 
 @pytest.mark.parametrize(("link", "real"), [("checkpoints", "store"), ("ck", "disk/checkpoints")])
@@ -217,123 +356,3 @@ def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is
     monkeypatch.undo()
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "checkpoints"]
     assert os.listdir(checkpoints) == []
-
-
-CHAINS = [
-    "a file",
-    "the source",
-    "a lone file",
-    "a link at the output",
-    "a link at the output, of the source",
-]
-
-
-@pytest.mark.parametrize("kind", CHAINS)
-def test_no_link_on_the_way_to_what_is_read_is_replaced(tmp_path: Path, kind: str) -> None:
-    source, target, real = tmp_path / "src", tmp_path / "dst", tmp_path / "real"
-    real.mkdir()
-    write_safetensors(real / "model.safetensors", {"a": torch.ones(3)})
-    if kind == "a file":
-        source.mkdir()
-        target.mkdir()
-        (target / "model.safetensors").symlink_to("../real/model.safetensors")
-        (source / "model.safetensors").symlink_to("../dst/model.safetensors")
-    elif kind == "the source":
-        target.mkdir()
-        write_safetensors(target / "model.safetensors", {"a": torch.zeros(3)})
-        (target / "pytorch_model.bin").symlink_to("../real")
-        source.symlink_to("dst/pytorch_model.bin")
-    elif kind == "a lone file":
-        target = tmp_path / "dst.safetensors"
-        target.symlink_to("real/model.safetensors")
-        source = tmp_path / "in.safetensors"
-        source.symlink_to("dst.safetensors")
-    else:
-        target.symlink_to("real")
-        if kind == "a link at the output":
-            source.mkdir()
-            (source / "model.safetensors").symlink_to("../dst/model.safetensors")
-        else:
-            source.symlink_to("dst")
-    before = digests_at(source)
-    with pytest.raises(UsageError, match=r"which .* leads to, is to be migrated|is what is to be migrated"):
-        migrate(
-            source, target, to="safetensors" if kind == "a lone file" else "bin", dtype="bf16", overwrite=True
-        )
-    assert digests_at(source) == before
-    assert target.is_symlink() == (kind not in ("a file", "the source"))
-
-
-def test_links_that_lead_through_other_places_are_followed(tmp_path: Path) -> None:
-    source, target, blobs = tmp_path / "src", tmp_path / "dst", tmp_path / "blobs"
-    for folder in (source, target, blobs):
-        folder.mkdir()
-    write_safetensors(blobs / "1", {"a": torch.ones(3)})
-    write_safetensors(target / "model.safetensors", {"a": torch.zeros(3)})
-    (tmp_path / "hop").symlink_to("blobs/../blobs")
-    (source / "model.safetensors").symlink_to("../hop/1")
-    migrate(source, target, to="bin", overwrite=True)
-    assert digests_at(target) == digests_at(source)
-
-
-@pytest.mark.parametrize("named", ["../dst", "absolute", "../hop", "from the working directory"])
-def test_the_model_that_an_adapter_needs_is_never_replaced(
-    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = tmp_path / "src", tmp_path / "dst"
-    source.mkdir()
-    target.mkdir()
-    write_safetensors(source / "adapter_model.safetensors", {"l.lora_A.weight": torch.ones(2, 2)})
-    write_safetensors(target / "adapter_model.safetensors", {"l.lora_A.weight": torch.ones(2, 2)})
-    (tmp_path / "hop").symlink_to("dst")
-    if named == "from the working directory":
-        monkeypatch.chdir(tmp_path)
-    name = {"absolute": str(target), "from the working directory": "dst"}.get(named, named)
-    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
-    with pytest.raises(
-        UsageError, match=r"adapter_config\.json in .*src names it as the model that the adapter"
-    ):
-        migrate(source, target, to="bin", overwrite=True)
-    assert names_below(target) == {"adapter_model.safetensors"}
-    for other in ("bigscience/bloom", "\0", "\ud800", "x" * 5000, 7, ""):
-        (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": other}))
-        assert migrate(source, target, to="bin", overwrite=True, dry_run=True).removed
-
-
-@pytest.mark.parametrize(
-    "content", [b"my thesis" * 10, b"", b'{"text": 1}', b"\x80\x02}q\x00.", b"PK\x03\x04"], ids=len
-)
-@pytest.mark.parametrize("is_link", [False, True])
-def test_a_lone_file_without_tensors_is_never_replaced(lone: Path, content: bytes, is_link: bool) -> None:
-    target = lone.parent / "thesis.bin"
-    (lone.parent / "text").write_bytes(content)
-    if is_link:
-        target.symlink_to("text")
-    else:
-        target.write_bytes(content)
-    for overwrite, words in (
-        (False, "name a place where nothing is$"),
-        (True, "is not a bin file that holds tens"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            migrate(lone, target, to="bin", overwrite=overwrite)
-    assert target.read_bytes() == content
-    assert target.is_symlink() == is_link
-
-
-def test_a_link_to_nothing_is_never_replaced(lone: Path) -> None:
-    target = lone.parent / "b.bin"
-    target.symlink_to("nowhere")
-    with pytest.raises(UsageError, match="is not a bin file"):
-        migrate(lone, target, to="bin", overwrite=True)
-    assert os.readlink(target) == "nowhere"
-
-
-@pytest.mark.parametrize("name", ["b", "thesis.docx", "b.safetensors"])
-def test_a_lone_file_is_never_replaced_by_a_folder(lone: Path, name: str) -> None:
-    target = lone.parent / name
-    write_safetensors(target, {"z": torch.zeros(2)})
-    before = target.read_bytes()
-    with pytest.raises(UsageError, match=r"and a folder would take its place|is not of the format 'dcp'"):
-        migrate(lone, target, to="dcp", overwrite=True)
-    assert target.read_bytes() == before

@@ -11,7 +11,7 @@ import torch
 from ckptfix import ChangedError, OperationError, migrate, seal
 from ckptfix.storage.atomic import create_file
 from ckptfix.verification.verify import verify
-from tests.conversion.making import FORMATS, digests_at, write_safetensors
+from tests.conversion.making import FORMATS, digests_at, names_below, write_safetensors
 
 
 @pytest.fixture
@@ -179,9 +179,9 @@ def test_a_save_into_the_source_meanwhile_is_not_mixed_in(
 
     def save_again(count: int = 0) -> None:
         if new.exists():
-            for path in new.iterdir():
-                os.replace(path, source / path.name)
-            new.rmdir()
+            for name in names_below(new):
+                os.replace(new / name, source / name)
+            shutil.rmtree(new)
 
     if when == "opened":
         from ckptfix.conversion import migration_plan as planning

@@ -16,6 +16,7 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.verification.diff import diff
 from ckptfix.verification.seal import seal
 from ckptfix.verification.verify import verify
+from tests.conversion.making import names_below
 
 WEIGHTS = {"layer.weight": torch.arange(12.0).reshape(3, 4), "layer.bias": torch.ones(3)}
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -50,10 +51,6 @@ def labels(path: Path) -> list[str]:
     return [one.label for one in open_checkpoint(path).weights]
 
 
-def names(path: Path) -> set[str]:
-    return {str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()}
-
-
 def test_models_below_are_those_of_the_checkpoint(folder: Path) -> None:
     assert labels(folder) == [UNET, "unet_ema/diffusion_pytorch_model.safetensors"]
     assert diff(folder, folder).status == 0
@@ -71,10 +68,13 @@ def test_they_are_migrated_where_they_are(folder: Path, tmp_path: Path, to: str)
         "bin": {"diffusion_pytorch_model.bin"},
         "dcp": {"pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"},
     }[to]
-    assert names(new) == {*carried, *(f"{home}/{name}" for home in ("unet", "unet_ema") for name in files)}
+    assert names_below(new) == {
+        *carried,
+        *(f"{home}/{name}" for home in ("unet", "unet_ema") for name in files),
+    }
     assert diff(folder, new).status == 0
     migrate(new, tmp_path / "back", to="safetensors")
-    assert names(tmp_path / "back") == names(folder)
+    assert names_below(tmp_path / "back") == names_below(folder)
     assert diff(folder, tmp_path / "back").status == 0
 
 
@@ -115,7 +115,7 @@ def test_models_of_the_same_class_beside_weights_of_the_folder(folder: Path, tmp
         "unet_ema/diffusion_pytorch_model.safetensors",
     ]
     migrate(folder, tmp_path / "new", to="bin")
-    assert {"pytorch_model.bin", "unet/diffusion_pytorch_model.bin", "best/notes.pt"} <= names(
+    assert {"pytorch_model.bin", "unet/diffusion_pytorch_model.bin", "best/notes.pt"} <= names_below(
         tmp_path / "new"
     )
     other = tmp_path / "other"
@@ -136,7 +136,7 @@ def test_a_model_beside_weights_is_found_again_after_dcp(tmp_path: Path, config:
     assert labels(new) == ["pytorch_model_fsdp_0", "second/pytorch_model_fsdp_0"]
     assert diff(source, new).status == 0
     migrate(new, tmp_path / "back", to="safetensors")
-    assert names(tmp_path / "back") == names(source)
+    assert names_below(tmp_path / "back") == names_below(source)
 
 
 def test_the_verdict_is_said_once(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
     (source / "scheduler").mkdir()
     (source / "scheduler" / "scheduler_config.json").write_text("{}")
     migrate(source, tmp_path / "new", to="bin")
-    assert names(tmp_path / "new") == {
+    assert names_below(tmp_path / "new") == {
         "model_index.json",
         "scheduler/scheduler_config.json",
         "text_encoder/config.json",
