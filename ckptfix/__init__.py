@@ -5,177 +5,104 @@
 >>> receipt = repair("./checkpoint_dir")      # journaled in ./checkpoint_dir/.ckptfix
 >>> undo("./checkpoint_dir")                  # every byte back
 
-and, for training code, ``Accelerator``, ``patch_accelerate``, ``load_state_tolerant``, ``load_checkpoint_tolerant`` and
-``latest_checkpoint``; for models split over several devices, ``dispatch_model``, ``safe_transfers``,
-``probe_peer_copies`` and ``verify_reload``.
+The verbs are here with their reports, and what training scripts import: ``Accelerator``, ``patch_accelerate``,
+``load_state_tolerant``, ``load_checkpoint_tolerant``, ``latest_checkpoint`` and ``LoadPolicy``. ``ckptfix.training``
+has the rest for training, ``ckptfix.devices`` all for models that are split over several devices.
 
 Public names are resolved when they are first used, so that importing the package costs nothing; those for training
 import torch and accelerate then, the others never do.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ckptfix.conversion.migrate import migrate
-    from ckptfix.conversion.migrate_receipt import MigrateReceipt
-    from ckptfix.conversion.salvage import salvage
-    from ckptfix.conversion.salvage_receipt import SalvageReceipt
-    from ckptfix.devices.dispatching import (
-        dispatch_model,
-        load_checkpoint_and_dispatch,
-        remove_safe_transfers,
-    )
-    from ckptfix.devices.probe import probe_peer_copies
-    from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
-    from ckptfix.devices.reload.reload_report import ReloadReport
-    from ckptfix.devices.reload.verifying import verify_reload
-    from ckptfix.devices.routing import TransferError
-    from ckptfix.devices.transfers import Transfers, safe_transfers
-    from ckptfix.diagnosis.check import CheckReport, check
-    from ckptfix.diagnosis.findings.base import Finding, Severity
-    from ckptfix.diagnosis.policy import Keys, Policy
-    from ckptfix.errors import (
-        ChangedError,
-        CkptfixError,
-        FormatError,
-        JournalError,
-        LockedError,
-        OperationError,
-        RolledBackError,
-        UsageError,
-    )
-    from ckptfix.repairs.repair import Receipt as Receipt
-    from ckptfix.repairs.repair import RepairPlan, RepairReceipt, plan_repair, repair
-    from ckptfix.repairs.undo import UndoReceipt, undo
-    from ckptfix.training.accelerator import Accelerator, patch_accelerate, unpatch_accelerate
-    from ckptfix.training.guard import OnReprepare
-    from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
-    from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
-    from ckptfix.training.resuming import latest_checkpoint
-    from ckptfix.verification.diff import diff
-    from ckptfix.verification.diff_report import DiffReport
-    from ckptfix.verification.seal import SealReceipt, seal
-    from ckptfix.verification.verify import verify
-    from ckptfix.verification.verify_report import VerifyReport
+from ckptfix.lazy import lazily, names_in
 
-_HOMES = {
-    "salvage": "conversion.salvage",
-    "SalvageReceipt": "conversion.salvage_receipt",
-    "diff": "verification.diff",
-    "DiffReport": "verification.diff_report",
-    "check": "diagnosis.check",
-    "CheckReport": "diagnosis.check",
-    "repair": "repairs.repair",
-    "plan_repair": "repairs.repair",
-    "RepairPlan": "repairs.repair",
-    "RepairReceipt": "repairs.repair",
-    "Receipt": "repairs.repair",
-    "seal": "verification.seal",
-    "SealReceipt": "verification.seal",
-    "verify": "verification.verify",
-    "VerifyReport": "verification.verify_report",
-    "undo": "repairs.undo",
-    "UndoReceipt": "repairs.undo",
-    "migrate": "conversion.migrate",
-    "MigrateReceipt": "conversion.migrate_receipt",
-    "Keys": "diagnosis.policy",
-    "Policy": "diagnosis.policy",
-    "Accelerator": "training.accelerator",
-    "patch_accelerate": "training.accelerator",
-    "unpatch_accelerate": "training.accelerator",
-    "load_state_tolerant": "training.loading.load_state",
-    "load_checkpoint_tolerant": "training.loading.load_state",
-    "LoadError": "training.loading.load_report",
-    "LoadPolicy": "training.loading.load_report",
-    "LoadReport": "training.loading.load_report",
-    "OnReprepare": "training.guard",
-    "latest_checkpoint": "training.resuming",
-    "dispatch_model": "devices.dispatching",
-    "load_checkpoint_and_dispatch": "devices.dispatching",
-    "remove_safe_transfers": "devices.dispatching",
-    "safe_transfers": "devices.transfers",
-    "TransferError": "devices.routing",
-    "Transfers": "devices.transfers",
-    "probe_peer_copies": "devices.probe",
-    "ProbeReport": "devices.probe.probe_report",
-    "Verdict": "devices.probe.probe_report",
-    "verify_reload": "devices.reload.verifying",
-    "ReloadReport": "devices.reload.reload_report",
-    "Finding": "diagnosis.findings.base",
-    "Severity": "diagnosis.findings.base",
-    "ChangedError": "errors",
-    "CkptfixError": "errors",
-    "FormatError": "errors",
-    "JournalError": "errors",
-    "LockedError": "errors",
-    "OperationError": "errors",
-    "RolledBackError": "errors",
-    "UsageError": "errors",
+if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
+    from ckptfix.conversion.migrate import migrate as migrate
+    from ckptfix.conversion.migrate_receipt import MigrateReceipt as MigrateReceipt
+    from ckptfix.conversion.salvage import salvage as salvage
+    from ckptfix.conversion.salvage_receipt import SalvageReceipt as SalvageReceipt
+    from ckptfix.diagnosis.check import CheckReport as CheckReport, check as check
+    from ckptfix.diagnosis.findings.base import Finding as Finding, Severity as Severity
+    from ckptfix.diagnosis.policy import Keys as Keys, Policy as Policy
+    from ckptfix.environment.doctor import DoctorReport as DoctorReport, doctor as doctor
+    from ckptfix.errors import (
+        ChangedError as ChangedError,
+        CkptfixError as CkptfixError,
+        FormatError as FormatError,
+        JournalError as JournalError,
+        LockedError as LockedError,
+        OperationError as OperationError,
+        RolledBackError as RolledBackError,
+        UsageError as UsageError,
+    )
+    from ckptfix.repairs.repair import (
+        RepairPlan as RepairPlan,
+        RepairReceipt as RepairReceipt,
+        plan_repair as plan_repair,
+        repair as repair,
+    )
+    from ckptfix.repairs.undo import UndoReceipt as UndoReceipt, undo as undo
+    from ckptfix.training.accelerator import Accelerator as Accelerator, patch_accelerate as patch_accelerate
+    from ckptfix.training.loading.load_report import LoadPolicy as LoadPolicy
+    from ckptfix.training.loading.load_state import (
+        load_checkpoint_tolerant as load_checkpoint_tolerant,
+        load_state_tolerant as load_state_tolerant,
+    )
+    from ckptfix.training.resuming import latest_checkpoint as latest_checkpoint
+    from ckptfix.verification.diff import diff as diff
+    from ckptfix.verification.diff_report import DiffReport as DiffReport
+    from ckptfix.verification.seal import SealReceipt as SealReceipt, seal as seal
+    from ckptfix.verification.verify import verify as verify
+    from ckptfix.verification.verify_report import VerifyReport as VerifyReport
+
+_MODULES = {
+    "diagnosis.check": "check CheckReport",
+    "diagnosis.policy": "Policy Keys",
+    "diagnosis.findings.base": "Finding Severity",
+    "repairs.repair": "plan_repair RepairPlan repair RepairReceipt",
+    "repairs.undo": "undo UndoReceipt",
+    "verification.seal": "seal SealReceipt",
+    "verification.verify": "verify",
+    "verification.verify_report": "VerifyReport",
+    "verification.diff": "diff",
+    "verification.diff_report": "DiffReport",
+    "conversion.migrate": "migrate",
+    "conversion.migrate_receipt": "MigrateReceipt",
+    "conversion.salvage": "salvage",
+    "conversion.salvage_receipt": "SalvageReceipt",
+    "environment.doctor": "doctor DoctorReport",
+    "training.accelerator": "Accelerator patch_accelerate",
+    "training.loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
+    "training.loading.load_report": "LoadPolicy",
+    "training.resuming": "latest_checkpoint",
+    "errors": "CkptfixError UsageError FormatError OperationError "
+    "LockedError ChangedError JournalError RolledBackError",
 }
 
-__all__ = [
-    "Accelerator",
-    "ChangedError",
-    "CheckReport",
-    "CkptfixError",
-    "DiffReport",
-    "Finding",
-    "FormatError",
-    "JournalError",
-    "Keys",
-    "LoadError",
-    "LoadPolicy",
-    "LoadReport",
-    "LockedError",
-    "MigrateReceipt",
-    "OnReprepare",
-    "OperationError",
-    "Policy",
-    "ProbeReport",
-    "ReloadReport",
-    "RepairPlan",
-    "RepairReceipt",
-    "RolledBackError",
-    "SalvageReceipt",
-    "SealReceipt",
-    "Severity",
-    "TransferError",
-    "Transfers",
-    "UndoReceipt",
-    "UsageError",
-    "Verdict",
-    "VerifyReport",
-    "check",
-    "diff",
-    "dispatch_model",
-    "latest_checkpoint",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_tolerant",
-    "load_state_tolerant",
-    "migrate",
-    "patch_accelerate",
-    "plan_repair",
-    "probe_peer_copies",
-    "remove_safe_transfers",
-    "repair",
-    "safe_transfers",
-    "salvage",
-    "seal",
-    "undo",
-    "unpatch_accelerate",
-    "verify",
-    "verify_reload",
-]
+_MOVED = {
+    "training": "LoadError LoadReport OnReprepare unpatch_accelerate",
+    "devices": "ProbeReport ReloadReport TransferError Transfers Verdict dispatch_model load_checkpoint_and_dispatch "
+    "probe_peer_copies remove_safe_transfers safe_transfers verify_reload",
+}
+"""Public names of 0.4 that live in a package of their own now. The next release drops them here."""
+
+_RENAMED = {"Receipt": "RepairReceipt"}
+"""Public names of 0.4 that are called otherwise now. The next release drops them."""
+
+__all__ = names_in(_MODULES)
+_resolve = lazily(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+    home = next((f"{__name__}.{room}" for room, names in _MOVED.items() if name in names.split()), __name__)
+    current = _RENAMED.get(name, name)
+    if home == __name__ and current == name:
+        return _resolve(name)
+    warnings.warn(f"ckptfix.{name} has moved: from {home} import {current}", DeprecationWarning, stacklevel=2)
+    return getattr(import_module(home), current)
 
 
 def __dir__() -> list[str]:

@@ -1,19 +1,12 @@
 """``ckptfix doctor``."""
 
-import os
-from collections.abc import Mapping
-from typing import Any
-
 import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.verb import Verb
-from ckptfix.environment.doctor import diagnose_environment
-from ckptfix.environment.facts import gather
-from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
+from ckptfix.environment.doctor import doctor
 from ckptfix.environment.facts.machine import parse_torch
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.hardware import read_machine
 
 _BUDGET = 30.0
 _LONGEST = 86400.0
@@ -85,41 +78,16 @@ def doctor_command(
         return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
     if budget is not None or seed is not None:
         raise UsageError("--budget and --seed are of --peer-copies")
-    said = _look(variables_of(launch) if launch is not None else {}, in_process=in_process)
-    facts = gather(
-        parse_torch(said),
-        read_machine(),
-        os.environ,
-        folder=folder,
-        script=script or (script_of(launch) if launch else None),
-        launch=launch,
-        device_map=device_map,
-    )
-    diagnosis = diagnose_environment(facts)
+    diagnosis = doctor(folder, script=script, launch=launch, device_map=device_map, in_process=in_process)
     report.show(diagnosis.lines())
     return report.finish(diagnosis.as_json(), diagnosis.status)
 
 
-def _look(variables: Mapping[str, str], *, in_process: bool) -> dict[str, Any]:
-    """Ask torch in the environment of the command that is asked about: it may hide devices by a variable."""
-    from ckptfix.devices.environment_of_torch import look
-
-    set_here = {name: value for name, value in variables.items() if name in VARIABLES}
-    before = {name: os.environ.get(name) for name in set_here}
-    os.environ.update(set_here)
-    try:
-        return look(in_process=in_process)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process: bool) -> int:
     """Measure, print the matrix, and keep the verdicts."""
-    torch = parse_torch(_look({}, in_process=in_process))
+    from ckptfix.devices.environment_of_torch import look
+
+    torch = parse_torch(look(in_process=in_process))
     if torch.problem:
         raise OperationError(f"P2P copies were not measured: {torch.problem}; for more: ckptfix doctor")
     from ckptfix.devices.probe import probe_peer_copies, remember

@@ -6,58 +6,40 @@ Public names are resolved when they are first used; only those that work with de
 >>> model = dispatch_model(model, device_map, safe_transfers="auto")
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ckptfix.lazy import lazily, names_in
 
 if TYPE_CHECKING:
     from ckptfix.devices.dispatching import (
-        dispatch_model,
-        load_checkpoint_and_dispatch,
-        remove_safe_transfers,
+        dispatch_model as dispatch_model,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+        remove_safe_transfers as remove_safe_transfers,
     )
-    from ckptfix.devices.probe import probe_peer_copies
-    from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
-    from ckptfix.devices.reload.reload_report import ReloadReport
-    from ckptfix.devices.reload.verifying import verify_reload
-    from ckptfix.devices.routing import TransferError
-    from ckptfix.devices.transfers import Transfers, safe_transfers
+    from ckptfix.devices.probe import probe_peer_copies as probe_peer_copies
+    from ckptfix.devices.probe.probe_report import ProbeReport as ProbeReport, Verdict as Verdict
+    from ckptfix.devices.reload.reload_report import ReloadReport as ReloadReport
+    from ckptfix.devices.reload.verifying import verify_reload as verify_reload
+    from ckptfix.devices.routing import TransferError as TransferError
+    from ckptfix.devices.transfers import Transfers as Transfers, safe_transfers as safe_transfers
 
-_HOMES = {
-    "ProbeReport": "probe.probe_report",
-    "ReloadReport": "reload.reload_report",
-    "TransferError": "routing",
-    "Transfers": "transfers",
-    "Verdict": "probe.probe_report",
-    "dispatch_model": "dispatching",
-    "load_checkpoint_and_dispatch": "dispatching",
-    "probe_peer_copies": "probe",
-    "remove_safe_transfers": "dispatching",
-    "safe_transfers": "transfers",
-    "verify_reload": "reload.verifying",
+_MODULES = {
+    "dispatching": "dispatch_model load_checkpoint_and_dispatch remove_safe_transfers",
+    "transfers": "safe_transfers Transfers",
+    "routing": "TransferError",
+    "probe": "probe_peer_copies",
+    "probe.probe_report": "ProbeReport Verdict",
+    "reload.verifying": "verify_reload",
+    "reload.reload_report": "ReloadReport",
 }
 
-__all__ = [
-    "ProbeReport",
-    "ReloadReport",
-    "TransferError",
-    "Transfers",
-    "Verdict",
-    "dispatch_model",
-    "load_checkpoint_and_dispatch",
-    "probe_peer_copies",
-    "remove_safe_transfers",
-    "safe_transfers",
-    "verify_reload",
-]
+__all__ = names_in(_MODULES)
+_resolve = lazily(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _resolve(name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)

@@ -270,7 +270,7 @@ def _say_that_it_stays_on() -> None:
         say(
             f"safe transfers stay on for {count_of(len(staged_pairs()), 'ordered pair')} of devices, because "
             f"{holders[0]}{more} still needs them: 'never' does not switch off what others hold. To end what "
-            "dispatch_model began: ckptfix.remove_safe_transfers(model)"
+            "dispatch_model began: ckptfix.devices.remove_safe_transfers(model)"
         )
 
 

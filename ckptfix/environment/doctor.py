@@ -1,14 +1,18 @@
-"""The verdict of all checks on an environment, and the list of what was not checked."""
+"""``doctor``: the verdict of all checks on an environment, and the list of what was not checked."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.checks import accelerators as devices
 from ckptfix.environment.checks import configuration, folders, launching, peers, placement, scripts, software
-from ckptfix.environment.facts import Facts
+from ckptfix.environment.facts import Facts, gather
+from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
+from ckptfix.environment.facts.machine import parse_torch
+from ckptfix.hardware import read_machine
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, count_of, line, unchecked_line
 
@@ -89,7 +93,7 @@ _GRAVEST_FIRST = tuple(Severity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Diagnosis(Printable, Serialized):
+class DoctorReport(Printable, Serialized):
     """What the doctor says, the gravest first. ``not_checked``: in words, what was not looked at."""
 
     json_keys: ClassVar = "advice not_checked environment"
@@ -149,8 +153,56 @@ class Diagnosis(Printable, Serialized):
         }
 
 
-def diagnose_environment(facts: Facts) -> Diagnosis:
+def doctor(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    script: str | os.PathLike[str] | None = None,
+    launch: str | None = None,
+    device_map: str | os.PathLike[str] | None = None,
+    in_process: bool = False,
+) -> DoctorReport:
+    """Find problems of this environment, and of the checkpoint, script, command or device map that is named.
+
+    ``launch`` is the command that starts training: it is read, never run, and names the script where ``script`` does
+    not. torch is asked in a process of its own, which a broken driver may crash; ``in_process`` asks it here.
+    Nothing is changed. Raises UsageError for what makes no sense, OSError for what cannot be read.
+    """
+    said = _asked(variables_of(launch) if launch is not None else {}, in_process=in_process)
+    facts = gather(
+        parse_torch(said),
+        read_machine(),
+        os.environ,
+        folder=_text(path),
+        script=_text(script) or (script_of(launch) if launch else None),
+        launch=launch,
+        device_map=_text(device_map),
+    )
+    return diagnose_environment(facts)
+
+
+def _asked(variables: Mapping[str, str], *, in_process: bool) -> dict[str, Any]:
+    """Ask torch under the variables of the command that is asked about: they may hide devices."""
+    from ckptfix.devices.environment_of_torch import look
+
+    set_here = {name: value for name, value in variables.items() if name in VARIABLES}
+    before = {name: os.environ.get(name) for name in set_here}
+    os.environ.update(set_here)
+    try:
+        return look(in_process=in_process)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _text(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def diagnose_environment(facts: Facts) -> DoctorReport:
     """Run every check on these facts."""
     advice = [found for check in CHECKS for found in check(facts)]
     advice.sort(key=lambda found: _GRAVEST_FIRST.index(found.severity))
-    return Diagnosis(facts=facts, advice=tuple(advice), not_checked=unchecked(facts))
+    return DoctorReport(facts=facts, advice=tuple(advice), not_checked=unchecked(facts))

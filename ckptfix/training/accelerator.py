@@ -123,9 +123,9 @@ def patch_accelerate(
     ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
     ``unpatch_accelerate`` ends it.
 
-    ``safe_transfers``: what every model gets that accelerate dispatches from now on, transformers'
-    ``from_pretrained(device_map="auto")`` included, as ``ckptfix.dispatch_model`` does it: "auto", "always" or "never".
-    The environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
+    ``safe_transfers``: "auto", "always" or "never", as ``ckptfix.devices.dispatch_model`` takes it, for every model
+    that accelerate dispatches from now on, transformers' ``from_pretrained(device_map="auto")`` included. The
+    environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
     """
     mode = mode_named(safe_transfers)
     timeout_of(save_timeout)

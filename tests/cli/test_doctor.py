@@ -30,7 +30,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    monkeypatch.setattr("ckptfix.cli.doctor.read_machine", Machine)
+    monkeypatch.setattr("ckptfix.environment.doctor.read_machine", Machine)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix.environment.doctor import Diagnosis, diagnose_environment
+from ckptfix.environment.doctor import DoctorReport, diagnose_environment
 from ckptfix.environment.facts import gather
 from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.weights import DeviceMap, normal, parse_map, read_folder, read_map
@@ -18,7 +18,7 @@ from tests.environment.building import FIXTURES, facts
 from tests.repairs.builders import write_safetensors
 
 
-def diagnosis_of(folder: Path) -> Diagnosis:
+def diagnosis_of(folder: Path) -> DoctorReport:
     return diagnose_environment(facts(folder=read_folder(str(folder))))
 
 

@@ -47,9 +47,7 @@ DISTANT = Topic(
 TOPICS = (UNHEALTHY, UNPROVEN, NCCL_HIDES, IOMMU, ACS, DISTANT)
 
 _PROBE = "ckptfix doctor --peer-copies"
-_STAGE = (
-    'dispatch_model(model, device_map, safe_transfers="auto") from ckptfix copies such pairs through the host'
-)
+_STAGE = 'ckptfix.devices.dispatch_model(..., safe_transfers="auto") copies such pairs through the host'
 
 
 def unhealthy(facts: Facts) -> Iterator[Advice]:
