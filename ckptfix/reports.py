@@ -1,8 +1,9 @@
 """The one serializer of reports: the values of a verb as ``--json`` prints them, declared as a list of keys."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
+from math import isfinite
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, ClassVar
@@ -18,20 +19,40 @@ class Serialized:
     __slots__ = ()
     json_keys: ClassVar[str]
 
+    def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
+        """Yield every key with its value, which is not JSON yet: a subclass may add or replace some."""
+        return items(self, self.json_keys)
+
     def as_json(self, at: str = "") -> dict[str, Any]:
         """Return the value as JSON values. ``at``: the checkpoint for the commands in it; a report names its own."""
         at = str(getattr(self, "path", at))
-        values = ((key, attribute(self)) for key, attribute in _attributes(self.json_keys))
-        return {key.removesuffix("?"): plain(one, at) for key, one in values if one or not key.endswith("?")}
+        return {key: plain(one, at) for key, one in self.json_items(at)}
+
+
+def items(value: object, keys: str) -> Iterator[tuple[str, object]]:
+    """Yield keys, written as in ``Serialized.json_keys``, with the attributes of any value."""
+    for key, attribute in _attributes(keys):
+        one = attribute(value)
+        if one or not key.endswith("?"):
+            yield key.removesuffix("?"), one
+
+
+def holds_many(value: object) -> bool:
+    """Return whether a value is a list of reports, or a report with one: such values are large."""
+    if isinstance(value, Serialized):
+        return any(holds_many(one) for _, one in value.json_items())
+    return isinstance(value, tuple | list) and bool(value) and isinstance(value[0], Serialized)
 
 
 def plain(value: object, at: str = "") -> Any:
-    """Return a value as JSON values: a path as its text, an enum as its value, whatever is listed as a list.
+    """Return a value as JSON values: a path as its text, an enum as its value, infinity as "inf".
 
     ``at``: the checkpoint for the commands in it.
     """
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int):
         return value
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
     if isinstance(value, Serialized):
         return value.as_json(at)
     if isinstance(value, PurePath):

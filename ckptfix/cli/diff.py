@@ -46,4 +46,4 @@ def diff_command(
 
         write_page(html, html_page(result))
         report.line(f"page: {html}")
-    return report.finish(result.as_json(iter), result.status)
+    return report.finish(result, result.status)

@@ -80,7 +80,7 @@ def doctor_command(
         raise UsageError("--budget and --seed are of --peer-copies")
     diagnosis = doctor(folder, script=script, launch=launch, device_map=device_map, in_process=in_process)
     report.show(diagnosis.lines())
-    return report.finish(diagnosis.as_json(), diagnosis.status)
+    return report.finish(diagnosis, diagnosis.status)
 
 
 def _peer_copies(report: Report, budget: float, seed: int | None, *, in_process: bool) -> int:

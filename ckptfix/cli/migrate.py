@@ -70,4 +70,4 @@ def migrate_command(
             on_plan=lambda plan: report.show(plan.plan_lines()),
         )
     report.show(receipt.outcome_lines())
-    return report.finish(receipt.as_json(), receipt.status)
+    return report.finish(receipt, receipt.status)

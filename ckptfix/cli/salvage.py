@@ -35,4 +35,4 @@ def salvage_command(source: str, output: str, keep_damaged: bool, report: Report
     ):
         receipt = salvage(source, output, keep_damaged=keep_damaged, progress=progress)
     report.show(receipt.lines())
-    return report.finish(receipt.as_json(), receipt.status)
+    return report.finish(receipt, receipt.status)

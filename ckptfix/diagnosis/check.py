@@ -24,7 +24,7 @@ from ckptfix.diagnosis.findings.incomplete import IncompleteCheckpoint, MissingM
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.reports import Serialized
+from ckptfix.reports import Serialized, items
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -121,34 +121,18 @@ class CheckReport(Printable, Serialized):
         yield from salvage_lines(self.findings, str(self.path))
 
     def _components(self) -> list[dict[str, object]]:
-        return [
-            {
-                "path": str(component.path),
-                "role": component.role.value,
-                "index": component.name.index,
-                "rank": component.name.rank,
-                "bytes": component.size,
-                "tensors": len(component.tensors),
-            }
-            for component in self.folder.components
-        ]
+        keys = "path role index=name.index rank=name.rank bytes=size tensors=tensors.__len__"
+        return [dict(items(component, keys)) for component in self.folder.components]
 
     def _sharded(self) -> list[dict[str, object]]:
+        keys = "path bytes=size files=files.__len__"
         return [
-            {
-                "path": str(state.path),
-                "bytes": state.size,
-                "files": len(state.files),
-                "tensors": len(state.metadata.tensors) if state.metadata is not None else 0,
-            }
+            {**dict(items(state, keys)), "tensors": len(state.metadata.tensors) if state.metadata else 0}
             for state in self.sharded
         ]
 
     def _deepspeed(self) -> list[dict[str, object]]:
-        return [
-            {"path": str(state.path), "bytes": state.size, "files": state.files, "tensors": state.tensors}
-            for state in self.deepspeed
-        ]
+        return [dict(items(state, "path bytes=size files tensors")) for state in self.deepspeed]
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:

@@ -1,11 +1,11 @@
 """What a comparison of two checkpoints found: values, rows for people (layers of one kind in one), and words."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import ClassVar
 
+from ckptfix.reports import Serialized, items
 from ckptfix.tensors.differing import Tally, Tolerance
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of, line
 
@@ -24,8 +24,9 @@ class Outcome(Enum):
 
 _RANK = {outcome: rank for rank, outcome in enumerate(Outcome)}
 
-Many = Callable[[Iterator[Any]], Iterable[Any]]
-"""What becomes of many values: ``list`` keeps them all, ``iter`` makes one at a time."""
+_FIGURES = (
+    "elements differing beyond_tolerance=beyond nan_or_inf=apart max_abs=largest relative_norm=relative"
+)
 
 _COUNTED = {
     Outcome.SHAPE: "of another shape",
@@ -42,12 +43,15 @@ _WIDEST = 60
 """Columns wider than this are not padded for: one long name must not push all figures off the screen."""
 
 
-class TensorDiff(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TensorDiff(Serialized):
     """One tensor: the name that both sides share once unwrapped, and what each side calls and holds.
 
     ``tally``: how far apart the numbers are, None where they were not compared: equal bytes, other shapes, dtypes
     smaller than a byte.
     """
+
+    json_keys: ClassVar = "name outcome a=_side_a b=_side_b"
 
     name: str
     outcome: Outcome
@@ -59,31 +63,28 @@ class TensorDiff(NamedTuple):
     shape_b: tuple[int, ...] | None = None
     tally: Tally | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints; infinite figures are the string "inf"."""
-        document: dict[str, Any] = {
-            "name": self.name,
-            "outcome": self.outcome.value,
-            "a": _side(self.a, self.dtype_a, self.shape_a),
-            "b": _side(self.b, self.dtype_b, self.shape_b),
-        }
+    def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
+        """Yield the names and outcome, and the figures where numbers were compared."""
+        yield from items(self, self.json_keys)
         if self.tally is not None:
-            document |= {
-                "elements": self.tally.elements,
-                "differing": self.tally.differing,
-                "beyond_tolerance": self.tally.beyond,
-                "nan_or_inf": self.tally.apart,
-                "max_abs": _number(self.tally.largest),
-                "relative_norm": _number(self.tally.relative),
-                "nan": [self.tally.nan_a, self.tally.nan_b],
-                "inf": [self.tally.inf_a, self.tally.inf_b],
-            }
-        return document
+            yield from items(self.tally, _FIGURES)
+            yield "nan", [self.tally.nan_a, self.tally.nan_b]
+            yield "inf", [self.tally.inf_a, self.tally.inf_b]
+
+    @property
+    def _side_a(self) -> dict[str, object] | None:
+        return _side(self.a, self.dtype_a, self.shape_a)
+
+    @property
+    def _side_b(self) -> dict[str, object] | None:
+        return _side(self.b, self.dtype_b, self.shape_b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDiff:
-    """One model: what it is called on each side (None: not there), what was done to names, and its tensors."""
+class ModelDiff(Serialized):
+    """One model: its label on each side (None: only on the other), what was done to keys (``names``), its tensors."""
+
+    json_keys: ClassVar = "index a b names tensors"
 
     index: int
     a: str | None
@@ -110,24 +111,16 @@ class ModelDiff:
         if len(shown) < len(found):
             yield line(f"  and {len(found) - len(shown)} more rows; --all or --json lists them")
 
-    def as_json(self, many: Many = list) -> dict[str, Any]:
-        """Return what ``--json`` prints. ``many``: what becomes of the tensors, each made when it is asked for."""
-        return {
-            "index": self.index,
-            "a": self.a,
-            "b": self.b,
-            "names": self.names,
-            "tensors": many(one.as_json() for one in self.tensors),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class DiffReport(Printable):
+class DiffReport(Printable, Serialized):
     """The whole answer. ``tolerance``: relative and absolute, None without one.
 
     ``crossed``: which models stand in each other's place, in words, "" when none do. ``not_compared``: in words.
     ``is_partial``: whether values of the models themselves are among that.
     """
+
+    json_keys: ClassVar = "a b tolerance=_tolerance verdict summary=_counts models crossed notes not_compared"
 
     a: str
     b: str
@@ -201,32 +194,17 @@ class DiffReport(Printable):
     def __repr__(self) -> str:
         return f"<DiffReport {self.a} and {self.b}: {self.verdict}, {self.summary}>"
 
-    def as_json(self, many: Many = list) -> dict[str, Any]:
-        """Return what ``--json`` prints. ``many``: what becomes of models and tensors, each made when it is asked for.
+    @property
+    def _tolerance(self) -> dict[str, float] | None:
+        return {"relative": self.tolerance[0], "absolute": self.tolerance[1]} if self.tolerance else None
 
-        With ``iter`` they are iterators: all dicts of 100,000 tensors together take 90 MB.
-        """
-        return {
-            "a": self.a,
-            "b": self.b,
-            "tolerance": {"relative": self.tolerance[0], "absolute": self.tolerance[1]}
-            if self.tolerance
-            else None,
-            "verdict": self.verdict,
-            "summary": {outcome.value: self.count(outcome) for outcome in Outcome},
-            "models": many(model.as_json(many) for model in self.models),
-            "crossed": self.crossed,
-            "notes": list(self.notes),
-            "not_compared": list(self.not_compared),
-        }
+    @property
+    def _counts(self) -> dict[str, int]:
+        return {outcome.value: self.count(outcome) for outcome in Outcome}
 
 
-def _side(name: str | None, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any] | None:
+def _side(name: str | None, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, object] | None:
     return {"name": name, "dtype": dtype, "shape": list(shape or ())} if name is not None else None
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """``ckptfix diff``: exit status, table, JSON, page."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import pytest
@@ -10,6 +12,7 @@ from safetensors.torch import save_file
 
 from ckptfix import diff
 from ckptfix.cli import report, run
+from ckptfix.reports import Serialized, plain
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
 
@@ -158,8 +161,21 @@ def test_json_is_printed_tensor_by_tensor(
     assert max(map(len, printed)) < 1000, "one tensor at a time is in memory"
 
 
-@pytest.mark.parametrize("many", [[], [1], [{"a": []}, {"a": ["x", {}]}]])
-def test_an_iterator_is_printed_as_a_list(many: "list[object]", capsys: pytest.CaptureFixture[str]) -> None:
-    report.Report(report.Form.JSON).finish({"many": iter(many), "inside": {"b": iter(many), "c": 1}}, 0)
-    expected = {"version": 1, "many": many, "inside": {"b": many, "c": 1}, "status": 0}
+class Part(Serialized):
+    json_keys: ClassVar = "inside"
+
+    def __init__(self, *inside: "Part") -> None:
+        self.inside = inside
+
+    def json_items(self, at: str = "") -> Iterator[tuple[str, object]]:
+        yield from Serialized.json_items(self, at)
+        yield "at", at
+
+
+@pytest.mark.parametrize("many", [(), (Part(),), (Part(), Part(Part(), Part(Part())))])
+def test_reports_within_reports_are_printed_as_they_are(
+    many: "tuple[Part, ...]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.Report(report.Form.JSON).finish({"many": many, "inside": Part(*many), "c": 1}, 0)
+    expected = {"version": 1, **plain({"many": many, "inside": Part(*many), "c": 1}), "status": 0}
     assert capsys.readouterr().out == json.dumps(expected) + "\n"

@@ -140,7 +140,7 @@ class WrapperPrefix(Finding):
     severity = Severity.NOTE
     action = Action.ASK
     option = "--keys bare"
-    meaning = "every key begins with a wrapper (`module.`, `_orig_mod.`); it loads only into a model wrapped the same way"
+    meaning = "every key begins with a wrapper (`module.`, `_orig_mod.`); only a model wrapped the same way loads it"
 
     scope: str
     chain: tuple[str, ...]

@@ -44,7 +44,7 @@ class IncompleteCheckpoint(Finding):
     code = "incomplete-checkpoint"
     severity = Severity.WARNING
     action = Action.TELL
-    meaning = "a file of a rank, optimizer, scheduler or model is missing, as other files or checkpoints of the run show"
+    meaning = "a file of a rank, optimizer, scheduler or model is missing, as the other files of the run show"
 
     missing: tuple[str, ...]
     known_by: str
@@ -187,7 +187,9 @@ class MismatchedNames(Finding):
     code = "mismatched-names"
     severity = Severity.ERROR
     action = Action.FIX
-    meaning = "the keys of an optimizer have other wrappers than those of its model, or in one place only: renamed in part"
+    meaning = (
+        "the keys of an optimizer have other wrappers than its model, or in one place only: renamed in part"
+    )
 
     scope: str
     chain: tuple[str, ...]
