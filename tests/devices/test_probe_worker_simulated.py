@@ -72,8 +72,8 @@ def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) ->
     # What an abort inside the driver looks like: the process of the probe dies in a copy of 0 -> 1.
     (tmp_path / "aborting.py").write_text(
         "import os, torch\n"
-        "from ckptfix.devices.probe import trial\n"
-        "run = trial.PairTrials.run\n"
+        "from ckptfix.devices.probe import trials\n"
+        "run = trials.PairTrials.run\n"
         "def run_or_abort(self, case, seed):\n"
         "    tell = self._tell\n"
         "    self._tell = lambda stage: (tell(stage), stage and self.pair == (0, 1) and os.abort())\n"
@@ -81,12 +81,12 @@ def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) ->
         "        return run(self, case, seed)\n"
         "    finally:\n"
         "        self._tell = tell\n"
-        "trial.PairTrials.run = run_or_abort\n"
+        "trials.PairTrials.run = run_or_abort\n"
     )
     code = (
         "import sys\n"
-        "from ckptfix.devices.probe import watching\n"
-        "watching._BEGIN = watching._BEGIN.replace('from ckptfix', 'import aborting; from ckptfix', 1)\n"
+        "from ckptfix.devices.probe import measuring\n"
+        "measuring._BEGIN = measuring._BEGIN.replace('from ckptfix', 'import aborting; from ckptfix', 1)\n"
         f"sys.path.append({str(tmp_path)!r})\n" + PROBE.format(budget=9.0, seed=1).strip()
     )
     found = verdicts(json.loads(run_simulated(code, 2)))
