@@ -1,14 +1,13 @@
 """DCP folders: their ``.metadata``, their files, and the places where keys of parameters appear."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import FolderName
+from ckptfix.checkpoint.filenames import DcpPart, FolderName, parse_dcp_name
 from ckptfix.checkpoint.folder import Fingerprint, NameScope, Problem
 from ckptfix.checkpoint.keys import common_wrappers, dotted, leading_wrappers, without_private_wrappers
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
@@ -28,12 +27,10 @@ from ckptfix.formats.dcp_rewrite import Steps, paths_of
 # to 1.15), each by ``torch.distributed.checkpoint``. Any other folder that holds such files counts as well,
 # the checkpoint itself too.
 
-METADATA_UNFINISHED = METADATA_NAME + ".tmp"
+METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
 """What torch writes first, when all data is on disk, and renames to ``.metadata``."""
 
-DATA_SUFFIX = ".distcp"
-_OF_A_SAVE = re.compile(r"(__[0-9]+)?\.metadata(\.tmp)?|.+\.distcp", re.DOTALL)
-_RANK_FILE = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
+DATA_SUFFIX = DcpPart.DATA.value
 
 
 class ShardFile(NamedTuple):
@@ -120,8 +117,8 @@ class ShardedState:
 
 def rank_of(path: PurePosixPath) -> int | None:
     """Return the rank that wrote a file of data, by its name; None for a name of another kind."""
-    match = _RANK_FILE.fullmatch(path.name)
-    return int(match[1]) if match else None
+    name = parse_dcp_name(path.name)
+    return name.rank if name is not None and name.part is DcpPart.DATA else None
 
 
 def holds_dcp(folder: Path) -> bool:
@@ -143,7 +140,7 @@ def is_empty(folder: Path) -> bool:
 
 def belongs(name: str) -> bool:
     """Whether a file of this name is one that a DCP save leaves."""
-    return _OF_A_SAVE.fullmatch(name) is not None
+    return parse_dcp_name(name) is not None
 
 
 # Where names of parameters stand in the metadata of a DCP folder: in state dicts, and in optimizers.

@@ -1,35 +1,35 @@
-"""What DeepSpeed calls its files and folders, and which of them are there.
+"""The files of DeepSpeed checkpoints: where they are, and that none of a rank is missing.
 
 Facts from DeepSpeed 0.18 (``runtime/engine.py``): the states of a run are in a folder with a tag for its name, which
-the file ``latest`` beside it holds; accelerate's tags are ``pytorch_model`` and ``pytorch_model_1``.
+the file ``latest`` next to it holds; accelerate's tags are ``pytorch_model`` and ``pytorch_model_1``.
 """
 
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.filenames import (
+    DeepSpeedName,
+    DeepSpeedPart,
+    parse_deepspeed_folder_name,
+    parse_deepspeed_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.errors import OperationError
 
 BESIDE = (PurePosixPath("latest"), PurePosixPath("zero_to_fp32.py"))
-"""What DeepSpeed puts beside its folders: the name of one, and a script that converts it."""
+"""Files that DeepSpeed puts next to its folders: the name of one, and a script that converts it."""
 
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt")
-_LAYER = re.compile(r"layer_\d+-model.*\.pt")
-_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank.*\.pt|expp_rank_.*\.pt")
-_RANK = re.compile(r"(?<=zero_pp_rank_)\d+")
-_ACCELERATE = re.compile(r"pytorch_model(?:_([1-9][0-9]{0,8}))?")
 _LATEST = "latest"
 _MAX_LATEST = 4096
 
 
 class OtherKindError(OperationError):
-    """A whole checkpoint of a kind that is not put together here."""
+    """A complete checkpoint of a kind that is not put together here."""
 
 
 class MissingRankError(OperationError):
@@ -57,19 +57,19 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
         return
     found = False
     for name in names:
-        match = _ACCELERATE.fullmatch(str(name))
-        if match and _is_deepspeed(root / name):
+        tag = parse_deepspeed_folder_name(str(name))
+        if tag is not None and _is_deepspeed(root / name):
             found = True
-            yield int(match[1] or 0), name
+            yield tag.index, name
     if not found:
-        tag = _latest(root)
-        if tag in names and _is_deepspeed(root / tag):  # a plain name, so nothing outside
-            yield 0, tag
+        latest = _latest(root)
+        if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
+            yield 0, latest
 
 
 def is_deepspeed_file(name: str) -> bool:
-    """Whether DeepSpeed calls a file so that holds states of a model, of an optimizer, of a layer or an expert."""
-    return any(kind.fullmatch(name) for kind in (_MODEL, _OPTIMIZER, _LAYER, _EXPERT))
+    """Whether this is the name of a file in which DeepSpeed keeps states of a model, optimizer, layer or expert."""
+    return parse_deepspeed_name(name) is not None
 
 
 def deepspeed_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
@@ -112,26 +112,25 @@ class DeepSpeedFiles:
 
         Raises OperationError for ranks too many.
         """
-        kinds = [("optimizer states", self.optimizers)] if self.optimizers or self.by_rank else []
-        kinds += [("model states", self.models)] if self.by_rank else []
-        for kind, ranks in kinds:
+        kinds = [(DeepSpeedPart.OPTIMIZER, self.optimizers)] if self.optimizers or self.by_rank else []
+        kinds += [(DeepSpeedPart.MODEL, self.models)] if self.by_rank else []
+        for part, ranks in kinds:
             have = len(ranks)
             wanted = saved or max(ranks, default=have - 1) + 1
             missing = [rank for rank in range(min(wanted, have + 1)) if rank not in ranks]
-            if missing:
-                other = (ranks or self.models)[min(ranks or self.models)]
-                name = _RANK.sub(str(missing[0]), other)
-                raise MissingRankError(
-                    f"{self.folder}: files of {kind} of {have} ranks, {wanted} saved it; the first rank without one is "
-                    f"{missing[0]}; {AGAIN}",
-                    path=self.folder / (name if ranks else name.replace("model_states", "optim_states")),
-                    rank=missing[0],
-                    files=max(wanted - have, 1),
-                )
-            if have > wanted:
-                raise OperationError(
-                    f"{self.folder}: files of {kind} of {have} ranks, {wanted} saved it; {AGAIN}"
-                )
+            if not missing and have <= wanted:
+                continue
+            problem = f"{self.folder}: files of {part.value} of {have} ranks, {wanted} saved it; "
+            if not missing:
+                raise OperationError(problem + AGAIN)
+            known = parse_deepspeed_name((ranks or self.models)[min(ranks or self.models)])
+            assert known is not None, "listed by this very function"
+            raise MissingRankError(
+                f"{problem}the first rank without one is {missing[0]}; {AGAIN}",
+                path=self.folder / str(replace(known, part=part, rank=missing[0])),
+                rank=missing[0],
+                files=max(wanted - have, 1),
+            )
 
 
 def list_files(folder: Path) -> DeepSpeedFiles:
@@ -142,20 +141,15 @@ def list_files(folder: Path) -> DeepSpeedFiles:
     whole: dict[int, str] = {}
     models: dict[int, str] = {}
     optimizers: dict[int, str] = {}
-    parts: set[int] = set()
-    names = sorted(os.listdir(folder))
-    for name in names:
-        if match := _MODEL.fullmatch(name):
-            rank, part, into = match[1], match[2], whole if match[1] is None else models
-        elif match := _OPTIMIZER.fullmatch(name):
-            rank, part, into = match[1], match[2], optimizers
-        else:
-            continue
-        parts.add(int(part))
-        number = int(rank or 0)
-        if int(part) == 0 and into.setdefault(number, name) != name:
-            raise _mixed(folder, f"{into[number]} and {name} are both of rank {number}")
-    _ensure_kind(folder, names, parts)
+    found = {
+        file: name for file in sorted(os.listdir(folder)) if (name := parse_deepspeed_name(file)) is not None
+    }
+    _ensure_kind(folder, found.values())
+    for file, name in found.items():
+        into = optimizers if name.part is DeepSpeedPart.OPTIMIZER else whole if name.rank is None else models
+        rank = name.rank or 0
+        if into.setdefault(rank, file) != file:
+            raise _mixed(folder, f"{into[rank]} and {file} are both of rank {rank}")
     if whole and models:
         raise _mixed(folder, f"{whole[0]} is of ZeRO-1 or 2, {models[min(models)]} of ZeRO-3")
     if not whole and not models:
@@ -165,17 +159,16 @@ def list_files(folder: Path) -> DeepSpeedFiles:
     return DeepSpeedFiles(folder=folder, by_rank=bool(models), models=whole or models, optimizers=optimizers)
 
 
-def _ensure_kind(folder: Path, names: Iterable[str], parts: Iterable[int]) -> None:
+def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
     """Raise OtherKindError for a model that is not only cut among the ranks of data parallelism."""
-    layers = sum(_LAYER.fullmatch(name) is not None for name in names)
-    experts = sum(_EXPERT.fullmatch(name) is not None for name in names)
-    if layers:
+    parts = Counter(name.part for name in names)
+    if layers := parts[DeepSpeedPart.LAYER]:
         raise other_kind(folder, f"the model is cut into {layers} files of layers, for pipeline parallelism")
-    if experts:
+    if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
             folder, f"{experts} files hold experts of a mixture, which only their ranks can put together"
         )
-    if highest := max(parts, default=0):
+    if highest := max((name.model_rank for name in names), default=0):
         raise other_kind(folder, f"the model is cut into {highest + 1} parts, for tensor parallelism")
     if (folder / "zero").is_dir():
         raise other_kind(folder, "it is a universal checkpoint, which has a folder for each parameter")

@@ -18,9 +18,6 @@ from ckptfix.formats.torch_file import TorchFile
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Name -> shape; None for a value that is no tensor, or none that can be read without executing."""
 
-_STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
-"""Where ``load_state`` looks for the weights of a model, and the fallback that a full FSDP save leaves, in order."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
@@ -200,21 +197,11 @@ def model_position(group: ModelFiles) -> int | None:
 
 def _position(group: ModelFiles) -> tuple[int, int] | None:
     """Return position and rank of preference of a model's files, None for files that ``load_state`` never reads."""
-    name = group.members[0].name if group.members else None
-    if name is not None and group.index_path is None:
-        if name.role is not Role.MODEL or name.shard is not None:
-            return None
-        return name.index, 2 * _STEMS.index((name.stem, name.suffix))
-    path = group.index_path
-    for rank, (stem, suffix) in enumerate(_STEMS):
-        ending = f"{suffix}.index.json"
-        if path is not None and path.name.startswith(stem) and path.name.endswith(ending):
-            number = path.name[len(stem) : -len(ending)]
-            if number == "":
-                return 0, 2 * rank + 1
-            if number[0] == "_" and number[1:].isdigit():
-                return int(number[1:]), 2 * rank + 1
-    return None
+    if group.index_path is not None:
+        name = parse_file_name(group.index_path.name)
+    else:
+        name = group.members[0].name if group.members else None
+    return name.load_order if name is not None else None
 
 
 def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Entry:

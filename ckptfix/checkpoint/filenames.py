@@ -1,9 +1,16 @@
-"""The grammar of file names: parse a name into what it means, and format it back.
+"""The grammar of file names: parse a name into its meaning, and format the meaning as a name again.
 
-Accelerate's (``utils/constants.py`` and ``checkpointing.py``, 1.0 to 1.15): entry 0 of a role has no number, entry i
-has ``_i``; custom objects are numbered from 0; RNG states are numbered by rank. The Trainer's states (``trainer.py`` of
-transformers 5). And the names that transformers, peft and diffusers give to weights, to their variants
-(``model.fp16.safetensors``), their shards and the indexes of those.
+Every library's names are here, and only here:
+
+- Accelerate's states (``utils/constants.py`` and ``checkpointing.py``, 1.0 to 1.15): entry 0 of a role has no number,
+  entry i has ``_i``; custom objects are numbered from 0; RNG states are numbered by rank.
+- The Trainer's states (``trainer.py`` of transformers 5).
+- Weights of transformers, peft and diffusers, their variants (``model.fp16.safetensors``), their shards and indexes.
+- The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and of DeepSpeed 0.18
+  (``runtime/engine.py``).
+- Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``, ``epoch_2``.
+
+``str()`` of a parsed name is the name again, and parsing the ``str()`` of a meaning gives that meaning.
 """
 
 import re
@@ -13,7 +20,7 @@ from typing import NamedTuple
 
 
 class Role(Enum):
-    """What a component is for. The value is the word used in reports and in ``--keep``."""
+    """The purpose of a component. The value is the word used in reports and in ``--keep``."""
 
     MODEL = "models"
     OPTIMIZER = "optimizers"
@@ -53,7 +60,7 @@ _LIBRARY_STEMS = {
     "pytorch_lora_weights": "pytorch_lora_weights",
     "diffusion_pytorch_model": "diffusion_pytorch_model",
 }
-"""What libraries call weights, without a variant -> the model that it is, whatever the format."""
+"""The stems of libraries' weights, without a variant -> the model, whatever the format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,22 @@ class FileName:
         return ModelName(_LIBRARY_STEMS[stem], variant or self.variant)
 
     @property
+    def load_order(self) -> tuple[int, int] | None:
+        """The position at which ``load_state`` finds this model, or its index, and the rank of the name among those it
+        tries for one position; None for a file that ``load_state`` never reads.
+        """
+        if self.shard is not None or self.variant:
+            return None
+        if self.role is Role.MODEL:
+            return self.index, 2 * LOADED_MODELS.index((self.stem, self.suffix))
+        if self.role is Role.WEIGHTS_INDEX and self.suffix.endswith(_INDEX_SUFFIX):
+            listed = parse_file_name(self.stem + self.suffix.removesuffix(_INDEX_SUFFIX))
+            if listed is not None and listed.role is Role.MODEL and listed.load_order is not None:
+                position, rank = listed.load_order
+                return position, rank + 1
+        return None
+
+    @property
     def is_of_library(self) -> bool:
         """Whether a library writes weights, or their index, under this name, and finds them by it."""
         return (
@@ -132,16 +155,33 @@ class FileName:
 
 
 _NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
-_FAMILIES = (
-    ("model", ".safetensors", Role.MODEL),
-    ("pytorch_model", ".bin", Role.MODEL),
-    ("pytorch_model_fsdp", ".bin", Role.MODEL),
-    ("optimizer", ".bin", Role.OPTIMIZER),
-    ("scheduler", ".bin", Role.SCHEDULER),
-    ("sampler", ".bin", Role.SAMPLER),
-    ("dl_state_dict", ".bin", Role.DATALOADER),
+LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
+"""Where ``load_state`` looks for the weights of a model, and the fallback that a full FSDP save leaves, in order."""
+
+_LONE, _FROM_ONE, _FROM_ZERO = range(3)  # never numbered; entry 0 has no number; every one has a number
+_FAMILIES = {
+    **dict.fromkeys(LOADED_MODELS, (Role.MODEL, _FROM_ONE)),
+    ("optimizer", ".bin"): (Role.OPTIMIZER, _FROM_ONE),
+    ("scheduler", ".bin"): (Role.SCHEDULER, _FROM_ONE),
+    ("sampler", ".bin"): (Role.SAMPLER, _FROM_ONE),
+    ("dl_state_dict", ".bin"): (Role.DATALOADER, _FROM_ONE),
+    ("random_states", ".pkl"): (Role.RNG_STATE, _FROM_ZERO),
+    ("custom_checkpoint", ".pkl"): (Role.CUSTOM, _FROM_ZERO),
+    ("scaler", ".pt"): (Role.GRAD_SCALER, _LONE),
+    ("optimizer", ".pt"): (Role.OPTIMIZER, _LONE),
+    ("scheduler", ".pt"): (Role.SCHEDULER, _LONE),
+    ("training_args", ".bin"): (Role.TRAINING_ARGUMENTS, _LONE),
+    ("rng_state", ".pth"): (Role.RNG_STATE, None),  # with a number in a run of several processes
+}
+"""Stem and suffix of each state -> its role, and how its files are numbered."""
+
+_OF_TRAINER = frozenset(
+    {("optimizer", ".pt"), ("scheduler", ".pt"), ("training_args", ".bin"), ("rng_state", ".pth")}
 )
+"""States that only the Trainer saves. Its ``scaler.pt`` has the name of Accelerate's own."""
+
 _NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" is somebody else's name
+_ENTRY = re.compile(rf"(.+?)(?:_{_NUMBER})?(\.safetensors|\.bin|\.pkl|\.pth?)", re.DOTALL)
 _WORD = "[A-Za-z0-9_-]+"
 _SHARD = re.compile(
     rf"(.+)-([0-9]{{5}})-of-([0-9]{{5}})(?:\.({_WORD}))?(\.safetensors|\.bin)", re.DOTALL
@@ -150,43 +190,24 @@ _INDEX = re.compile(
     rf"(.+)((?:\.safetensors|\.bin)(?:\.index(?:\.{_WORD})?|\.{_WORD}\.index)\.json)", re.DOTALL
 )  # .index.fp16.json, and .fp16.index.json as diffusers wrote it before 0.30
 _VARIANT_OF_INDEX = re.compile(rf"(?:\.safetensors|\.bin)(?:\.index\.({_WORD})|\.({_WORD})\.index)\.json")
+_INDEX_SUFFIX = ".index.json"
 _SUFFIXES_OF_SCRIPTS = (".pt", ".pth", ".ckpt", ".pth.tar", ".th")
-_RNG = re.compile(rf"random_states_{_NUMBER}\.pkl")
-_TRAINER_RNG = re.compile(rf"rng_state_{_NUMBER}\.pth")
-_CUSTOM = re.compile(rf"custom_checkpoint_{_NUMBER}\.pkl")
-_OF_TRAINER = {
-    ("optimizer", ".pt"): Role.OPTIMIZER,
-    ("scheduler", ".pt"): Role.SCHEDULER,
-    ("training_args", ".bin"): Role.TRAINING_ARGUMENTS,
-    ("rng_state", ".pth"): Role.RNG_STATE,
-}
-"""Stem and suffix -> role of what only the Trainer saves. Its ``scaler.pt`` is called as Accelerate's own."""
-
-_ENTRIES = tuple(
-    (re.compile(rf"{stem}(?:_([1-9][0-9]{{0,8}}))?{re.escape(suffix)}"), stem, suffix, role)
-    for stem, suffix, role in _FAMILIES
-)
 
 
 def parse_file_name(name: str) -> FileName | None:
-    """Return what a file name means, or None for a file that is no part of a checkpoint.
-
-    ``str()`` of the result is the name again (a tested law), except for roles without a grammar.
-    """
-    for pattern, stem, suffix, role in _ENTRIES:
-        if match := pattern.fullmatch(name):
-            return FileName(role=role, stem=stem, suffix=suffix, index=int(match[1] or 0))
-    if match := _RNG.fullmatch(name):
-        return FileName(role=Role.RNG_STATE, stem="random_states", suffix=".pkl", rank=int(match[1]))
-    if match := _CUSTOM.fullmatch(name):
-        return FileName(role=Role.CUSTOM, stem="custom_checkpoint", suffix=".pkl", index=int(match[1]))
-    if name == "scaler.pt":
-        return FileName(role=Role.GRAD_SCALER, stem="scaler", suffix=".pt")
-    for (stem, suffix), role in _OF_TRAINER.items():
-        if name == stem + suffix:
-            return FileName(role=role, stem=stem, suffix=suffix)
-    if match := _TRAINER_RNG.fullmatch(name):
-        return FileName(role=Role.RNG_STATE, stem="rng_state", suffix=".pth", rank=int(match[1]))
+    """Return the meaning of a file name, or None for a file that is not a part of a checkpoint."""
+    if (match := _ENTRY.fullmatch(name)) and (family := _FAMILIES.get((match[1], match[3]))):
+        role, numbering = family
+        number = None if match[2] is None else int(match[2])
+        if (
+            numbering is None
+            or (numbering == _LONE and number is None)
+            or (numbering == _FROM_ONE and number != 0)
+            or (numbering == _FROM_ZERO and number is not None)
+        ):
+            if role is Role.RNG_STATE:
+                return FileName(role=role, stem=match[1], suffix=match[3], rank=number)
+            return FileName(role=role, stem=match[1], suffix=match[3], index=number or 0)
     if match := _SHARD.fullmatch(name):
         shard = (int(match[2]), int(match[3]))
         return FileName(role=Role.MODEL, stem=match[1], suffix=match[5], shard=shard, variant=match[4] or "")
@@ -206,27 +227,58 @@ def index_name(stem: str, suffix: str) -> str:
     return f"{stem}{suffix}.index.json"
 
 
+def model_file(suffix: str, index: int = 0) -> FileName:
+    """Return the name under which ``load_state`` looks for a model, ``.safetensors`` or ``.bin``."""
+    stem = next(stem for stem, ending in LOADED_MODELS if ending == suffix)
+    return FileName(role=Role.MODEL, stem=stem, suffix=suffix, index=index)
+
+
+def shard_name(stem: str, suffix: str, number: int, total: int) -> str:
+    """Return the name of shard ``number``, from 1, of a model in ``total`` files."""
+    return str(FileName(role=Role.MODEL, stem=stem, suffix=suffix, shard=(number, total)))
+
+
+def random_states_name(rank: int) -> str:
+    """Return the name of the file in which ``save_state`` keeps the RNG states of a rank."""
+    return str(FileName(role=Role.RNG_STATE, stem="random_states", suffix=".pkl", rank=rank))
+
+
+TRAINER_STATE = "trainer_state.json"
+"""The file that transformers' Trainer writes last; it holds the step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderName:
-    """The parsed name of a DCP folder of Accelerate's FSDP; entry 0 has its number, too."""
+    """The parsed name of a folder that holds one entry of a checkpoint: a DCP folder of FSDP, or one of DeepSpeed.
+
+    Entry 0 has its number in the name of a DCP folder, and none in that of DeepSpeed's.
+    """
 
     role: Role
     stem: str
     index: int
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether this is the folder, with accelerate's tag for its name, in which DeepSpeed saves."""
+        return self.stem == _TAG
 
     def at(self, index: int) -> "FolderName":
         """Return the name of another entry of the same family."""
         return replace(self, index=index)
 
     def __str__(self) -> str:
-        return f"{self.stem}_{self.index}"
+        return self.stem if self.is_deepspeed and not self.index else f"{self.stem}_{self.index}"
 
 
-_DCP_FOLDER = re.compile(rf"(pytorch_model_fsdp|optimizer)_{_NUMBER}")
+_TAG = "pytorch_model"
+_FSDP_MODEL = "pytorch_model_fsdp"
+_DCP_FOLDER = re.compile(rf"({_FSDP_MODEL}|optimizer)_{_NUMBER}")
+_DEEPSPEED_FOLDER = re.compile(rf"{_TAG}(?:_([1-9][0-9]{{0,8}}))?")
 
 
 def parse_folder_name(name: str) -> FolderName | None:
-    """Return what the name of a DCP folder means, None for any other. ``str()`` of the result is the name again."""
+    """Return the meaning of the name of a DCP folder, None for any other."""
     match = _DCP_FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -234,15 +286,139 @@ def parse_folder_name(name: str) -> FolderName | None:
     return FolderName(role=role, stem=match[1], index=int(match[2]))
 
 
-_FOLDERS = (
-    (
-        re.compile(r"pytorch_model_fsdp_[0-9]+|optimizer_[0-9]+"),
-        "a torch.distributed.checkpoint (DCP) folder",
-    ),
-    (re.compile(r"pytorch_model(_[0-9]+)?"), "a DeepSpeed folder"),
-)
+def parse_deepspeed_folder_name(name: str) -> FolderName | None:
+    """Return the meaning of the name of a DeepSpeed folder of accelerate, None for any other."""
+    match = _DEEPSPEED_FOLDER.fullmatch(name)
+    return FolderName(role=Role.MODEL, stem=_TAG, index=int(match[1] or 0)) if match else None
+
+
+def dcp_model_folder(index: int) -> FolderName:
+    """Return the name of the DCP folder in which FSDP keeps a model."""
+    return FolderName(role=Role.MODEL, stem=_FSDP_MODEL, index=index)
 
 
 def describe_folder_name(name: str) -> str | None:
-    """Return what a sub-folder of a checkpoint is when Accelerate writes such a one, else None."""
-    return next((words for pattern, words in _FOLDERS if pattern.fullmatch(name)), None)
+    """Describe a sub-folder of a checkpoint by its name; None for a name that Accelerate never writes."""
+    if parse_folder_name(name) is not None:
+        return "a torch.distributed.checkpoint (DCP) folder"
+    return "a DeepSpeed folder" if parse_deepspeed_folder_name(name) is not None else None
+
+
+class DcpPart(Enum):
+    """The kinds of files in a DCP folder; the value is what a name of the kind ends in."""
+
+    METADATA = ".metadata"
+    UNFINISHED_METADATA = ".metadata.tmp"
+    DATA = ".distcp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpFileName:
+    """The parsed name of a file in a DCP folder.
+
+    ``rank``: of the process that wrote it; None for the metadata of all. ``number``: counts the data files of a rank.
+    ``stem``: the begin of the name of a data file that torch itself would call otherwise, else "".
+    """
+
+    part: DcpPart
+    rank: int | None = None
+    number: int = 0
+    stem: str = ""
+
+    def __str__(self) -> str:
+        if self.stem or self.rank is None:
+            return self.stem + self.part.value
+        number = f"_{self.number}" if self.part is DcpPart.DATA else ""
+        return f"__{self.rank}{number}{self.part.value}"
+
+
+_DCP_METADATA = re.compile(rf"(?:__{_NUMBER})?(\.metadata(?:\.tmp)?)")
+_DCP_DATA = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
+
+
+def parse_dcp_name(name: str) -> DcpFileName | None:
+    """Return the meaning of the name of a file in a DCP folder, None for a file that no save of DCP leaves there."""
+    if match := _DCP_METADATA.fullmatch(name):
+        return DcpFileName(part=DcpPart(match[2]), rank=None if match[1] is None else int(match[1]))
+    if match := _DCP_DATA.fullmatch(name):
+        return DcpFileName(part=DcpPart.DATA, rank=int(match[1]), number=int(match[2]))
+    stem = name.removesuffix(DcpPart.DATA.value)
+    return DcpFileName(part=DcpPart.DATA, stem=stem) if stem and stem != name else None
+
+
+class DeepSpeedPart(Enum):
+    """What a file of DeepSpeed holds; the value is the word for it in messages."""
+
+    MODEL = "model states"
+    OPTIMIZER = "optimizer states"
+    LAYER = "layers"
+    EXPERT = "experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedName:
+    """The parsed name of a file of DeepSpeed.
+
+    ``rank``: among the processes of data parallelism; None for model states that are not cut among them (ZeRO-1, 2).
+    ``model_rank``: among those of tensor parallelism. ``before`` and ``between`` are what versions and dtypes write
+    differently: ``bf16_`` in front, ``_`` before "optim_states". ``other``: the name of a layer's or expert's file.
+    """
+
+    part: DeepSpeedPart
+    rank: int | None = None
+    model_rank: int = 0
+    before: str = ""
+    between: str = "_"
+    other: str = ""
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f"zero_pp_rank_{self.rank}_"
+        kind = "model_states" if self.part is DeepSpeedPart.MODEL else "optim_states"
+        return self.other or f"{self.before}{rank}mp_rank_{self.model_rank:02}{self.between}{kind}.pt"
+
+
+_DEEPSPEED_FILE = re.compile(
+    r"(bf16_)?(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})(?:_(model)|(_?)optim)_states\.pt"
+)
+_LAYER = re.compile(r"layer_[0-9]+-model.*\.pt")
+_EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank.*\.pt|expp_rank_.*\.pt")
+
+
+def parse_deepspeed_name(name: str) -> DeepSpeedName | None:
+    """Return the meaning of the name of a file that DeepSpeed keeps states in, None for any other."""
+    if match := _DEEPSPEED_FILE.fullmatch(name):
+        before, rank, model_rank, is_model, between = match.groups()
+        if (before and is_model) or (rank is None and not is_model):
+            return None
+        return DeepSpeedName(
+            part=DeepSpeedPart.MODEL if is_model else DeepSpeedPart.OPTIMIZER,
+            rank=None if rank is None else int(rank),
+            model_rank=int(model_rank),
+            before=before or "",
+            between="_" if is_model else between,
+        )
+    if _LAYER.fullmatch(name):
+        return DeepSpeedName(part=DeepSpeedPart.LAYER, other=name)
+    return DeepSpeedName(part=DeepSpeedPart.EXPERT, other=name) if _EXPERT.fullmatch(name) else None
+
+
+ACCELERATE = "checkpoint_{}"
+"""The names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` stands for the number."""
+
+FAMILIES = (ACCELERATE, "checkpoint-{}", "step_{}", "epoch_{}")
+"""And those of the Trainer, of diffusers' scripts and of accelerate's examples."""
+
+_ONE_OF_SEVERAL = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
+
+
+def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
+    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number."""
+    before, _, after = pattern.partition("{}")
+    number = "0|[1-9][0-9]*" if pattern == ACCELERATE else "[0-9]+"
+    match = re.fullmatch(f"{re.escape(before)}({number}){re.escape(after)}", name)
+    return int(match[1]) if match else None
+
+
+def is_one_of_several(name: str) -> bool:
+    """Whether scripts give this name to one checkpoint in a folder of checkpoints."""
+    return _ONE_OF_SEVERAL.fullmatch(name) is not None

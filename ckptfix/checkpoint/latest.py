@@ -2,13 +2,22 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    ACCELERATE,
+    FAMILIES,
+    TRAINER_STATE,
+    FileName,
+    Role,
+    checkpoint_number,
+    parse_file_name,
+    parse_folder_name,
+    random_states_name,
+)
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
@@ -17,16 +26,11 @@ from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.paths import JOURNAL, described, shell_path
 
-ACCELERATE = "checkpoint_{}"
-"""As ``save_state`` with automatic naming calls them (accelerate 1.0 to 1.15). ``{}`` stands for the number."""
-
-FAMILIES = (ACCELERATE, "checkpoint-{}", "step_{}", "epoch_{}")
-"""And as the Trainer, diffusers' scripts and accelerate's examples do."""
-
-_TRAINER_STATE = "trainer_state.json"
-_MAX_TRAINER_STATE = 256 << 20
-_NO_STATES = "no random_states_0.pkl, which save_state writes near its end"
-_LAST_WRITTEN = ("random_states_0.pkl", _TRAINER_STATE)
+_TRAINERS = FAMILIES[1]
+_MAX_STATE = 256 << 20
+_STATES = random_states_name(0)
+_NO_STATES = f"no {_STATES}, which save_state writes near its end"
+_LAST_WRITTEN = (_STATES, TRAINER_STATE)
 """What a save writes near its end, and no repair ever touches: its time is that of the save."""
 
 
@@ -41,14 +45,6 @@ class Candidate:
     number: int
     problem: str | None
     time: float | None = None
-
-
-def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
-    """Return the number in the name of a checkpoint, None for any other name. ``{}`` in the pattern is the number."""
-    before, _, after = pattern.partition("{}")
-    number = "0|[1-9][0-9]*" if pattern == ACCELERATE else "[0-9]+"
-    match = re.fullmatch(f"{re.escape(before)}({number}){re.escape(after)}", name)
-    return int(match[1]) if match else None
 
 
 def candidates(folder: Path, pattern: str = ACCELERATE) -> tuple[Candidate, ...]:
@@ -158,7 +154,7 @@ def incomplete(checkpoint: Path) -> str | None:
         return f"it was salvaged: {losses}"
     if not any(_is_model(checkpoint, name) for name in names):
         return "no weights of a model"
-    if "random_states_0.pkl" not in names:
+    if _STATES not in names:
         is_numbered = (
             checkpoint_number(checkpoint.name) is not None
         )  # load_state takes it, so it must be Accelerate's
@@ -174,18 +170,18 @@ def incomplete(checkpoint: Path) -> str | None:
 
 def _trainer_problem(checkpoint: Path) -> str | None:
     """Return why a folder without random states of ``save_state`` is no complete one of the Trainer."""
-    number = checkpoint_number(checkpoint.name, "checkpoint-{}")
+    number = checkpoint_number(checkpoint.name, _TRAINERS)
     try:
-        with (checkpoint / _TRAINER_STATE).open("rb") as file:
-            step = json.loads(file.read(_MAX_TRAINER_STATE))["global_step"]
+        with (checkpoint / TRAINER_STATE).open("rb") as file:
+            step = json.loads(file.read(_MAX_STATE))["global_step"]
     except FileNotFoundError:
         if number is None:
             return _NO_STATES
-        return f"neither {_LAST_WRITTEN[0]}, which save_state writes near its end, nor the Trainer's {_TRAINER_STATE}"
+        return f"neither {_STATES}, which save_state writes near its end, nor the Trainer's {TRAINER_STATE}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        return f"{_TRAINER_STATE} cannot be read: {error!r}"
+        return f"{TRAINER_STATE} cannot be read: {error!r}"
     if number is not None and step != number:
-        return f"{_TRAINER_STATE} is of step {step}"
+        return f"{TRAINER_STATE} is of step {step}"
     names = set(os.listdir(checkpoint))
     if (
         "scheduler.pt" in names

@@ -12,7 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
-from ckptfix.checkpoint.filenames import FileName, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    FileName,
+    dcp_model_folder,
+    model_file,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder
@@ -33,11 +39,10 @@ SUFFIXES = {
 """What a file of a format may end in; the first is the default. DCP has folders."""
 
 _STEMS = {
-    Format.SAFETENSORS: "model",
-    Format.TORCH: "pytorch_model",
-    Format.DCP: "pytorch_model_fsdp",
+    Format.SAFETENSORS: model_file(".safetensors").stem,
+    Format.TORCH: model_file(".bin").stem,
+    Format.DCP: dcp_model_folder(0).stem,
 }
-_LOADED = re.compile(r"(model(_[0-9]+)?\.safetensors|pytorch_model(_fsdp)?(_[0-9]+)?\.bin)(\.index\.json)?")
 _FOLDERS = (Format.DCP, Format.DEEPSPEED)
 _ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
 """What libraries call an adapter -> the library, which looks for one file and no shards."""
@@ -123,7 +128,8 @@ def stems(
 def _is_loaded(weights: Weights) -> bool:
     """Whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
     label = weights.label.removeprefix(f"{weights.home}/")
-    return weights.format in _FOLDERS or _LOADED.fullmatch(label) is not None
+    name = parse_file_name(label)
+    return weights.format in _FOLDERS or (name is not None and name.load_order is not None)
 
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
@@ -144,7 +150,10 @@ def _name_of(weights: Weights) -> FileName | None:
 
 
 def _numbered(to: Format, index: int) -> str:
-    return _STEMS[to] if index == 0 and to is not Format.DCP else f"{_STEMS[to]}_{index}"
+    if to is Format.DCP:
+        return str(dcp_model_folder(index))
+    suffix = SUFFIXES[to][0]
+    return str(model_file(suffix, index)).removesuffix(suffix)
 
 
 def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> str:
@@ -165,14 +174,17 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
 
 # What lies in a folder beside the weights: what is carried over, and what is not, and why.
 
-_SHARDED = re.compile(r"pytorch_model_fsdp_[0-9]+")
-"""Where FSDP keeps a model; what is left in one is of a model that is converted from elsewhere."""
-
 _NOWHERE = {
     errno.ENOENT: "a symbolic link to nothing",
     errno.ENOTDIR: "a symbolic link to nothing",
     errno.ELOOP: "a symbolic link in a circle",
 }
+
+
+def _is_dcp_model(name: str) -> bool:
+    """Whether FSDP keeps a model in a folder of this name; a file left there is of a model that is converted."""
+    folder = parse_folder_name(name)
+    return folder is not None and folder.stem == _STEMS[Format.DCP]
 
 
 class LeftOut(NamedTuple):
@@ -245,7 +257,7 @@ def _taken(
     folders: frozenset[PurePosixPath],
 ) -> str | None:
     """Return why something has no place in the new checkpoint, None when it has."""
-    if path in rivals or _SHARDED.fullmatch(path.parts[0]):
+    if path in rivals or _is_dcp_model(path.parts[0]):
         return "weights of a model that is converted from other files"
     if path in new or path in folders or not new.isdisjoint(path.parents):
         return "a new file takes its place"

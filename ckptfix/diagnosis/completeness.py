@@ -7,7 +7,14 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, ShardedState, belongs
-from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    NOT_STATES,
+    TRAINER_STATE,
+    Role,
+    parse_file_name,
+    parse_folder_name,
+    random_states_name,
+)
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import UNFINISHED, mixed
 from ckptfix.checkpoint.manifest import (
@@ -38,7 +45,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; samplers and dataloaders may rightly be left out of one."""
 
-_FOREIGN = ("config.json", "adapter_config.json", "model_index.json", "trainer_state.json")
+_FOREIGN = ("config.json", "adapter_config.json", "model_index.json", TRAINER_STATE)
 """What lies next to weights that a library exported on purpose, and that nobody takes for a ``save_state``."""
 
 Part = tuple[Role, int]
@@ -62,8 +69,8 @@ def incomplete(
     if ranks and (rest or 0 in ranks):
         missing = [rank for rank in range(max(ranks)) if rank not in ranks]
         if missing:
-            names = tuple(f"random_states_{rank}.pkl" for rank in missing)
-            there = f"random_states_{max(ranks)}.pkl"
+            names = tuple(random_states_name(rank) for rank in missing)
+            there = random_states_name(max(ranks))
             yield IncompleteCheckpoint(
                 path=PurePosixPath(names[0]), missing=names, known_by=f"{there} is there", by_rank=True
             )

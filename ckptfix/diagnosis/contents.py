@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.checkpoint.dcp import DATA_SUFFIX
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
@@ -189,7 +190,7 @@ def _whole_label(entry: Entry) -> str:
     name = entry.members[0].name if entry.members else None
     if name is None or name.shard is None:
         return entry.label
-    return f"{name.stem}{name.suffix}.index.json"
+    return name.index_name
 
 
 def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
@@ -212,7 +213,7 @@ def _names_weights(path: PurePosixPath) -> bool:
         return False
     name = parse_file_name(path.name)
     if name is None:
-        return path.suffix == ".distcp"
+        return path.suffix == DATA_SUFFIX
     return name.role in (Role.MODEL, Role.UNKNOWN)
 
 

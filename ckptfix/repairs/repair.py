@@ -10,7 +10,14 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from ckptfix.checkpoint.filenames import FileName, FolderName, Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    FileName,
+    FolderName,
+    Role,
+    model_file,
+    parse_file_name,
+    parse_folder_name,
+)
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import fingerprint, scan_folder
@@ -441,5 +448,5 @@ def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[st
 def _looked_for(name: FileName | FolderName) -> str:
     """Return the file that accelerate misses: of a model the last of the names that it tries."""
     if isinstance(name, FileName) and name.suffix == ".safetensors":
-        return f"pytorch_model_{name.index}.bin"
+        return str(model_file(".bin", name.index))
     return str(name)

@@ -1,6 +1,5 @@
 """The weights in folders of torch.distributed.checkpoint (DCP), of Accelerate's FSDP and of anybody."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -8,6 +7,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, METADATA_UNFINISHED, belongs
+from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import ItemReader, KnownItem, SavedTensor, dcp_problems
@@ -22,7 +22,6 @@ from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tile, Tiled
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
 
-_MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]{1,9})")
 _NOTHING = b"N."  # the shortest pickle
 
 
@@ -36,9 +35,9 @@ def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]
     if _holds_dcp(folder.root):
         yield 0, PurePosixPath(".")
     for path in folder.subfolders:
-        match = _MODEL_FOLDER.fullmatch(path.name)
-        if match and _holds_dcp(folder.root / path):
-            yield int(match[1]), path
+        name = parse_folder_name(path.name)
+        if name is not None and name.role is Role.MODEL and _holds_dcp(folder.root / path):
+            yield name.index, path
 
 
 def dcp_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.checkpoint.filenames import DcpFileName, DcpPart
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME
 from ckptfix.formats.dcp_names import MODEL_KEY
@@ -82,7 +83,7 @@ def dcp_files(
     placed: list[_Placed] = []
     with paused_gc():
         for number, shard in enumerate(in_shards(tensors, most)):
-            name = f"__0_{number}.distcp"
+            name = str(DcpFileName(part=DcpPart.DATA, rank=0, number=number))
             parts: list[Part] = []
             offset = 0
             for tensor in shard:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import index_name
+from ckptfix.checkpoint.filenames import index_name, shard_name
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.storage.recipes import Literal
@@ -84,7 +84,7 @@ def shard_names(stem: str, suffix: str, count: int) -> list[PurePosixPath]:
     """Return the names of the files of a model, as accelerate and transformers call them."""
     if count == 1:
         return [PurePosixPath(stem + suffix)]
-    return [PurePosixPath(f"{stem}-{number:05}-of-{count:05}{suffix}") for number in range(1, count + 1)]
+    return [PurePosixPath(shard_name(stem, suffix, number, count)) for number in range(1, count + 1)]
 
 
 def index_file(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -11,9 +10,11 @@ from ckptfix.checkpoint.deepspeed_files import deepspeed_folders, deepspeed_path
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
+    TRAINER_STATE,
     FileName,
     ModelName,
     Role,
+    is_one_of_several,
     parse_file_name,
     parse_folder_name,
 )
@@ -33,15 +34,12 @@ from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 # diffusers.
 
 _DEEPEST = 2
-_NUMBERED = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
-"""How scripts call the checkpoints in a folder of such."""
 
 _PIPELINE = "model_index.json"
 _CONFIG, _ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 _LONGEST_CONFIG = 1 << 20
 _CONFIGS = frozenset({_CONFIG, _ADAPTER})
 _PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
-_TRAINER_STATE = "trainer_state.json"
 
 
 def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
@@ -56,7 +54,7 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
     taken = {where for _, where in deepspeed_folders(folder)}
     for path, kind in folder.subfolders.items():
         full = folder.root / path
-        if kind != PLAIN_FOLDER or path in taken or _NUMBERED.fullmatch(path.name) or full.is_symlink():
+        if kind != PLAIN_FOLDER or path in taken or is_one_of_several(path.name) or full.is_symlink():
             continue
         try:
             names = os.listdir(full)
@@ -77,7 +75,7 @@ def configured_models(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath,
         return
     has_weights = any(component.role in NOT_STATES for component in folder.components)
     for path, kind in folder.subfolders.items():
-        if kind != PLAIN_FOLDER or _NUMBERED.fullmatch(path.name):
+        if kind != PLAIN_FOLDER or is_one_of_several(path.name):
             continue
         for name in (_ADAPTER, _CONFIG):
             # A lone config may describe the weights in the checkpoint itself. An adapter is a model of its own.
@@ -123,7 +121,7 @@ def _is_checkpoint(folder: CheckpointFolder) -> bool:
 
 def _is_own_checkpoint(names: list[str]) -> bool:
     parsed = map(parse_file_name, names)
-    return _TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
+    return TRAINER_STATE in names or any(name is not None and name.role not in NOT_STATES for name in parsed)
 
 
 def _is_of_library(names: list[str]) -> bool:

@@ -11,14 +11,11 @@ from typing import Any
 from accelerate import Accelerator
 
 from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entries
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import (
-    ACCELERATE,
-    FAMILIES,
     Candidate,
     candidates,
-    checkpoint_number,
     checkpoints_folder,
     mixed,
     newest_whole,

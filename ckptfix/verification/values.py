@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptfix.checkpoint.filenames import Role, parse_folder_name
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component
 from ckptfix.checkpoint.keys import is_flat_name
 from ckptfix.checkpoint.scan import scan_folder
@@ -182,7 +182,7 @@ def has_stepped(root: Path) -> bool:
     have other values.
     """
     try:
-        steps = json.loads((root / "trainer_state.json").read_bytes()).get("global_step")
+        steps = json.loads((root / TRAINER_STATE).read_bytes()).get("global_step")
     except (OSError, ValueError, AttributeError):
         steps = 0
     if isinstance(steps, int) and steps > 0:

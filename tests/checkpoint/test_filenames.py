@@ -1,16 +1,32 @@
 """Accelerate's file names: parsed, formatted, and left alone when they are somebody else's."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.checkpoint.filenames import (
+    FAMILIES,
     WEIGHT_SUFFIXES,
+    DcpFileName,
+    DcpPart,
+    DeepSpeedName,
+    DeepSpeedPart,
     FileName,
+    FolderName,
     ModelName,
     Role,
+    checkpoint_number,
     describe_folder_name,
+    is_one_of_several,
+    model_file,
+    parse_dcp_name,
+    parse_deepspeed_folder_name,
+    parse_deepspeed_name,
     parse_file_name,
+    parse_folder_name,
 )
 
 KNOWN = [
@@ -211,3 +227,144 @@ def test_folders_that_accelerate_writes(name: str, words: str) -> None:
 def test_other_folders() -> None:
     assert describe_folder_name("runs") is None
     assert describe_folder_name("pytorch_model_fsdp_x") is None
+
+
+RANKS = st.integers(0, 999_999_999)
+STEMS = st.sampled_from(["model", "student", "model.fp16", "diffusion_pytorch_model", "my weights", "a.b"])
+STATES = [
+    ("optimizer", ".bin", Role.OPTIMIZER),
+    ("scheduler", ".bin", Role.SCHEDULER),
+    ("sampler", ".bin", Role.SAMPLER),
+    ("dl_state_dict", ".bin", Role.DATALOADER),
+    ("custom_checkpoint", ".pkl", Role.CUSTOM),
+]
+
+
+@st.composite
+def file_names(draw: st.DrawFn) -> FileName:
+    kind = draw(st.sampled_from(["model", "state", "rank", "trainer", "shard", "index", "own"]))
+    if kind == "model":
+        return model_file(draw(st.sampled_from([".safetensors", ".bin"])), draw(RANKS))
+    if kind == "state":
+        stem, suffix, role = draw(st.sampled_from(STATES))
+        return FileName(role=role, stem=stem, suffix=suffix, index=draw(RANKS))
+    if kind == "rank":
+        return FileName(role=Role.RNG_STATE, stem="random_states", suffix=".pkl", rank=draw(RANKS))
+    if kind == "trainer":
+        return FileName(role=Role.RNG_STATE, stem="rng_state", suffix=".pth", rank=draw(st.none() | RANKS))
+    suffix = draw(st.sampled_from([".safetensors", ".bin"]))
+    if kind == "shard":
+        shard = (draw(st.integers(1, 99_999)), draw(st.integers(1, 99_999)))
+        variant = draw(st.sampled_from(["", "fp16", "non_ema"]))
+        return FileName(role=Role.MODEL, stem=draw(STEMS), suffix=suffix, shard=shard, variant=variant)
+    if kind == "index":
+        return FileName(role=Role.WEIGHTS_INDEX, stem=draw(STEMS), suffix=f"{suffix}.index.json")
+    return FileName(role=Role.UNKNOWN, stem="my weights", suffix=draw(st.sampled_from(WEIGHT_SUFFIXES)))
+
+
+@given(file_names())
+def test_a_formatted_file_name_is_parsed_as_what_it_means(name: FileName) -> None:
+    assert parse_file_name(str(name)) == name
+
+
+@given(
+    st.builds(FolderName, role=st.just(Role.MODEL), stem=st.just("pytorch_model_fsdp"), index=RANKS)
+    | st.builds(FolderName, role=st.just(Role.OPTIMIZER), stem=st.just("optimizer"), index=RANKS)
+)
+def test_a_formatted_name_of_a_dcp_folder_is_parsed_as_what_it_means(name: FolderName) -> None:
+    assert parse_folder_name(str(name)) == name
+    assert parse_deepspeed_folder_name(str(name)) is None
+
+
+@given(RANKS)
+def test_a_formatted_name_of_a_deepspeed_folder_is_parsed_as_what_it_means(index: int) -> None:
+    name = FolderName(role=Role.MODEL, stem="pytorch_model", index=index)
+    assert parse_deepspeed_folder_name(str(name)) == name
+    assert parse_folder_name(str(name)) is None
+
+
+@given(
+    st.builds(DcpFileName, part=st.just(DcpPart.DATA), rank=RANKS, number=RANKS)
+    | st.builds(
+        DcpFileName, part=st.just(DcpPart.DATA), stem=st.sampled_from(["__ckptfix_0", "weights", "__1"])
+    )
+    | st.builds(
+        DcpFileName,
+        part=st.sampled_from([DcpPart.METADATA, DcpPart.UNFINISHED_METADATA]),
+        rank=st.none() | RANKS,
+    )
+)
+def test_a_formatted_name_of_a_dcp_file_is_parsed_as_what_it_means(name: DcpFileName) -> None:
+    assert parse_dcp_name(str(name)) == name
+
+
+@given(
+    st.builds(
+        DeepSpeedName,
+        part=st.just(DeepSpeedPart.MODEL),
+        rank=st.none() | st.integers(0, 999_999),
+        model_rank=st.integers(0, 999_999),
+    )
+    | st.builds(
+        DeepSpeedName,
+        part=st.just(DeepSpeedPart.OPTIMIZER),
+        rank=st.integers(0, 999_999),
+        model_rank=st.integers(0, 999_999),
+        before=st.sampled_from(["", "bf16_"]),
+        between=st.sampled_from(["", "_"]),
+    )
+    | st.builds(
+        DeepSpeedName,
+        part=st.just(DeepSpeedPart.EXPERT),
+        other=st.sampled_from(["layer_0_expert_3_mp_rank_00_model_states.pt", "expp_rank_0_optim_states.pt"]),
+    )
+    | st.builds(
+        DeepSpeedName, part=st.just(DeepSpeedPart.LAYER), other=st.just("layer_01-model_00-model_states.pt")
+    )
+)
+def test_a_formatted_name_of_deepspeed_is_parsed_as_what_it_means(name: DeepSpeedName) -> None:
+    assert parse_deepspeed_name(str(name)) == name
+
+
+@given(RANKS, st.sampled_from(FAMILIES))
+def test_a_formatted_name_of_a_checkpoint_has_its_number(number: int, pattern: str) -> None:
+    name = pattern.format(number)
+    assert checkpoint_number(name, pattern) == number
+    assert is_one_of_several(name)
+    assert [other for other in FAMILIES if checkpoint_number(name, other) is not None] == [pattern]
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SAVED = re.compile(r"(\.metadata.*|.*\.(safetensors|bin|pkl|pt|pth|distcp|index\.json))")
+
+
+def test_every_saved_file_of_the_fixtures_has_a_meaning_and_that_gives_its_name() -> None:
+    names = {path.name for path in FIXTURES.rglob("*") if path.is_file() and SAVED.fullmatch(path.name)}
+    assert len(names) > 40
+    for name in names:
+        meanings = [parse(name) for parse in (parse_file_name, parse_dcp_name, parse_deepspeed_name)]
+        assert any(meanings), name
+        assert {str(meaning) for meaning in meanings if meaning is not None} == {name}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("model.safetensors", (0, 0)),
+        ("model.safetensors.index.json", (0, 1)),
+        ("pytorch_model.bin", (0, 2)),
+        ("model_3.safetensors", (3, 0)),
+        ("pytorch_model_fsdp_2.bin", (2, 4)),
+        ("pytorch_model_fsdp_2.bin.index.json", (2, 5)),
+        ("model.fp16.safetensors", None),
+        ("model.safetensors.index.fp16.json", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("optimizer.bin", None),
+        ("optimizer.bin.index.json", None),
+        ("student.pt", None),
+    ],
+)
+def test_load_state_looks_for_models_in_this_order(name: str, order: tuple[int, int] | None) -> None:
+    parsed = parse_file_name(name)
+    assert parsed is not None
+    assert parsed.load_order == order

@@ -13,7 +13,7 @@ import numpy
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.checkpoint.latest import checkpoint_number
+from ckptfix.checkpoint.filenames import checkpoint_number
 from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
 from ckptfix.training.loading.draft import (
     OF_A_RANK,

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from ckptfix.checkpoint.entries import Entry, single_entry
-from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name
+from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, random_states_name
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
@@ -48,7 +48,9 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
         draft.ignore(Part.RNG, what=f"rank {rank}")
     elif own is None:
         have = f"{count_of(len(ranks), 'rank')} saved theirs" if ranks else "no rank saved any"
-        reason = f"there is no random_states_{rank}.pkl: {have}, this run has {count_of(world_size, 'rank')}"
+        reason = (
+            f"there is no {random_states_name(rank)}: {have}, this run has {count_of(world_size, 'rank')}"
+        )
         draft.cannot(Part.RNG, reason, what=f"rank {rank}", missing=True)
     else:
         _plan_generators(draft, *own, rank)
@@ -72,7 +74,7 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
 
 def _read(draft: Draft, root: Path, rank: int) -> tuple[Entry, Any, str]:
     """Return the entry of a rank with its states, or None and why they cannot be read."""
-    name = f"random_states_{rank}.pkl"
+    name = random_states_name(rank)
     component = next(iter(scan_folder(root, name).components), None)
     if component is None:
         raise LoadError(f"{root / name} is a folder, or is gone since the folder was listed; load it again")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.training.prepared import innermost
@@ -67,7 +67,7 @@ def model_entries(
     numbered = len(weights) in (0, len(models))
     for index, model in enumerate(models):
         state = weights[index] if index < len(weights) else {}
-        stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
+        file_name = model_file(".safetensors" if safetensors else ".bin", index)
         aliases = aliases_of(state) if safetensors else {}
         written = {
             name: value
@@ -77,7 +77,7 @@ def model_entries(
         entries.append(
             ManifestEntry(
                 index=index,
-                file=f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}",
+                file=str(file_name),
                 type=_type(accelerator.unwrap_model(model, keep_torch_compile=False)) if numbered else "",
                 keys=key_fingerprint(
                     (name, _dtype(value), tuple(value.shape)) for name, value in written.items()

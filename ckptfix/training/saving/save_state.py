@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.checkpoint.latest import checkpoint_number
+from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.training.guard import guard_of
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
@@ -307,14 +306,20 @@ def _watched(accelerator: Accelerator, written: set[str]) -> Iterator[None]:
 
 
 def _index_name(safetensors: bool) -> str:
-    return "model.safetensors.index.json" if safetensors else "pytorch_model.bin.index.json"
+    stem, suffix = _model_name(safetensors)
+    return index_name(stem, suffix)
+
+
+def _model_name(safetensors: bool) -> tuple[str, str]:
+    name = model_file(".safetensors" if safetensors else ".bin")
+    return name.stem, name.suffix
 
 
 def _weights_in(folder: Path, safetensors: bool) -> set[str]:
     """Return the names of the files of ``save_model`` in a folder."""
     if not folder.is_dir():
         return set()
-    stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
+    stem, suffix = _model_name(safetensors)
     parts = {name: parsed for name in os.listdir(folder) if (parsed := parse_file_name(name)) is not None}
     is_save_state = any(one.role is Role.RNG_STATE and not one.is_of_trainer for one in parts.values())
     found = set()

@@ -12,7 +12,16 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
-from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.checkpoint.filenames import (
+    LOADED_MODELS,
+    Role,
+    index_name,
+    model_file,
+    parse_deepspeed_folder_name,
+    parse_file_name,
+    parse_folder_name,
+    random_states_name,
+)
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of, outside_checkpoints
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.staging_folders import is_own_name, own_name, release, sweep
@@ -26,10 +35,9 @@ from ckptfix.storage.paths import JOURNAL, MANIFEST
 # Left behind, ``model_1.safetensors`` of a run that doubled its model makes two saves of one folder. All
 # else is the user's, whatever its name.
 
-_STEMS = ("model", "pytorch_model", "pytorch_model_fsdp")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_DEEPSPEED = "pytorch_model"
-_FIRST, _FALLBACK = "model.safetensors", "pytorch_model.bin"
+_STEMS = tuple(stem for stem, _ in LOADED_MODELS)
+_INDEXES = tuple(index_name(stem, suffix) for stem, suffix in LOADED_MODELS[:2])
+_FIRST, _FALLBACK = str(model_file(".safetensors")), str(model_file(".bin"))
 
 
 def replaced_files(target: Path) -> set[str]:
@@ -90,7 +98,7 @@ def _components(target: Path, existing: set[str]) -> Iterator[str]:
                 yield name
             continue
         above, below = path.parts[0], path.parts[1]
-        is_deepspeed = _is_deepspeed_folder(above) and is_deepspeed_file(below)
+        is_deepspeed = parse_deepspeed_folder_name(above) is not None and is_deepspeed_file(below)
         has_deepspeed |= is_deepspeed
         is_dcp = parse_folder_name(above) is not None and (belongs(below) or below == JOURNAL)
         if is_dcp or (is_deepspeed and len(path.parts) == 2):
@@ -131,13 +139,8 @@ def _is_save_state(components: set[str]) -> bool:
         Role.RNG_STATE in roles
         or {Role.MODEL, Role.OPTIMIZER} <= roles
         or {0, 1} <= numbers
-        or any(map(_is_deepspeed_folder, above))
+        or any(parse_deepspeed_folder_name(name) is not None for name in above)
     )
-
-
-def _is_deepspeed_folder(name: str) -> bool:
-    number = name.removeprefix(f"{_DEEPSPEED}_")
-    return name == _DEEPSPEED or (number != name and number.isdecimal())
 
 
 def _recorded(target: Path) -> set[str]:
@@ -146,7 +149,7 @@ def _recorded(target: Path) -> set[str]:
     with suppress(FormatError, OSError):
         manifest = read_manifest(target)
         if manifest is not None:  # and what other processes may have added
-            names = {*manifest.files, *(f"random_states_{rank}.pkl" for rank in range(manifest.world_size))}
+            names = {*manifest.files, *(random_states_name(rank) for rank in range(manifest.world_size))}
     with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
         names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
     return names
