@@ -25,6 +25,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.paths import JOURNAL, described, shell_path
+from ckptfix.storage.staged import SAVING, outside_checkpoints
 
 _TRAINERS = FAMILIES[1]
 _MAX_STATE = 256 << 20
@@ -78,14 +79,6 @@ def checkpoints_folder(path: Path) -> Path:
     return below if path.name != "checkpoints" and below.is_dir() else path
 
 
-def outside_checkpoints(path: Path) -> Path:
-    """Return the nearest folder above ``path`` in which Accelerate takes no name for a checkpoint."""
-    parent = path.parent
-    while parent.name == "checkpoints":
-        parent = parent.parent
-    return parent
-
-
 def mixed(checkpoint: Path) -> str | None:
     """Return in words that a folder holds files of two saves, None when it does not."""
     if not (checkpoint / JOURNAL / UNFINISHED).exists():
@@ -119,9 +112,9 @@ def _intact_staging(checkpoint: Path) -> Path | None:
     near = (
         one
         for one in parent.iterdir()
-        if one.name.startswith(STAGING) and one.name.endswith(f"+{checkpoint.name}")
+        if one.name.startswith(SAVING) and one.name.endswith(f"+{checkpoint.name}")
     )
-    for folder in (*journal.glob(f"{STAGING}*"), *near):
+    for folder in (*journal.glob(f"{SAVING}*"), *near):
         # A recorded file of the checkpoint that is not in the staging folder was moved, or is of the older save.
         if incomplete(folder) is None and not any(
             os.path.lexists(checkpoint / name) and not os.path.lexists(folder / name) for name in recorded
@@ -233,9 +226,6 @@ def _is_model(checkpoint: Path, name: str) -> bool:
         return _holds_weights(parsed)
     return (checkpoint / name).is_dir() and name != JOURNAL
 
-
-STAGING = ".ckptfix-saving+"
-"""The names of the staging folders of guarded saves begin so."""
 
 UNFINISHED = "unfinished"
 """In ``.ckptfix`` of a folder while the files of a new save take the place of old ones one by one."""

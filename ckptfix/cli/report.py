@@ -18,7 +18,8 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.manual import wrap
 from ckptfix.reports import Serialized, holds_many, plain
-from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
+from ckptfix.storage import staged
+from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.paths import cause, described, shell_path
 from ckptfix.wording import Line, escape, line
 
@@ -327,23 +328,14 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
     try:
         if os.path.lexists(page) and not _is_ours(page):
             raise UsageError(f"--html: {html} exists and is not a ckptfix report; choose another path")
-        create_file(_beside(page), b"")
-        os.unlink(_beside(page))
+        staged.ensure_writable(page)
     except OSError as error:
         raise UsageError(f"--html {html} cannot be written: {cause(Path(html), error)}") from error
 
 
 def write_page(html: str, text: str) -> None:
-    """Write a page under another name, and put it in its place when it is whole. Raises OSError."""
-    page = Path(os.path.realpath(html))
-    new = _beside(page)
-    try:
-        create_file(new, text.encode("utf-8"))
-        os.replace(new, page)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync_folder(page.parent)
+    """Write a page, complete or not at all. Raises OSError."""
+    staged.write_file(Path(os.path.realpath(html)), text.encode("utf-8"))
 
 
 def _is_ours(page: Path) -> bool:
@@ -353,7 +345,3 @@ def _is_ours(page: Path) -> bool:
     with page.open("rb") as file:
         head = file.read(_HEAD)
     return not head or (head.startswith(_BEGINS) and _TITLE in head)
-
-
-def _beside(page: Path) -> Path:
-    return page.with_name(f".{page.name}.ckptfix-{os.getpid()}")

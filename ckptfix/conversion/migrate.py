@@ -27,7 +27,6 @@ from ckptfix.conversion.sources import (
     files_read,
     passed_on,
 )
-from ckptfix.conversion.staged_folder import put_in_place, staging_for
 from ckptfix.conversion.target_names import NAME
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
@@ -35,6 +34,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.reading import OpenFiles, page_buffer
+from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import BLOCK, Format, StoredTensor, Weights, tensor_digest
 
@@ -303,10 +303,10 @@ def migrate(
         on_plan(planned)
     if dry_run:
         return planned
-    with staging_for(output, is_file=plan.is_file) as staging:
+    with staging_for(output, name=output.name if plan.is_file else None) as staging:
         with_sha256 = manifest is not None and bool(manifest.sha256)
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
-        new = open_new(plan, staging.whole)
+        new = open_new(plan, staging.complete)
         if options.verify:
             prove(plan, new, staging.new, produced, progress)
         if manifest is not None:

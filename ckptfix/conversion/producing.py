@@ -15,7 +15,6 @@ from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, k
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.sources import Recorded, check_archive, check_record, loose_records, sha256_of
-from ckptfix.conversion.staged_folder import despite_interrupts
 from ckptfix.conversion.streaming import Stopped, stopping, write_file
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import ChangedError, FormatError, OperationError
@@ -23,6 +22,7 @@ from ckptfix.storage.atomic import DISK_FULL, create_file, sync_file, sync_folde
 from ckptfix.storage.copying import copy_range, supports_reflink
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.recipes import Literal
+from ckptfix.storage.staged import despite_interrupts
 from ckptfix.tensors.new_files import OutputFile
 from ckptfix.tensors.stored import Format, Weights, digest_head
 from ckptfix.wording import human_size

@@ -12,7 +12,6 @@ from typing import ClassVar
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.salvage_sources import PartOfModel, Sorted
-from ckptfix.conversion.staged_folder import put_in_place, staging_for
 from ckptfix.conversion.streaming import Source, write_file
 from ckptfix.errors import OperationError, UnsupportedFormat
 from ckptfix.reports import Serialized
@@ -21,6 +20,7 @@ from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import OpenFiles, open_reader, page_buffer
 from ckptfix.storage.recipes import Range, Recipe, build
+from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
 from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
 from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.opening import open_checkpoint
@@ -181,8 +181,9 @@ def write_all_beside(
 
     Raises OperationError when something is not what was read, or too little space is left; OSError.
     """
-    _check_space(found, files, output)
-    with staging_for(output, is_file=False) as staging:
+    copied = sum(os.stat(found.root / path).st_size for path in found.copied)
+    ensure_space(output, copied + sum(file.output.size for file in files))
+    with staging_for(output) as staging:
         for path in found.copied:
             _copy(found.root, path, staging.new, progress)
         for file in files:
@@ -200,7 +201,7 @@ def write_all_beside(
         create_file(staging.new / REPORT, document.encode())
         os.chmod(staging.new, 0o777 & ~_umask())
         sync_tree(staging.new)
-        put_in_place(staging, overwrite=False)
+        put_in_place(staging)
 
 
 def _copy(root: Path, path: PurePosixPath, new: Path, progress: Progress | None) -> None:
@@ -235,17 +236,6 @@ def _prove(file: PlannedFile, new: Path, digests: "dict[str, str]") -> None:
             digest = digests.get(kept) or hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest()
             if name == kept and tensor_digest(there[name], opened, buffer) != digest:
                 raise OperationError(f"{path.name}: {name!r} is not what was read; nothing was kept")
-
-
-def _check_space(found: Sorted, files: Sequence[PlannedFile], output: Path) -> None:
-    need = sum(file.output.size for file in files)
-    need += sum(os.stat(found.root / path).st_size for path in found.copied)
-    status = os.statvfs(output.absolute().parent)
-    free = status.f_bavail * status.f_frsize
-    if need > free:
-        raise OperationError(
-            f"{output}: {human_size(need)} of free space are needed, {human_size(free)} are free on this disk"
-        )
 
 
 def _umask() -> int:

@@ -14,7 +14,6 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.checkpoint.staging_folders import read_staged
 from ckptfix.diagnosis.completeness import compared
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
@@ -26,6 +25,7 @@ from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.staged import SAVING, holds_previous, owner_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
@@ -230,17 +230,19 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
 
 
 def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
-    """Return what is to be said of a staging folder of a guarded save, None for any other folder."""
-    staged = read_staged(Path(os.path.abspath(folder)))
-    if staged is None:
+    """Return the finding of a staging folder, None for any other folder."""
+    owner = owner_of(Path(os.path.abspath(folder)))
+    if owner is None:
         return None
     return StagingFolder(
         path=path,
-        is_running=staged.is_running,
-        pid=staged.pid,
-        host=staged.host,
-        same_machine=staged.same_machine,
+        is_running=owner.is_running,
+        pid=owner.pid,
+        host=owner.host,
+        same_machine=owner.is_same_machine,
         is_rest=rest,
+        of="save" if folder.name.startswith(SAVING) else "migrate, salvage or repair",
+        holds_previous=holds_previous(folder),
     )
 
 

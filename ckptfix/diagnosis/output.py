@@ -1,4 +1,4 @@
-"""A repaired copy: the checkpoint is copied under a temporary name, repaired there, and renamed when it is whole."""
+"""Repaired copies: the checkpoint is copied under a temporary name, repaired there, and renamed when it is complete."""
 
 import os
 import shutil
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.latest import UNFINISHED, outside_checkpoints
+from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.target import Target
-from ckptfix.errors import OperationError, UsageError
-from ckptfix.storage.atomic import sync_folder, sync_tree
+from ckptfix.errors import UsageError
+from ckptfix.storage.atomic import sync_tree
 from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
 from ckptfix.storage.recipes import Range, Recipe, build
+from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
 from ckptfix.storage.transactions import transactions
-from ckptfix.wording import human_size
 
 
 @contextmanager
@@ -22,27 +22,22 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
     """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
 
     Links become files of their own. The manifest is copied, the journal of the source is not, and that of the copy is
-    removed. Whatever fails, ``output`` is there whole or not at all.
+    removed. Whatever fails, ``output`` is complete or absent.
 
-    Raises UsageError when something stands at ``output``, OperationError when there is too little space.
+    Raises UsageError when something exists at ``output``, OperationError when there is too little space.
     """
     check_output(target, output)
-    _check_space(target, output)
-    staging = _staging_folder(output)
-    try:
-        staging.mkdir()
-        _copy_tree(target, staging, progress)
-        copy = Target(staging, target.only)
-        yield copy
-        for transaction in transactions(staging):
-            shutil.rmtree(staging / JOURNAL / f"{transaction.number:04}.{transaction.state.value}")
+    ensure_space(output, _size_of(target))
+    with staging_for(output, name=target.only) as staging:
+        _copy_tree(target, staging.new, progress)
+        yield Target(staging.new, target.only)
+        journal = staging.new / JOURNAL
+        for transaction in transactions(staging.new):
+            shutil.rmtree(journal / f"{transaction.number:04}.{transaction.state.value}")
         with suppress(OSError):  # it holds the manifest, or is not there
-            os.rmdir(staging / JOURNAL)
-        sync_tree(staging)
-        os.rename(copy.path, output)
-        sync_folder(output.absolute().parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            os.rmdir(journal)
+        sync_tree(staging.new)
+        put_in_place(staging)
 
 
 def check_output(target: Target, output: Path) -> None:
@@ -54,27 +49,11 @@ def check_output(target: Target, output: Path) -> None:
         raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
 
 
-def _staging_folder(output: Path) -> Path:
-    """Return a new name beside ``output``; never inside ``checkpoints/``, where Accelerate reads every name."""
-    return outside_checkpoints(output.absolute()) / f".{output.name}.ckptfix-{os.getpid()}"
-
-
-def _check_space(target: Target, output: Path) -> None:
+def _size_of(target: Target) -> int:
     if target.only is not None:
-        need = os.stat(target.path).st_size
-    else:
-        need = sum(
-            os.stat(Path(root) / name).st_size
-            for root, _, names in os.walk(target.root)
-            for name in names
-            if os.path.exists(Path(root) / name)
-        )
-    status = os.statvfs(output.absolute().parent)
-    free = status.f_bavail * status.f_frsize
-    if need > free:
-        raise OperationError(
-            f"{output}: the copy needs {human_size(need)} of free space, {human_size(free)} are free on this disk"
-        )
+        return os.stat(target.path).st_size
+    paths = (Path(root, name) for root, _, names in os.walk(target.root) for name in names)
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:

@@ -9,9 +9,9 @@ from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folder
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.checkpoint.staging_folders import is_own_name
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
 
 
@@ -94,7 +94,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
             found.append(folder)  # check says why it cannot be looked into; else that of the checkpoint does
 
     for root, folders, files in os.walk(path, onerror=refused):
-        staging = [name for name in folders if is_own_name(name)]
+        staging = [name for name in folders if is_temporary(name)]
         found += sorted(Path(root, name) for name in staging)
         folders[:] = sorted(name for name in folders if name != JOURNAL and name not in staging)
         sharded = [

@@ -27,12 +27,13 @@ main()
 
 WHILE_CLEANING_UP = """
 import signal
-from ckptfix.conversion import producing, staged_folder
-real = staged_folder.shutil.rmtree
+import shutil
+from ckptfix.conversion import producing
+real = shutil.rmtree
 def clean(*args, **kwargs):
     signal.raise_signal(signal.SIGINT)
     real(*args, **kwargs)
-staged_folder.shutil.rmtree = clean
+shutil.rmtree = clean
 producing._check_space = lambda *args: signal.raise_signal(signal.SIGINT)
 from ckptfix.__main__ import main
 main()

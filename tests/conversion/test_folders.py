@@ -487,7 +487,7 @@ def test_a_new_checkpoint_that_does_not_open_is_told_without_the_staging_folder(
     monkeypatch.setattr(migrating, "open_checkpoint", fail)
     with pytest.raises(OperationError, match=f"{tmp_path}/b holds no weights") as caught:
         migrate(tmp_path / "a.safetensors", tmp_path / "b", to="bin")
-    assert "ckptfix-migrating" not in str(caught.value)
+    assert "ckptfix-writing" not in str(caught.value)
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -332,7 +332,7 @@ def test_checkpoints_behind_a_link_are_staged_beside_what_is_linked(
 
     migrate(lone, lone.parent / link / "x", to="safetensors", progress=look)
     assert seen[0][0] == []
-    assert any("ckptfix-migrating" in name for name in seen[0][1])
+    assert any("ckptfix-writing" in name for name in seen[0][1])
     assert digests_at(folder / "x") == digests_at(lone)
     assert os.listdir(folder.parent) == [folder.name]
 
@@ -348,7 +348,7 @@ def test_checkpoints_that_are_a_disk_of_their_own_are_refused_before_anything_is
     def stat(path: object, *args: object, **kwargs: object) -> os.stat_result:
         return real("/proc" if path == checkpoints else path, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ckptfix.conversion.staged_folder.os.stat", stat)
+    monkeypatch.setattr("ckptfix.storage.staged.os.stat", stat)
     with pytest.raises(
         OperationError, match=r"work/checkpoints, where .*/work is on another disk.*nothing was"
     ):

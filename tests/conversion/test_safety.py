@@ -18,9 +18,9 @@ import pytest
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate
 from ckptfix.conversion import producing
-from ckptfix.conversion import staged_folder as staging
 from ckptfix.conversion import streaming as copying
 from ckptfix.conversion import streaming as filling
+from ckptfix.storage import staged
 from ckptfix.tensors.stored import StoredTensor
 from tests.conversion.making import digests_at, names_below
 from tests.storage.crash import Fault, Outcome, points, strike
@@ -111,7 +111,7 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
 ) -> None:
     target = source.parent / "b"
     if not exchanges:
-        monkeypatch.setattr(staging, "exchange", lambda one, other: False)
+        monkeypatch.setattr(staged, "exchange", lambda one, other: False)
 
     write_model(source.parent.parent / "other.safetensors", fill=9)
     migrate(source.parent.parent / "other.safetensors", source.parent.parent / "earlier", to="safetensors")
@@ -128,7 +128,7 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
         assert strike(action, at, Fault.KILL_AFTER)[0] is not Outcome.RAISED
         if exchanges:
             assert names_below(target) == {"model.safetensors"} or whole(target)
-        with staging.staging_for(target, is_file=False):  # as the next run begins
+        with staged.staging_for(target):  # as the next run begins
             assert names_below(target) == {"model.safetensors"} or whole(target)
         assert sorted(os.listdir(source.parent)) == ["a", "b"]
         old()
@@ -260,7 +260,7 @@ def test_in_a_folder_of_checkpoints_nothing_is_staged(source: Path, monkeypatch:
 
 def test_a_folder_that_a_living_run_writes_is_left_alone(source: Path) -> None:
     target = source.parent / "b"
-    with staging.staging_for(target, is_file=False) as living:
+    with staged.staging_for(target) as living:
         migrate(source, target, to="bin")
         assert living.new.is_dir()
     assert sorted(os.listdir(source.parent)) == ["a", "b"]
@@ -390,7 +390,7 @@ def test_a_command_that_is_interrupted(source: Path, number: signal.Signals) -> 
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
-    while process.poll() is None and not list(source.parent.glob(".b.bin.ckptfix-*/new/b.bin")):
+    while process.poll() is None and not list(source.parent.glob(".ckptfix-writing*/new/b.bin")):
         time.sleep(0.001)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)

@@ -234,6 +234,8 @@ def test_a_killed_copy_leaves_the_source_alone(tmp_path: Path, fixture: str) -> 
         strike(copying(target), at, fault)
         assert _tree(source) == before, (at, fault)
         assert not target.exists() or snapshot(target) == whole, (at, fault)
+        repair(source, output=target.with_name(f"{target.name}-again"))
+        assert not [one.name for one in tmp_path.iterdir() if one.name.startswith(".")], (at, fault)
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from ckptfix import check
-from ckptfix.checkpoint import staging_folders as staged
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_whole
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.staging_folders import own_name, sweep
 from ckptfix.cli import run
+from ckptfix.storage import staged
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.staged import SAVING, temporary_name
 from ckptfix.training.saving.staged_saves import How, Staging, begin, commit, plan_staging, rotate
 from tests.sampling import is_sampled
 from tests.training.killing import Steps, in_child
@@ -402,26 +402,6 @@ def left_over(folder: Path, machine: str, pid: int, age: float = 0.0) -> Path:
     return path
 
 
-def test_only_what_dead_saves_left_is_swept(tmp_path: Path) -> None:
-    machine, day = staged.this_machine(), 86400
-    alive = os.getppid()
-    dead = in_child_pid()
-    gone = [
-        left_over(tmp_path, machine, dead),
-        left_over(tmp_path, machine, os.getpid()),
-        left_over(tmp_path, "a-host-that-is-no-more-1", 7, age=2 * day),
-    ]
-    kept = [
-        left_over(tmp_path, machine, alive, age=2 * day),
-        left_over(tmp_path, "another-host-1", 7, age=day / 2),
-        # the same host name and process number, in another container
-        left_over(tmp_path, machine.rpartition("-")[0] + "-1", dead),
-    ]
-    sweep(tmp_path)
-    assert not any(path.exists() for path in gone)
-    assert all(path.exists() for path in kept)
-
-
 def test_check_names_staging_folders_and_judges_nothing_in_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -506,7 +486,10 @@ def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:
     empty.mkdir()
     older = shutil.copytree(clean, target.with_name("checkpoint_5"))
     assert str(mixed(target)).endswith(f"next: load {older}, which is complete, or save again")
-    for place in (journal / own_name(target).name, own_name(target)):
+    for place in (
+        journal / temporary_name(target, SAVING),
+        target.parents[1] / temporary_name(target, SAVING),
+    ):
         shutil.copytree(clean, place)
         assert str(mixed(target)).endswith(f"next: load the interrupted save, which is intact in {place}")
         (place / "optimizer.bin").unlink()  # moved: in no folder is all of it

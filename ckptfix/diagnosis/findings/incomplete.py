@@ -128,16 +128,19 @@ class Salvaged(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingFolder(Finding):
-    """The staging folder of a guarded save. ``is_rest``: files of it are already in place in a mixed checkpoint.
+    """The staging folder of a guarded save, or ``of`` another writer.
 
-    ``same_machine``: whether the process runs was asked; of another machine only the age of the last change is known.
+    ``is_rest``: files of it are already in place in a mixed checkpoint. ``holds_previous``: the checkpoint that it was
+    to replace is in it. ``same_machine``: the process was asked for; of another machine only the age of the last
+    change is known.
     """
 
     code = "staging-folder"
     severity = Severity.NOTE
     action = Action.TELL
     meaning = (
-        "the staging folder of a guarded save that is running, or was killed and left it: not a checkpoint"
+        "the staging folder of a guarded save, migrate, salvage or repair that is running, or was killed and left it: "
+        "not a checkpoint"
     )
 
     is_running: bool
@@ -145,34 +148,41 @@ class StagingFolder(Finding):
     host: str
     same_machine: bool
     is_rest: bool = False
+    of: str = "save"
+    holds_previous: bool = False
 
     def __str__(self) -> str:
         where = f"{self.path}: " if self.path.parts else ""
         if self.is_running and not self.same_machine:
             return (
-                f"{where}staging folder of a save on another machine (pid {self.pid} on {self.host}) that changed less "
-                f"than a day ago, so that save may be running"
+                f"{where}staging folder of a {self.of} on another machine (pid {self.pid} on {self.host}) that changed "
+                "less than a day ago, so it may be running"
             )
         if self.is_running:
-            return f"{where}a save is running (pid {self.pid} on {self.host}); this is its staging folder"
-        rest = "; files of that save are already in place, so the checkpoint holds files of two saves"
-        return (
-            f"{where}abandoned staging folder of a save that was killed (pid {self.pid} on {self.host})"
-            f"{rest if self.is_rest else '; safe to delete'}"
-        )
+            return (
+                f"{where}a {self.of} is running (pid {self.pid} on {self.host}); this is its staging folder"
+            )
+        end = "; safe to delete"
+        if self.is_rest:
+            end = "; files of that save are already in place, so the checkpoint holds files of two saves"
+        elif self.holds_previous:
+            end = "; the checkpoint that it was to replace is in it"
+        return f"{where}abandoned staging folder of a {self.of} that was killed (pid {self.pid} on {self.host}){end}"
 
     @property
     def advice(self) -> str:
-        """The next guarded save deletes what dead saves left; until then it only takes space."""
+        """The next writer deletes what dead ones left; until then it only takes space."""
         if self.is_running:
             return "check the checkpoint when the save has ended"
         if self.is_rest:
             return "save again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
-        return "the next save deletes it, or you do"
+        if self.holds_previous:
+            return "the next ckptfix migrate next to it puts that checkpoint back"
+        return f"the next {self.of} deletes it, or you do"
 
     def advice_at(self, path: str) -> str:
         """Return the advice with the command that deletes the folder."""
-        if self.is_running or self.is_rest:
+        if self.is_running or self.is_rest or self.holds_previous:
             return self.advice
         return f"{self.advice}: rm -r {shell_path(Path(path) / self.path)}"
 

@@ -22,12 +22,12 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
     random_states_name,
 )
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of, outside_checkpoints
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.checkpoint.staging_folders import is_own_name, own_name, release, sweep
 from ckptfix.errors import FormatError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.staged import SAVING, is_temporary, outside_checkpoints, release, sweep, temporary_name
 
 # Which files of a folder a new save replaces: those of our last save there, and those of any older
 # ``save_state``.
@@ -190,7 +190,7 @@ class Staging:
 def plan_staging(target: Path, *, processes: int = 1) -> Staging:
     """Return where a save of ``target`` is staged. Looks only."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
-    beside = own_name(given)
+    beside = outside_checkpoints(given) / temporary_name(given, SAVING)
     if not _can_rename(beside.parent, target):
         return Staging(target, target / JOURNAL / beside.name, How.INSIDE, processes)
     staging = Staging(target, beside, How.NEW, processes)
@@ -348,7 +348,7 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
             _replace(folder / name, target / name)
         sync_folder(target)
         for name in os.listdir(journal):
-            if name != UNFINISHED and not is_own_name(name):
+            if name != UNFINISHED and not is_temporary(name):
                 _remove(journal / name)  # repairs of the files that are gone
         create_file(target / MANIFEST, manifest)
         sync_folder(journal)
@@ -429,7 +429,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
         path = candidate.path
         if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
             continue
-        trash = name = own_name(path)
+        trash = name = outside_checkpoints(path) / temporary_name(path, SAVING)
         try:
             os.rename(path, trash)
         except OSError:  # another disk, or a parent that we may not write to

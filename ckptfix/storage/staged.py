@@ -1,0 +1,336 @@
+"""Files and folders that are written under a temporary name and swapped in when they are complete.
+
+Every temporary name is ``.ckptfix-PURPOSE+HOST-NAMESPACE+PID+RANDOM+NAME``, so that anybody can find out whether its
+writer still runs. What dead writers left is removed by the next ``sweep`` of the folder, whoever does that.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.storage.atomic import create_file, exchange, rename_to_free, sync_folder
+from ckptfix.wording import human_size
+
+# Temporary names, and the process that a name belongs to.
+
+SAVING = ".ckptfix-saving+"
+"""The names of folders that a guarded save writes begin so; each becomes a checkpoint as it is."""
+
+WRITING = ".ckptfix-writing+"
+"""All other temporary names begin so."""
+
+_NAME = re.compile(r"\.ckptfix-(?:saving|writing)\+(.*)\+([0-9]+)\+[0-9a-f]{16}\+.*", re.DOTALL)
+_MIGRATING = re.compile(r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[0-9]+)-[0-9]+", re.DOTALL)
+"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path, PID."""
+
+_COPYING = re.compile(r"\..+\.ckptfix-(?P<pid>[0-9]+)", re.DOTALL)
+"""As 0.4.0 called the copy of ``repair --output`` and the page of ``--html``."""
+
+_DEAD_AFTER = 86400.0
+"""Seconds without any change after which a writer on another machine is taken for dead: it would write all the time."""
+
+_in_use: set[str] = set()
+"""Names that this process has made and not released: the writer may be another thread."""
+
+
+class Owner(NamedTuple):
+    """The process that a temporary name belongs to.
+
+    ``is_same_machine``: the process was asked for; on another machine only the age of the last change counts.
+    """
+
+    pid: int
+    host: str
+    is_running: bool
+    is_same_machine: bool
+
+
+def temporary_name(target: Path, purpose: str = WRITING) -> str:
+    """Return a new temporary name for ``target``; ``release`` it when nothing has that name any more."""
+    short = os.fsdecode(os.fsencode(target.name)[:64])  # a whole one might exceed the 255 bytes of a name
+    name = f"{purpose}{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{short}"
+    _in_use.add(name)
+    return name
+
+
+def release(path: Path) -> None:
+    """Forget a temporary name of this process."""
+    _in_use.discard(path.name)
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is a temporary one of this scheme, of any process."""
+    return _NAME.fullmatch(name) is not None
+
+
+def owner_of(path: Path) -> Owner | None:
+    """Return the process that made a temporary file or folder, None for any other path."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return None
+    machine, pid = match[1], int(match[2])
+    is_here = machine == this_machine()
+    host = machine.rpartition("-")[0] or machine
+    return Owner(pid, host, _is_running(path, pid) if is_here else _changed_lately(path), is_here)
+
+
+def holds_previous(folder: Path) -> bool:
+    """Return whether a staging folder holds the checkpoint that it was to replace, and no successor is in its place."""
+    return os.path.lexists(folder / _OLD) and _holds_anything(folder / _NEW)
+
+
+def this_machine() -> str:
+    """Return the host and the namespace of process numbers: containers may share the name of a host."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{os.uname().nodename}-{namespace}"
+
+
+def outside_checkpoints(path: Path) -> Path:
+    """Return the nearest folder above ``path`` in which Accelerate takes no name for a checkpoint."""
+    parent = path.parent
+    while parent.name == "checkpoints":
+        parent = parent.parent
+    return parent
+
+
+def _is_running(path: Path, pid: int) -> bool:
+    if pid == os.getpid():
+        return path.name in _in_use
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _changed_lately(path: Path) -> bool:
+    latest = 0.0
+    paths = [str(path)]
+    for root, folders, names in os.walk(path):
+        paths += (os.path.join(root, name) for name in (*folders, *names))
+    for one in paths:
+        with suppress(OSError):
+            latest = max(latest, os.lstat(one).st_mtime)
+    return time.time() - (latest or time.time()) < _DEAD_AFTER
+
+
+# What dead writers left behind.
+
+_NEW, _OLD, _OUTPUT = "new", "old", "output"
+
+
+def sweep(parent: Path) -> None:
+    """Remove what dead writers left in a folder; an old checkpoint that one of them had moved aside comes back.
+
+    What cannot be listed or removed stays: a sweep must not be the end of the work that it comes before.
+    """
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(parent)
+    for path in (parent / name for name in names if name.startswith(".") and ".ckptfix-" in name):
+        if _is_left_over(path):
+            _remove(path, _output_of(path))
+
+
+def _is_left_over(path: Path) -> bool:
+    owner = owner_of(path)
+    if owner is not None:
+        return not owner.is_running
+    match = _MIGRATING.fullmatch(path.name) or _COPYING.fullmatch(path.name)
+    if match is None:
+        return False
+    # The names of 0.4.0 hold no host, so the process may run on another one.
+    return not _is_running(path, int(match["pid"])) and not _changed_lately(path)
+
+
+def _remove(path: Path, output: Path | None) -> None:
+    """Remove something temporary; an old checkpoint in it that has no successor is put back at ``output`` first."""
+    if holds_previous(path):
+        with suppress(OSError):
+            if output is not None:
+                rename_to_free(path / _OLD, output)
+                sync_folder(output.parent)
+        if os.path.lexists(path / _OLD):
+            return  # something else has come to its place: the old checkpoint stays in here
+    with suppress(OSError):
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+            return
+    from shutil import rmtree  # drags in bz2 and lzma, which a check does without
+
+    rmtree(path, ignore_errors=True)
+
+
+def _output_of(folder: Path) -> Path | None:
+    """Return the place of the old checkpoint that was moved into a folder, None when it cannot be known."""
+    match = _MIGRATING.fullmatch(folder.name)
+    if match is not None:
+        places = (folder.parent / match[1], folder.parent / "checkpoints" / match[1])
+        return next((place for place in places if _digest_of_040(place) == match[2]), None)
+    with suppress(OSError, ValueError):
+        if os.lstat(folder).st_uid == os.geteuid():  # nobody else says where something of this user's goes
+            path = PurePosixPath((folder / _OUTPUT).read_text("utf-8", "surrogateescape"))
+            return None if path.is_absolute() or ".." in path.parts else folder.parent / path
+    return None
+
+
+def _digest_of_040(output: Path) -> str:
+    real = Path(os.path.realpath(output.parent)) / output.name
+    return hashlib.sha256(os.fsencode(real)).hexdigest()[:16]
+
+
+def _holds_anything(folder: Path) -> bool:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return bool(os.listdir(folder))
+    return False
+
+
+# One new file, or one new folder, in one step.
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still there then."""
+    sweep(path.parent)
+    new = path.with_name(temporary_name(path))
+    try:
+        create_file(new, data)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+        release(new)
+    sync_folder(path.parent)
+
+
+def ensure_writable(path: Path) -> None:
+    """Raise OSError when ``write_file`` could not write next to ``path``."""
+    new = path.with_name(temporary_name(path))
+    try:
+        create_file(new, b"")
+    finally:
+        new.unlink(missing_ok=True)
+        release(new)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that when it is set."""
+
+    folder: Path
+    output: Path
+    name: str | None = None
+
+    @property
+    def new(self) -> Path:
+        """The folder that the new files are written into."""
+        return self.folder / _NEW
+
+    @property
+    def complete(self) -> Path:
+        """The file or folder that becomes the output."""
+        return self.new / self.name if self.name is not None else self.new
+
+
+@contextmanager
+def staging_for(output: Path, *, name: str | None = None) -> Iterator[Staging]:
+    """Make a folder to write ``output`` in; it is removed at the end, with everything that is still in it.
+
+    It lies next to the output, but never in a folder called ``checkpoints``. What dead writers left there is removed
+    first. ``name``: of the one file in ``new`` that becomes the output. Raises OperationError, OSError.
+    """
+    output = output.absolute()
+    parent = _parent_of(output)
+    sweep(parent)
+    folder = parent / temporary_name(output)
+    try:
+        folder.mkdir(mode=0o700)
+        (folder / _NEW).mkdir()
+        yield Staging(folder, output, name)
+    finally:
+        try:
+            despite_interrupts(lambda: _remove(folder, output))
+        finally:
+            release(folder)
+
+
+def put_in_place(staging: Staging, *, overwrite: bool = False) -> None:
+    """Move what is complete to its place, durably; what exists there is removed only after that.
+
+    Raises ChangedError when something has come there meanwhile that may not be overwritten. Killed at any moment, the
+    output is the old one or the new one; only where the file system cannot exchange two names there is none for an
+    instant, and the next sweep brings the old one back.
+    """
+    output = staging.output
+    try:
+        rename_to_free(staging.complete, output)
+    except FileExistsError:
+        if not overwrite:
+            _replace_empty_folder(staging)
+        elif not exchange(staging.complete, output):
+            inside = os.path.relpath(os.path.realpath(output.parent), os.path.realpath(staging.folder.parent))
+            where = os.path.join(inside, output.name).encode("utf-8", "surrogateescape")
+            create_file(staging.folder / _OUTPUT, where)
+            os.rename(output, staging.folder / _OLD)
+            sync_folder(staging.folder)
+            rename_to_free(staging.complete, output)
+    sync_folder(output.parent)
+
+
+def _replace_empty_folder(staging: Staging) -> None:
+    try:
+        if staging.name is not None or staging.output.is_symlink():  # a file would take the place of any file
+            raise NotADirectoryError
+        os.rename(
+            staging.complete, staging.output
+        )  # of a folder onto one that is not empty the kernel refuses
+    except OSError:
+        raise ChangedError(
+            f"{staging.output} has come into being meanwhile; nothing was written there"
+        ) from None
+
+
+def _parent_of(output: Path) -> Path:
+    """Return the folder that a staging folder goes into: the nearest above in which Accelerate reads no names.
+
+    That a folder is called ``checkpoints`` counts whether it is its own name or that of a link to it. Raises
+    OperationError when that is on another disk than the output: nothing could be moved to its place in one step.
+    """
+    real = Path(os.path.realpath(output.parent))
+    parent = outside_checkpoints(real if output.parent.name == "checkpoints" else real / output.name)
+    if os.stat(parent).st_dev != os.stat(real).st_dev:
+        raise OperationError(
+            f"{output}: what is written first cannot lie in {real}, where Accelerate takes every name for a "
+            f"checkpoint, and {parent} is on another disk, from which it cannot be moved in one step; nothing was "
+            "written; name another place on either disk, and move the result yourself"
+        )
+    return parent
+
+
+def despite_interrupts(clean: Callable[[], object]) -> None:
+    """Clean up to the end, also when the user interrupts that, too; the interrupt is raised after it."""
+    try:
+        clean()
+    except KeyboardInterrupt:
+        clean()
+        raise
+
+
+def ensure_space(output: Path, needed: int) -> None:
+    """Raise OperationError when the disk of ``output``, which is still to be written, has less space than needed."""
+    status = os.statvfs(output.absolute().parent)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise OperationError(
+            f"{output}: needs {human_size(needed)} of free space, {human_size(free)} are free on this disk"
+        )
