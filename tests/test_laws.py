@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckptfix import Keys, Policy, check, repair, undo
@@ -278,12 +278,18 @@ def torch_pool() -> list[OrderedDict[str, torch.Tensor]]:
 
 
 @RELAXED
-@given(data=st.data())
+@given(entries=st.lists(st.tuples(st.sampled_from([0, 1]), CHAINS), max_size=4), policy=POLICIES)
+@example(
+    entries=[(0, "_fsdp_wrapped_module."), (1, ""), (1, ""), (0, "")],
+    policy=Policy(keep={Role.MODEL: 3}, allow=frozenset({"wrapper-prefix"})),
+)
+@example(
+    entries=[(1, "module."), (0, "module."), (1, ""), (0, "_orig_mod."), (1, "")],
+    policy=Policy(keep={Role.MODEL: 3}, keys=Keys.BARE),
+)
 def test_laws_of_a_folder_of_torch_files(
-    torch_pool: list[OrderedDict[str, torch.Tensor]], data: st.DataObject
+    torch_pool: list[OrderedDict[str, torch.Tensor]], entries: list[tuple[int, str]], policy: Policy
 ) -> None:
-    entries = data.draw(st.lists(st.tuples(st.sampled_from([0, 1]), CHAINS), max_size=4))
-    policy = data.draw(POLICIES)
     with scratch() as root:
         for position, (number, chain) in enumerate(entries):
             state = OrderedDict((chain + name, tensor) for name, tensor in torch_pool[number].items())

@@ -1,6 +1,7 @@
 """Proof, after the edits and before they are committed, that a repair did what it planned and nothing else."""
 
 from collections.abc import Iterable, Mapping, Set
+from itertools import permutations
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
+from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.damaged import MalformedFile, MissingShard, NotATensorFile, TruncatedFile
 from ckptfix.diagnosis.findings.duplicates import DoubledModel
 from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
@@ -166,16 +168,34 @@ def prove_repair(
     _prove_tensors(before, after, steps, edits)
     moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
-    known = {
-        (moved.get(kept, kept), moved.get(other, other)): verdict
-        for (kept, other), verdict in verdicts.items()
-        if kept not in dropped and other not in dropped
-    }
-    diagnosis = diagnose(after, known=known)
+    diagnosis = diagnose(after, known=_known(verdicts, moved, dropped))
     prove_sharded(plan.sharded, diagnosis.sharded, steps, edits)
     _prove_no_new_damage(plan, diagnosis, moved)
     _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
     return diagnosis
+
+
+def _known(
+    verdicts: Verdicts, moved: Mapping[PurePosixPath, PurePosixPath], dropped: Set[PurePosixPath]
+) -> Verdicts:
+    """Return the comparisons of what stays, in both directions and for every pair of equal entries.
+
+    Renamed, another of several equal models can be the one with the fewest wrappers, which counts as the original.
+    """
+    known: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
+    equal: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
+    for (kept, other), verdict in verdicts.items():
+        known[kept, other] = known[other, kept] = verdict
+        if verdict.full and verdict.difference is None:
+            joined = equal.get(kept, frozenset()) | equal.get(other, frozenset()) | {kept, other}
+            equal |= dict.fromkeys(joined, joined)
+    for joined in set(equal.values()):
+        known |= dict.fromkeys(permutations(joined, 2), Verdict(None, full=True))
+    return {
+        (moved.get(kept, kept), moved.get(other, other)): verdict
+        for (kept, other), verdict in known.items()
+        if kept not in dropped and other not in dropped
+    }
 
 
 def _moved(path: PurePosixPath, moved: Mapping[PurePosixPath, PurePosixPath]) -> PurePosixPath:
