@@ -2,14 +2,20 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import DcpPart, FolderName, parse_dcp_name
 from ckptfix.checkpoint.folder import Fingerprint, NameScope, Problem
-from ckptfix.checkpoint.keys import common_wrappers, dotted, leading_wrappers, without_private_wrappers
+from ckptfix.checkpoint.keys import (
+    KeyMap,
+    common_wrappers,
+    dotted,
+    leading_wrappers,
+    without_private_wrappers,
+)
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
 from ckptfix.formats.dcp_names import (
     GROUPS_KEY,
@@ -96,6 +102,11 @@ class ShardedState:
     def model(self) -> NameScope | None:
         """The place of a model's names, None where no model is saved."""
         return next((scope for scope in self.scopes if scope.is_model), None)
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The wrappers that every key of the model carries, () without a model."""
+        return self.model.chain if self.model is not None else ()
 
     @property
     def own_ranks(self) -> tuple[PurePosixPath, ...]:
@@ -302,3 +313,43 @@ def _real(name: str) -> str:
     """Return a name without wrappers, as far as one can tell from it alone."""
     name = without_private_wrappers(name)
     return name[len(dotted(leading_wrappers(name))) :]
+
+
+def new_paths(
+    state: ShardedState, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+) -> dict[str, Steps]:
+    """Return the paths of items that a rename changes: in each place of keys one step is the key of a parameter, or
+    holds one.
+
+    Other keys next to those of a model stay: they are the user's own.
+    """
+    places = [
+        (scope, len(scope.path), _new_steps(scope, maps[scope.path, scope.kind]))
+        for scope in state.scopes
+        if (scope.path, scope.kind) in maps and (scope.path, scope.kind) not in state.listed
+    ]
+    found: dict[str, Steps] = {}
+    for fqn, path in paths_of(metadata).items():
+        for scope, depth, new_step in places:
+            step = path[depth] if len(path) > depth else None
+            if isinstance(step, str) and tuple(map(str, path[:depth])) == scope.path:
+                new = new_step(step)
+                if new is not None:
+                    if new != step:
+                        found[fqn] = (*path[:depth], new, *path[depth + 1 :])
+                    break
+    return found
+
+
+def _new_steps(scope: NameScope, key_map: KeyMap) -> Callable[[str], str | None]:
+    """Return what gives the new key for one in a place of names; None for a key that is of something else."""
+    names = frozenset(scope.names)
+
+    def of_name(step: str) -> str | None:
+        return key_map(step) if step in names else None
+
+    def of_flattened(step: str) -> str | None:
+        parts = flattened_parts(step, names)
+        return None if parts is None else parts[0] + key_map(parts[1]) + parts[2]
+
+    return of_flattened if scope.kind == FLATTENED else of_name

@@ -114,6 +114,16 @@ class Component:
         """The names of a file that is one state dict, None for any other."""
         return next((scope for scope in self.scopes if scope.path == () and scope.kind == "state dict"), None)
 
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The wrappers that every key carries of a file that is one state dict, () for any other."""
+        return self.whole.chain if self.whole is not None else ()
+
+    @property
+    def files(self) -> "Mapping[PurePosixPath, Component]":
+        """The file by its path, as a DCP folder has its files."""
+        return {self.path: self}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:

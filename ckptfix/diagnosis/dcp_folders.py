@@ -1,6 +1,6 @@
 """DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.checkpoint.pairing import Progress, ShardedPairing, dcp_signature, pair_sharded
-from ckptfix.diagnosis.equal_entries import Verdict
+from ckptfix.checkpoint.pairing import Progress, pair_up, signature
+from ckptfix.diagnosis.equal_entries import Compare
 from ckptfix.diagnosis.file_damage import problem_finding
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -58,9 +58,6 @@ from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.wording import count_of, list_names
 
 # DCP folders: what is missing of them, and which are the same model again.
-
-CompareSharded = Callable[[ShardedPairing, bool], Verdict]
-"""Compares two paired folders. The second argument says whether the answer will be used to drop one."""
 
 
 def diagnose_shard_files(states: Iterable[ShardedState]) -> list[Finding]:
@@ -152,7 +149,7 @@ def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) 
 
 
 def diagnose_sharded_models(
-    evidence: Evidence, states: Iterable[ShardedState], compare: CompareSharded, drop: bool
+    evidence: Evidence, states: Iterable[ShardedState], compare: Compare, drop: bool
 ) -> list[Finding]:
     """Find models that are there twice, and those that are related to another (``diagnose.entries``).
 
@@ -163,10 +160,10 @@ def diagnose_sharded_models(
     findings: list[Finding] = []
     alike: dict[Hashable, list[ShardedState]] = {}
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    for state, _ in sorted(models, key=lambda entry: (len(prepared(_chain(entry.state))), entry.name.index)):
+    for state, _ in sorted(models, key=lambda entry: (len(prepared(entry.state.chain)), entry.name.index)):
         if state.model is None or state.metadata is None or not state.metadata.tensors:
             continue
-        originals = alike.setdefault(dcp_signature(state), [])
+        originals = alike.setdefault(signature(state), [])
         finding = _match(evidence, state, originals, compare, drop, len(ranks) != 1)
         if finding is not None:
             findings.append(finding)
@@ -199,13 +196,13 @@ def _match(
     evidence: Evidence,
     state: ShardedState,
     originals: list[ShardedState],
-    compare: CompareSharded,
+    compare: Compare,
     drop: bool,
     has_ranks: bool,
 ) -> Finding | None:
     related: Finding | None = None
     for original in originals:
-        pairing = pair_sharded(original, state)
+        pairing = pair_up(original, state)
         if pairing is None:
             continue
         difference, full = compare(pairing, drop)
@@ -217,27 +214,23 @@ def _match(
                 tensors=len(state.metadata.tensors),
                 bytes=pairing.size,
                 sampled=not full,
-                chains=(_chain(state), _chain(original)),
+                chains=(state.chain, original.chain),
             )
-        if related is None and len(prepared(_chain(state))) > len(prepared(_chain(original))):
+        if related is None and len(prepared(state.chain)) > len(prepared(original.chain)):
             proof = evidence.unlisted(state.metadata_path) or evidence.unlisted(original.metadata_path)
             if proof:
                 related = ConflictingModels(
                     path=state.path,
                     original=original.path,
-                    chain=_chain(state),
+                    chain=state.chain,
                     tensor=difference,
                     proof=proof,
                 )
             elif has_ranks:
                 related = RelatedModels(
-                    path=state.path, original=original.path, chain=_chain(state), tensor=difference
+                    path=state.path, original=original.path, chain=state.chain, tensor=difference
                 )
     return related
-
-
-def _chain(state: ShardedState) -> tuple[str, ...]:
-    return state.model.chain if state.model is not None else ()
 
 
 # The items of DCP folders: does each tensor begin as one, and do the bytes of all have their checksums?

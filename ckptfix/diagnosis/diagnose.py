@@ -15,7 +15,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.manifest import REPORT, usable_manifest
-from ckptfix.checkpoint.pairing import Pairing, Progress, ShardedPairing, first_unequal, first_unequal_item
+from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
 from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dcp_folders import (
     diagnose_items,
@@ -159,20 +159,12 @@ def diagnose(
     verdicts: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
     digests: dict[PurePosixPath, Digests] = {}
 
-    def compare(pairing: Pairing | ShardedPairing, must_prove: bool) -> Verdict:
+    def compare(pairing: Pairing, must_prove: bool) -> Verdict:
         pair, full = (pairing.kept.path, pairing.other.path), data or (prove and must_prove)
         verdict = (known or {}).get(pair)
         if verdict is None or (full and not verdict.full and verdict.difference is None):
             hashed = digests if prove and full else None
-            if isinstance(pairing, ShardedPairing):
-                difference = first_unequal_item(
-                    folder.root, pairing, full=full, progress=progress, digests=hashed
-                )
-            else:
-                of_file = None if hashed is None else hashed.setdefault(pairing.kept.path, {})
-                difference = first_unequal(
-                    folder.root, pairing, full=full, progress=progress, digests=of_file
-                )
+            difference = first_unequal(folder.root, pairing, full=full, progress=progress, digests=hashed)
             verdict = Verdict(difference, full)
         verdicts[pair] = verdict
         return verdict

@@ -116,7 +116,7 @@ def _models(
     findings: list[Finding] = []
     doubles: dict[PurePosixPath, list[Component]] = {}  # by the original
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    ranked = sorted(entries, key=lambda entry: (len(prepared(_chain(entry))), entry.name.index))
+    ranked = sorted(entries, key=lambda entry: (len(prepared(entry.chain)), entry.name.index))
     alike: dict[Hashable, list[Component]] = {}
     for entry in ranked:
         if entry.whole is None or not entry.tensors:
@@ -175,14 +175,13 @@ def _match(
         is_double = evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
         difference, full = compare(pairing, is_double or drops)
         sampled = not full
-        size = sum(run.length for run in pairing.runs or ())
         if difference is None and is_double:
             return DoubledModel(
                 path=entry.path,
                 original=original.path,
-                chain=_chain(entry),
+                chain=entry.chain,
                 tensors=len(entry.tensors),
-                bytes=size,
+                bytes=pairing.size,
                 sampled=sampled,
             )
         if difference is None:
@@ -190,11 +189,11 @@ def _match(
                 path=entry.path,
                 original=original.path,
                 tensors=len(entry.tensors),
-                bytes=size,
+                bytes=pairing.size,
                 sampled=sampled,
-                chains=(_chain(entry), _chain(original)),
+                chains=(entry.chain, original.chain),
             )
-        if related is None and len(prepared(_chain(entry))) > len(prepared(_chain(original))):
+        if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
             related = _related(evidence, original, entry, difference, damaged)
     return related
 
@@ -213,12 +212,12 @@ def _related(
     proof = next(filter(None, map(evidence.foreign, pair)), "") if not harmed else ""
     if proof:
         return ConflictingModels(
-            path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, proof=proof
+            path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, proof=proof
         )
     if evidence.folder.processes == 1 and not harmed:
         return None
     return RelatedModels(
-        path=entry.path, original=original.path, chain=_chain(entry), tensor=tensor, damaged=harmed
+        path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, damaged=harmed
     )
 
 
@@ -231,12 +230,10 @@ def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding
         chain = common_wrappers(names)
         for entry in intact:
             shapes = {tensor.fqn: tensor.shape for tensor in entry.tensors}
-            if not names or _bare(shapes, _chain(entry)) != _bare(names, chain) or chain == _chain(entry):
+            if not names or _bare(shapes, entry.chain) != _bare(names, chain) or chain == entry.chain:
                 continue
-            pair = (
-                (damaged.path, entry.path) if len(chain) > len(_chain(entry)) else (entry.path, damaged.path)
-            )
-            longer = max(chain, _chain(entry), key=len)
+            pair = (damaged.path, entry.path) if len(chain) > len(entry.chain) else (entry.path, damaged.path)
+            longer = max(chain, entry.chain, key=len)
             found.append(
                 RelatedModels(
                     path=pair[0], original=pair[1], chain=longer, tensor=None, damaged=(damaged.path,)
@@ -273,10 +270,6 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
             findings.append(EntryGap(path=entry.path, missing=missing))
         expected = entry.name.index + 1
     return findings
-
-
-def _chain(entry: Component) -> tuple[str, ...]:
-    return entry.whole.chain if entry.whole else ()
 
 
 # Equal states of optimizers, schedulers and custom objects: which of them were saved twice, and how sure

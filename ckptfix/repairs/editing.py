@@ -1,26 +1,37 @@
-"""From steps to edits: which bytes of which file change, and what undoes it."""
+"""From steps to edits: the bytes of each file that change, and what undoes them.
+
+A rename in a DCP folder writes a new ``.metadata``, which one rename puts in the old one's place. An optimizer's keys
+are in small items of its ``.distcp`` files, too: those are written to a new file that the new ``.metadata`` points to,
+and the old ones stay where they are. So a reader finds the old keys or the new ones, and no tensor's byte is touched.
+"""
 
 import os
+import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.dcp import DATA_SUFFIX, ShardedState, new_paths
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.checkpoint.pairing import pair_up
+from ckptfix.checkpoint.pairing import Files, Pairing, Saved, pair_up
 from ckptfix.errors import FormatError, UnsupportedFormat
+from ckptfix.formats.dcp_items import renamed_item
+from ckptfix.formats.dcp_metadata import DcpMetadata
+from ckptfix.formats.dcp_rewrite import Place, rewrite_metadata
+from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import (
     SafetensorsFile,
     WeightsIndex,
     format_index,
+    looks_like_safetensors,
     pad_header,
     rename_header,
     same_phase_length,
 )
 from ckptfix.formats.torch_file import Appended, Patched, TorchFile
 from ckptfix.formats.torch_pickle import name_lists
-from ckptfix.repairs.dcp_editing import ShardedWriter
 from ckptfix.repairs.plan import Plan
 from ckptfix.repairs.steps import (
     DropEntry,
@@ -32,9 +43,15 @@ from ckptfix.repairs.steps import (
     Unplanned,
     WriteIndex,
 )
+from ckptfix.storage.comparing import Run
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe, RecipePart
+
+NEW_DATA = "__ckptfix_{}" + DATA_SUFFIX
+"""The file for rewritten items; the first number that is free."""
+
+_OWN = re.compile(r"__ckptfix_[0-9]+\.distcp")
 
 BLOCK = 4096
 """Phase that a new file keeps, so that file systems with reflinks can share the rest of its blocks."""
@@ -93,18 +110,15 @@ def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
 def _edits(writer: "_Writer", action: StepAction) -> list[Edit]:
     match action:
         case DropEntry():
-            return writer.sharded.drop(action) if action.is_folder else writer.drop(action)
+            return writer.drop(action)
         case Trim():
-            return writer.change(writer.component(action.path), None)
+            return writer.change(writer.components[action.path], None)
         case RewriteNames():
-            is_sharded = writer.sharded.has(action.path)
-            return writer.sharded.rewrite(action) if is_sharded else writer.rewrite(action)
+            return writer.rewrite(action)
         case WriteIndex():
             return [writer.index(action)]
         case Renumber():
-            if writer.sharded.has(action.source):
-                return writer.sharded.move(action)
-            return [Move(source=action.source, target=action.target)]
+            return writer.move(action)
 
 
 def _path(action: StepAction) -> PurePosixPath:
@@ -116,37 +130,68 @@ class _Writer:
 
     def __init__(self, plan: Plan, new_files: bool, trims: dict[PurePosixPath, int]) -> None:
         self.root = plan.folder.root
-        self.sharded = ShardedWriter(plan.folder.root, plan.sharded)
         self.components = {component.path: component for component in plan.folder.components}
+        self.states = {state.path: state for state in plan.sharded}
+        self.by_metadata = {state.metadata_path: state for state in plan.sharded}
+        self.entries: dict[PurePosixPath, Saved] = {**self.components, **self.states}
+        self.made: dict[PurePosixPath, list[PurePosixPath]] = {}
+        """The files that a rename adds to a DCP folder, by the folder."""
+        self.gone: set[PurePosixPath] = set()
         self.new_files = new_files
         self.trims = trims
 
-    def component(self, path: PurePosixPath) -> Component:
-        return self.components[path]
-
     def drop(self, action: DropEntry) -> list[Edit]:
-        dropped, kept = self.component(action.path), self.component(action.kept)
-        if dropped.is_linked or (self.root / kept.path).is_symlink():  # what is elsewhere may go any time
-            return [Remove(path=action.path, previous=KEPT)]
+        """Return the edits that remove every file of a duplicate. Raises FormatError when it no longer is one."""
+        dropped, kept = self.entries[action.path], self.entries[action.kept]
         pairing = pair_up(kept, dropped)
         if pairing is None or pairing.runs is None:
-            raise FormatError(f"{action.path} no longer has the names of {action.kept}")
+            raise FormatError(f"{action.path} no longer has the keys of {action.kept}")
+        return [
+            Remove(
+                path=path,
+                previous=KEPT
+                if file.is_linked or path in self.by_metadata or self._is_elsewhere(pairing, path)
+                else self._recipe(pairing.runs, path),
+            )
+            for path, file in dropped.files.items()
+        ]
+
+    def _is_elsewhere(self, pairing: Pairing, path: PurePosixPath) -> bool:
+        """Return whether the bytes that stay of a file are outside of the checkpoint: they may go any time."""
+        kept = pairing.kept
+        return os.path.islink(self.root / kept.path) or (
+            isinstance(kept, ShardedState)
+            and any(kept.files[one].is_linked for one, other in pairing.runs or () if other == path)
+        )
+
+    def _recipe(self, runs: Mapping[Files, tuple[Run, ...]], path: PurePosixPath) -> Recipe:
+        """Return how a file of the duplicate is made again from ranges of the files that stay."""
+        ranges = [(run, kept) for (kept, other), found in runs.items() if other == path for run in found]
         pieces: list[RecipePart] = []
         position = 0
-        with open_reader(self.root / action.path) as reader:
-            for run in sorted(pairing.runs, key=lambda run: run.offset_b):
+        with open_reader(self.root / path) as reader:
+            for run, kept in sorted(ranges, key=lambda one: one[0].offset_b):
                 if run.offset_b < position:
-                    continue  # two storages may share a record; its bytes are in the recipe already
+                    continue  # two storages, or two keys, may share bytes; they are in the recipe already
                 if run.offset_b > position:
                     pieces.append(Literal(reader.read(position, run.offset_b - position)))
-                pieces.append(Range(action.kept, run.offset_a, run.length))
+                pieces.append(Range(kept, run.offset_a, run.length))
                 position = run.offset_b + run.length
             if position < reader.size:
                 pieces.append(Literal(reader.read(position, reader.size - position)))
-        return [Remove(path=action.path, previous=Recipe.like(self.root / action.path, tuple(pieces)))]
+        return Recipe.like(self.root / path, tuple(pieces))
+
+    def move(self, action: Renumber) -> list[Edit]:
+        """Return the edits that move a file, or every file of a folder into one that is there, and empty by then."""
+        entry = self.entries[action.source]
+        files = [path for path in entry.files if path not in self.gone] + self.made.get(action.source, [])
+        return [Move(source=path, target=action.target / path.relative_to(action.source)) for path in files]
 
     def rewrite(self, action: RewriteNames) -> list[Edit]:
-        component = self.component(action.path)
+        """Return the edits that rename. Raises UnsupportedFormat with the reason when they cannot be made."""
+        if (state := self.by_metadata.get(action.path)) is not None:
+            return self._rewrite_dcp(state, action)
+        component = self.components[action.path]
         content = component.content
         if isinstance(content, SafetensorsFile):
             return self._rewrite_safetensors(component, content, action)
@@ -185,6 +230,70 @@ class _Writer:
             with open_reader(self.root / path) as reader:
                 back.append(Literal(reader.read(end, component.size - end)))
         return [self._replace(component, pieces, tuple(back))]
+
+    def _rewrite_dcp(self, state: ShardedState, action: RewriteNames) -> list[Edit]:
+        metadata = self._metadata(state)
+        self._check_no_names_in_data(state, metadata)
+        edits: list[Edit] = []
+        places: dict[str, Place] = {}
+        items = list(self._renamed_items(state, metadata, action.maps))
+        if items:
+            name = self._free_name(state)
+            data = b""
+            for item, new in items:
+                places[item.fqn] = Place(name.relative_to(state.path), len(data), len(new))
+                data += new
+            like = self.root / state.path / items[0][0].path
+            edits.append(Replace(path=name, content=Recipe.like(like, (Literal(data),)), previous=ABSENT))
+            self.made.setdefault(state.path, []).append(name)
+        renamed = rewrite_metadata(metadata, new_paths(state, metadata, action.maps), places)
+        content = Recipe.like(self.root / action.path, (Literal(renamed.data),))
+        edits.append(Replace(path=action.path, content=content, previous=KEPT))
+        for path in _superseded(state, metadata, places):
+            edits.append(Remove(path=path, previous=KEPT))
+            self.gone.add(path)
+        return edits
+
+    def _metadata(self, state: ShardedState) -> DcpMetadata:
+        """Return the metadata that was planned with. Raises FormatError when the file is no longer that."""
+        assert state.metadata is not None  # else it has no names that could change
+        with open_reader(self.root / state.metadata_path) as reader:
+            data = reader.read(0, reader.size)
+        if data[: state.metadata.tree.end] != state.metadata.tree.data:
+            raise FormatError(f"{state.metadata_path} is not what it was when it was read")
+        return state.metadata
+
+    def _check_no_names_in_data(self, state: ShardedState, metadata: DcpMetadata) -> None:
+        for name, items in metadata.items_by_file().items():
+            path = state.path / name
+            file, item = state.files.get(path), next((one for one in items if one.offsets is not None), None)
+            if file is None or item is None or item.offset + 9 > file.size:
+                continue
+            with open_reader(self.root / path) as reader:
+                if looks_like_safetensors(reader.read(item.offset, 9)):
+                    raise UnsupportedFormat(f"{path} holds safetensors, which have the names in them, too")
+
+    def _renamed_items(
+        self, state: ShardedState, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+    ) -> Iterator[tuple[StoredItem, bytes]]:
+        """Yield the items whose names change, each with its new bytes."""
+        changes: dict[str, dict[int, str]] = {}  # one item can be several places
+        for key, place in state.listed.items():
+            key_map = maps.get(key)
+            if key_map is not None:
+                names = {site: key_map(name) for site, name in place.names if key_map(name) != name}
+                changes.setdefault(place.fqn, {}).update(names)
+        for fqn, names in changes.items():
+            item = metadata.stored[fqn, None]
+            if names:
+                with open_reader(self.root / state.path / item.path) as reader:
+                    yield item, renamed_item(reader, item, names)
+
+    def _free_name(self, state: ShardedState) -> PurePosixPath:
+        number = 0
+        while state.path / NEW_DATA.format(number) in state.files:
+            number += 1
+        return state.path / NEW_DATA.format(number)
 
     def change(self, component: Component, edit: Patched | Appended | None) -> list[Edit]:
         """Trim a file where that was asked for, and patch it or append to it."""
@@ -274,3 +383,14 @@ def _literal_size(recipe: object) -> int:
 
 def _not_empty(pieces: tuple[RecipePart, ...]) -> tuple[RecipePart, ...]:
     return tuple(piece for piece in pieces if (piece.data if isinstance(piece, Literal) else piece.length))
+
+
+def _superseded(
+    state: ShardedState, metadata: DcpMetadata, places: Mapping[str, Place]
+) -> Iterator[PurePosixPath]:
+    """Yield the files of an earlier repair of which every item has moved to a new one."""
+    for name, items in metadata.items_by_file().items():
+        path = state.path / name
+        is_own = path in state.files and _OWN.fullmatch(path.name)
+        if is_own and all(item.offsets is None and item.fqn in places for item in items):
+            yield path

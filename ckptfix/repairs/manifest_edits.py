@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.dcp import ShardedState, new_paths
 from ckptfix.checkpoint.dcp_scan import scan_sharded
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
@@ -15,7 +15,6 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
 from ckptfix.formats.dcp_names import model_names
-from ckptfix.repairs.dcp_editing import new_paths
 from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.paths import MANIFEST

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState, name_scopes, optimizers_in
+from ckptfix.checkpoint.dcp import ShardedState, name_scopes, new_paths, optimizers_in
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -24,7 +24,6 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys
 from ckptfix.formats.dcp_rewrite import paths_of, with_paths
-from ckptfix.repairs.dcp_editing import new_paths
 from ckptfix.repairs.steps import Draft, RewriteNames, Safety
 from ckptfix.storage.paths import command
 from ckptfix.wording import list_names

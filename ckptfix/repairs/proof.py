@@ -5,7 +5,7 @@ from itertools import permutations
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.dcp import ShardedState, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.scan import scan_folder
@@ -18,7 +18,6 @@ from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import paths_of
-from ckptfix.repairs.dcp_editing import new_paths
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step, Unplanned
 from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate

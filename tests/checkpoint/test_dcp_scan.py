@@ -9,7 +9,7 @@ from ckptfix.checkpoint.dcp import ShardedState, belongs, optimizers_in, rank_of
 from ckptfix.checkpoint.dcp_scan import scan_sharded
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.pairing import first_unequal_item, pair_sharded
+from ckptfix.checkpoint.pairing import first_unequal, pair_up
 from ckptfix.checkpoint.scan import scan_folder
 from tests.tensors.dcp_making import save
 
@@ -124,8 +124,8 @@ def test_models_that_were_cut_otherwise_are_not_compared(tmp_path: Path) -> None
     save(tmp_path / "pytorch_model_fsdp_2", {"model": weights | {"a": torch.ones(5)}})
     save(tmp_path / "pytorch_model_fsdp_3", {"model": weights | {"b": torch.tensor([0.0, 1.0, 0.0])}})
     one, files, shape, value = scan_sharded(scan_folder(tmp_path))
-    assert pair_sharded(one, shape) is None
+    assert pair_up(one, shape) is None
     for other, difference in ((files, None), (value, "model.b")):
-        pairing = pair_sharded(one, other)
+        pairing = pair_up(one, other)
         assert pairing is not None
-        assert first_unequal_item(tmp_path, pairing, full=True) == difference
+        assert first_unequal(tmp_path, pairing, full=True) == difference
