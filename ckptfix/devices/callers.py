@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 
 import accelerate
@@ -36,3 +37,9 @@ def calling_line() -> Line:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
         frame = frame.f_back
     return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def warn_caller(message: str) -> None:
+    """Emit a UserWarning at the line of the user's script that called."""
+    line = calling_line()
+    warnings.warn_explicit(message, UserWarning, line.path, line.number)

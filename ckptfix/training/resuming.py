@@ -3,7 +3,6 @@ matched with the run.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ckptfix.checkpoint.latest import (
 )
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.checkpoint.scan import scan_folder
-from ckptfix.devices.callers import calling_line
+from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.training.guard import guard_of
@@ -157,25 +156,20 @@ def _undoubled(
     elsewhere = moved(report)
     if not elsewhere and dataloaders is not Need.IGNORE:
         return True  # a tie that the file lacks looked like another wrapper: all is where its number says
-    line = calling_line()
     left = "; data loaders start anew: which of their states is current is not known"
-    warnings.warn_explicit(
+    warn_caller(
         f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
         f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"
-        f"{left if dataloaders is Need.IGNORE else ''}; next: {command('check', root)}",
-        UserWarning,
-        line.path,
-        line.number,
+        f"{left if dataloaders is Need.IGNORE else ''}; next: {command('check', root)}"
     )
     return True
 
 
 def _choose(accelerator: Accelerator, folder: Path) -> str:
-    """Return the newest whole checkpoint. Some scripts load on some processes only: then each looks for itself."""
-    if guard_of(accelerator).settings.save_together:
-        chosen: str = Ranks(accelerator).on_main(lambda: str(_latest(folder)), "load_state")
-        return chosen
-    return str(_latest(folder))
+    """Return the newest complete checkpoint. Some scripts load on some processes only: then each looks for itself."""
+    ranks = Ranks(accelerator, together=guard_of(accelerator).settings.save_together)
+    chosen: str = ranks.on_main(lambda: str(_latest(folder)), "load_state")
+    return chosen
 
 
 def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path:
@@ -219,9 +213,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     if others:
         words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
     if words:
-        line = calling_line()
-        message = f"{folder}: took {best.path.name} and {'; '.join(words)}"
-        warnings.warn_explicit(message, UserWarning, line.path, line.number)
+        warn_caller(f"{folder}: took {best.path.name} and {'; '.join(words)}")
     return best.path
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ckptfix.training.loading import commit as rollback
-from ckptfix.training.loading.load_report import LoadError, LoadReport
-from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
+from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_here, load_state_tolerant
 from fixtures.models import ConvNorm, Tied, TwoLayer
 from tests.training.loading_runs import Run, make_run, reset, seeded
 
@@ -136,6 +136,15 @@ def test_everything_is_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Refusing, "refuses", False)
     assert load(run, folder).is_complete
     assert seen() != before
+
+
+def test_a_load_on_some_ranks_only_is_undone_too_and_says_so(folder: Path) -> None:
+    run, seen = made(5, Refusing(5))
+    before = seen()
+    with pytest.raises(LoadError, match="everything was undone, nothing is modified") as caught:
+        load_here(run.accelerator, folder, LoadPolicy())
+    assert seen() == before
+    assert not caught.value.modified
 
 
 def test_what_was_kept_for_the_way_back_changes_nothing_in_a_load_that_works(

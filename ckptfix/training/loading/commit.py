@@ -2,7 +2,6 @@
 
 import copy
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 from typing_extensions import assert_never
 
 from ckptfix.checkpoint.filenames import checkpoint_number
+from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import EmptySlot, MemorySlot, Slot
 from ckptfix.training.loading.draft import (
     OF_A_RANK,
@@ -24,6 +24,7 @@ from ckptfix.training.loading.draft import (
     SetRandom,
     SetSampler,
     SetStep,
+    as_load_error,
 )
 from ckptfix.training.loading.load_report import LoadError, Part
 from ckptfix.training.loading.randomness import current_random, set_random
@@ -257,7 +258,7 @@ class Commit:
                     modified=True,
                 ) from error
 
-    def take_back(self) -> list[str]:
+    def undo(self) -> list[str]:
         """Put everything back as it was; return the names of what could not be."""
         attempted = self._planned[: self._attempted]
         if not self._is_kept:
@@ -291,15 +292,29 @@ class Commit:
         return True
 
 
-def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError) -> LoadError:
-    """Take a commit back on every rank after it failed on any; return the error to raise, which says how that went.
+def commit_on_all(
+    ranks: Ranks, draft: Draft, accelerator: Any = None, tensors: Tensors | None = None
+) -> None:
+    """Do what was planned on every rank, or undo it on every rank and raise LoadError. ``tensors``: see ``Commit``."""
+    error: Exception | None = None
+    commit: Commit | None = None
+    try:
+        commit = Commit(draft, accelerator, tensors)
+        commit.run()
+    except Exception as problem:
+        error = as_load_error(problem, draft)
+    try:
+        agree(ranks, error)
+    except LoadError as failure:
+        raise _undo_on_all(ranks, commit, failure) from failure.__cause__
+
+
+def _undo_on_all(ranks: Ranks, commit: Commit | None, failure: LoadError) -> LoadError:
+    """Undo a commit on every rank after it failed on any; return the error to raise, which says how that went.
 
     ``commit``: None on a rank that did not come to begin.
     """
-    own = [] if commit is None else commit.take_back()
-    everyone = (
-        [(0, own)] if accelerator is None else Ranks(accelerator).gather((accelerator.process_index, own))
-    )
+    everyone = ranks.gather((ranks.rank, [] if commit is None else commit.undo()))
     lost = [
         f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
     ]
@@ -312,22 +327,21 @@ def take_back_on_all(accelerator: Any, commit: Commit | None, failure: LoadError
     return LoadError(f"{failure}; {ending}", report=failure.report, modified=bool(lost))
 
 
-def agree(accelerator: Any, error: BaseException | None, outline: Outline = ()) -> None:
+def agree(ranks: Ranks, error: BaseException | None, outline: Outline = ()) -> None:
     """Raise on every rank when any rank failed, or when ranks would load different things.
 
     Every rank must call it, failed or not. A rank's own error is raised as it is, others see a LoadError that names the
     rank.
     """
-    rank = accelerator.process_index
     own = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = Ranks(accelerator).gather((rank, own, bool(getattr(error, "modified", False)), outline))
+    everyone = ranks.gather((ranks.rank, own, bool(getattr(error, "modified", False)), outline))
     if error is not None:
         raise error
     failed = [(other, text) for other, text, _, _ in everyone if text is not None]
     if failed:
         more = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise LoadError(
-            f"rank {failed[0][0]} failed{more}, so rank {rank} stops too: {failed[0][1]}",
+            f"rank {failed[0][0]} failed{more}, so rank {ranks.rank} stops too: {failed[0][1]}",
             modified=any(flag for _, _, flag, _ in everyone),
         )
     for other, _, _, theirs in everyone:
@@ -389,7 +403,7 @@ def perform(action: Action, accelerator: Any) -> None:
             action.dataloader.set_sampler(action.sampler)
         case SetRandom():
             if left := set_random(action.states):
-                warnings.warn(f"random number generators: {left}", UserWarning, stacklevel=2)
+                warn_caller(f"random number generators: {left}")
         case SetStep():
             accelerator.step = action.step
         case _:

@@ -1,6 +1,5 @@
 """FSDP, DeepSpeed and Megatron-LM: accelerate loads, after every file was looked at."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.torch_reading import resolve
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_globals import GlobalSafety, classify
@@ -17,17 +17,16 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.training.loading.commit import agree, go_on_numbering, perform
 from ckptfix.training.loading.draft import Draft, SetRandom, SetStep, as_load_error, stop_if_failed, warn_of
 from ckptfix.training.loading.load_report import (
-    ComponentReport,
     LoadError,
     LoadPolicy,
     LoadReport,
     Need,
     Part,
-    Status,
 )
 from ckptfix.training.loading.randomness import current_random, not_of_a_rank, plan_random, set_random
 from ckptfix.training.loading.states import has_sampler, is_stateful
 from ckptfix.training.loading.targets import Target, distinct
+from ckptfix.training.ranks import Ranks
 
 _PICKLES = (".pt", ".bin", ".pkl", ".pth", ".metadata")
 
@@ -43,6 +42,7 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     fails, parts may be modified. Raises LoadError.
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
+    ranks = Ranks(accelerator)
     error: Exception | None = None
     draft = Draft(path=root, policy=policy)
     try:
@@ -53,11 +53,11 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
                 f"policy=LoadPolicy(models='partial')) before accelerator.prepare(model)"
             )
         _check(draft, root)
-        plan_random(draft, root, read_manifest(root), accelerator.process_index, accelerator.num_processes)
+        plan_random(draft, root, read_manifest(root), ranks.rank, accelerator.num_processes)
         stop_if_failed(draft, root)
     except Exception as problem:  # told to the other ranks first: they would wait for ever
         error = as_load_error(problem, draft)
-    agree(accelerator, error)
+    agree(ranks, error)
     before, step = current_random(), _Step(accelerator.step)
     accelerator.step = step
     try:
@@ -66,7 +66,7 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
         error = LoadError(f"{root}: {kind} could not load it: {problem}", modified=True)
         error.__cause__ = problem
     _set_random_and_step(draft, accelerator, before, step, failed=error is not None)
-    agree(accelerator, error)
+    agree(ranks, error)
     go_on_numbering(accelerator, root)
     _report(draft, accelerator, kind)
     warn_of(draft, is_main=accelerator.is_main_process)
@@ -83,7 +83,7 @@ def _check(draft: Draft, root: Path) -> None:
     if wrong := damage + ([] if draft.policy.trust else code):
         raise LoadError(f"{root} was not loaded, nothing was modified:\n  " + "\n  ".join(wrong))
     for text in code:
-        warnings.warn(f"code in a pickle is executed, because trust=True: {text}", UserWarning, stacklevel=4)
+        warn_caller(f"code in a pickle is executed, because trust=True: {text}")
 
 
 def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Step, *, failed: bool) -> None:
@@ -112,13 +112,6 @@ def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Ste
 def _report(draft: Draft, accelerator: Any, kind: str) -> None:
     reason = f"by accelerator.load_state ({kind}); its files were looked at, its names were not mapped"
 
-    def add(part: Part, index: int | None, thing: Any) -> None:
-        draft.others.append(
-            ComponentReport(
-                part=part, status=Status.RESTORED, index=index, what=type(thing).__name__, reason=reason
-            )
-        )
-
     registries = (
         (Part.MODELS, accelerator._models),
         (Part.OPTIMIZERS, accelerator._optimizers),
@@ -127,16 +120,16 @@ def _report(draft: Draft, accelerator: Any, kind: str) -> None:
     )
     for part, things in registries:
         for target in distinct(things):
-            add(part, target.index, target.inner)
+            draft.restored_by_others(part, target, "", reason)
     for index, dataloader in enumerate(accelerator._dataloaders):
         name = f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin"
+        target = Target(index=index, thing=dataloader, inner=dataloader)
         if is_stateful(dataloader) and not (draft.path / name).exists():  # which accelerate passes over
-            target = Target(index=index, thing=dataloader, inner=dataloader)
             draft.cannot(Part.DATALOADERS, f"{draft.path / name} is missing", target=target, missing=True)
         elif is_stateful(dataloader) or has_sampler(dataloader):
-            add(Part.DATALOADERS, index, dataloader)
+            draft.restored_by_others(Part.DATALOADERS, target, "", reason)
     if accelerator.scaler is not None:
-        add(Part.SCALER, None, accelerator.scaler)
+        draft.restored_by_others(Part.SCALER, None, type(accelerator.scaler).__name__, reason)
 
 
 def _look(folder: CheckpointFolder) -> tuple[list[str], list[str]]:

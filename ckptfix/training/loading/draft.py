@@ -1,11 +1,11 @@
 """What a load is going to do: collected before anything is modified, and judged by the policy."""
 
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint.entries import Entry, changed_files
+from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import Slot
 from ckptfix.training.loading.load_report import (
     ComponentReport,
@@ -80,10 +80,18 @@ class Draft:
     failures: dict[str, list[ComponentReport]] = field(default_factory=dict)
     used: list[Entry] = field(default_factory=list)
 
-    def do(self, report: ComponentReport, action: Action, *entries: Entry) -> None:
-        """Add what will be done, from which files."""
-        self.planned.append((report, action))
-        self.used += entries
+    def do(
+        self, part: Part, action: Action, *, target: Target | None = None, what: str = "", entry: Entry | None = None,
+        status: Status | None = None, reason: str = "", **details: Any,
+    ) -> None:  # fmt: skip
+        """Add what will be done, from the files of an entry. ``details``: see ``ComponentReport``.
+
+        ``status``: by default ADAPTED where there is a reason, else RESTORED.
+        """
+        status = status or (Status.ADAPTED if reason else Status.RESTORED)
+        details["files"] = entry.files if entry is not None else ()
+        self.planned.append((_report(part, status, target, what, reason, **details), action))
+        self.used += [entry] if entry is not None else []
 
     def cannot(
         self, part: Part, reason: str, *, target: Target | None = None, files: tuple[str, ...] = (),
@@ -94,29 +102,19 @@ class Draft:
         A required part then fails the whole load.
         """
         required = self.policy.need(part) in (Need.REQUIRE, Need.PARTIAL)
-        report = ComponentReport(
-            part=part,
-            status=Status.SKIPPED if missing and not required else Status.FAILED,
-            index=target.index if target else None,
-            what=target.what if target else what,
-            files=files,
-            reason=reason,
-        )
+        status = Status.SKIPPED if missing and not required else Status.FAILED
+        report = _report(part, status, target, what, reason, files=files)
         self.others.append(report)
         if required:
             self.failures.setdefault(reason, []).append(report)
 
     def ignore(self, part: Part, target: Target | None = None, what: str = "") -> None:
         """Record that the policy ignores an object."""
-        self.others.append(
-            ComponentReport(
-                part=part,
-                status=Status.SKIPPED,
-                index=target.index if target else None,
-                what=target.what if target else what,
-                reason="the policy says ignore",
-            )
-        )
+        self.others.append(_report(part, Status.SKIPPED, target, what, "the policy says ignore"))
+
+    def restored_by_others(self, part: Part, target: Target | None, what: str, reason: str) -> None:
+        """Record an object that accelerate or a hook of the script loads, as the reason says."""
+        self.others.append(_report(part, Status.RESTORED, target, what, reason))
 
     def leave(self, part: Part, files: tuple[str, ...], reason: str) -> None:
         """Record files that no object gets."""
@@ -138,6 +136,14 @@ class Draft:
         components = [report for report, _ in self.planned] + self.others
         components.sort(key=lambda component: order.index(component.part))
         return LoadReport(path=self.path, components=tuple(components))
+
+
+def _report(
+    part: Part, status: Status, target: Target | None, what: str, reason: str, **details: Any
+) -> ComponentReport:
+    if target is not None:
+        details["index"], what = target.index, target.what
+    return ComponentReport(part=part, status=status, what=what, reason=reason, **details)
 
 
 def stop_if_failed(draft: Draft, root: Path) -> None:
@@ -171,4 +177,4 @@ def warn_of(draft: Draft, *, is_main: bool) -> None:
     """
     for report in draft.to_warn_of():
         if is_main or report.part in OF_A_RANK:
-            warnings.warn(f"{draft.path}: {report}", UserWarning, stacklevel=3)
+            warn_caller(f"{draft.path}: {report}")

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ckptfix.errors import OperationError
+from ckptfix.reports import Serialized
 
 Word = TypeVar("Word", bound=Enum)
 
@@ -91,12 +92,24 @@ class Status(Enum):
     FAILED = "failed"
 
 
+class _Plain(Serialized):
+    """Base of what a report consists of."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``as_json()``, which was called so until 0.4."""
+        return self.as_json()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
+class Mismatch(_Plain):
     """A tensor in both the file and the model that does not fit: another shape, or numbers of another kind.
 
     ``key``: its key in the model. ``name``: its key in the file, which may have a wrapper's prefix.
     """
+
+    json_keys: ClassVar = "key name file_shape model_shape reason"
 
     key: str
     name: str
@@ -108,14 +121,9 @@ class Mismatch:
         shapes = f"{list(self.file_shape)} in the file, {list(self.model_shape)} in the model"
         return f"{self.key!r} ({self.reason or shapes})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mismatch as plain values for JSON."""
-        shapes = {"file_shape": list(self.file_shape), "model_shape": list(self.model_shape)}
-        return {"key": self.key, "name": self.name, **shapes, "reason": self.reason}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentReport:
+class ComponentReport(_Plain):
     """One object of the run, or one file of the checkpoint that no object got.
 
     ``index``: position of the object in its registry; None for a file left aside, and for parts of which there is one.
@@ -125,6 +133,8 @@ class ComponentReport:
     Of a partial load: ``fresh`` are keys of a model that the file lacks, or parameters whose moments start empty;
     ``unused`` are keys, or moments, that only the file has; ``mismatched`` are keys in both that were not loaded.
     """
+
+    json_keys: ClassVar = "part index what status files by_position reason fresh unused mismatched"
 
     part: Part
     status: Status
@@ -155,25 +165,12 @@ class ComponentReport:
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.name} {self.status.value}{source}{position}{reason}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the component as plain values for JSON."""
-        return {
-            "part": self.part.value,
-            "index": self.index,
-            "what": self.what,
-            "status": self.status.value,
-            "files": list(self.files),
-            "by_position": self.by_position,
-            "reason": self.reason,
-            "fresh": list(self.fresh),
-            "unused": list(self.unused),
-            "mismatched": [one.to_dict() for one in self.mismatched],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class LoadReport:
+class LoadReport(_Plain):
     """What one process loaded. ``str()`` is one line for each component."""
+
+    json_keys: ClassVar = "path complete=is_complete components"
 
     path: Path
     components: tuple[ComponentReport, ...]
@@ -193,14 +190,6 @@ class LoadReport:
         """Whether every object of the run was restored or adapted; files left aside do not count."""
         done = (Status.RESTORED, Status.ADAPTED)
         return all(component.status in done for component in self.components if not _is_file(component))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
-        return {
-            "path": str(self.path),
-            "complete": self.is_complete,
-            "components": [component.to_dict() for component in self.components],
-        }
 
     def __iter__(self) -> Iterator[ComponentReport]:
         return iter(self.components)

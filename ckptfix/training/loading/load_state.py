@@ -1,5 +1,6 @@
-"""``load_state_tolerant`` and ``load_checkpoint_tolerant``: look at everything, read everything, agree, and only
-then modify.
+"""``load_state_tolerant`` and ``load_checkpoint_tolerant``: look at everything, read everything, agree, then modify.
+
+A load restores what ``load_report.Part`` lists, in the order of ``commit``.
 """
 
 import os
@@ -16,7 +17,7 @@ from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
-from ckptfix.training.loading.commit import Commit, Tensors, agree, go_on_numbering, outline, take_back_on_all
+from ckptfix.training.loading.commit import Tensors, agree, commit_on_all, go_on_numbering, outline
 from ckptfix.training.loading.delegated import load_delegated
 from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Need, Part
@@ -33,10 +34,8 @@ from ckptfix.training.loading.states import (
     read_states,
 )
 from ckptfix.training.loading.targets import distinct, model_targets
-from ckptfix.training.ranks import SHARDED, cannot_agree
+from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
 from ckptfix.training.saving.recording import driven_optimizer, held_models
-
-# ``load_state_tolerant``: look at everything, read everything, agree, and only then modify.
 
 
 def load_state_tolerant(
@@ -63,81 +62,50 @@ def load_state_tolerant(
     root = Path(path).expanduser()
     if accelerator.distributed_type in SHARDED:
         return load_delegated(accelerator, root, policy)
-    draft = Draft(path=root, policy=policy)
-    undo: Tensors | None = None
-    error: Exception | None = None
-    try:
-        folder, manifest = look(root)
-        offers = _plan_before_hooks(draft, accelerator, folder, manifest)
-    except Exception as problem:  # told to the other ranks, then raised: a rank that leaves alone hangs them
-        error = as_load_error(problem, draft)
-    agree(accelerator, error)
-    try:  # a rank without hooks goes the same way, as one with hooks will wait for it
-        models = accelerator._models
-        if accelerator._load_model_state_pre_hook:
-            undo = Tensors(models)
-            models = run_hooks(accelerator, str(root), draft)
-        _plan(draft, accelerator, models, folder, manifest, offers)
-        stop_if_failed(draft, root)
-    except Exception as problem:
-        error = as_load_error(problem, draft)
-    try:
-        agree(accelerator, error, outline(draft))
-    except Exception:
-        if undo is not None:
-            undo.restore()
-        raise
-    _commit(draft, accelerator, undo)
+    report = _load(accelerator, root, policy, Ranks(accelerator))
     go_on_numbering(accelerator, root)
-    warn_of(draft, is_main=accelerator.is_main_process)
-    return draft.report()
+    return report
 
 
 def load_here(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
     """Load as ``load_state_tolerant`` does, and wait for no other process: some scripts load on some of them only.
 
-    Raises LoadError; what was modified until then is taken back.
+    Raises LoadError; what was modified until then is undone.
     """
+    return _load(accelerator, root, policy, Ranks(accelerator, together=False))
+
+
+def _load(accelerator: Any, root: Path, policy: LoadPolicy, ranks: Ranks) -> LoadReport:
     draft = Draft(path=root, policy=policy)
-    undo: Tensors | None = None
-    commit: Commit | None = None
+    before: Tensors | None = None
+    error: Exception | None = None
     try:
-        folder, manifest = look(root)
+        folder, manifest = _look(root)
         offers = _plan_before_hooks(draft, accelerator, folder, manifest)
+    except Exception as problem:  # told to the other ranks, then raised: a rank that leaves alone hangs them
+        error = as_load_error(problem, draft)
+    agree(ranks, error)
+    try:  # a rank without hooks goes the same way, as one with hooks will wait for it
         models = accelerator._models
         if accelerator._load_model_state_pre_hook:
-            undo = Tensors(models)
+            before = Tensors(models)
             models = run_hooks(accelerator, str(root), draft)
         _plan(draft, accelerator, models, folder, manifest, offers)
         stop_if_failed(draft, root)
-        commit = Commit(draft, accelerator, undo)
-        commit.run()
     except Exception as problem:
-        if commit is not None:
-            commit.take_back()
-        elif undo is not None:
-            undo.restore()
-        raise as_load_error(problem, draft) from problem.__cause__
+        error = as_load_error(problem, draft)
+    try:
+        agree(ranks, error, outline(draft))
+    except Exception:
+        if before is not None:
+            before.restore()
+        raise
+    commit_on_all(ranks, draft, accelerator, before)
     warn_of(draft, is_main=accelerator.is_main_process)
     return draft.report()
 
 
-def _commit(draft: Draft, accelerator: Any, undo: Tensors | None) -> None:
-    """Do what was planned on every rank, or take it back on every rank and raise LoadError."""
-    error: Exception | None = None
-    commit: Commit | None = None
-    try:
-        commit = Commit(draft, accelerator, undo)
-        commit.run()
-    except Exception as problem:
-        error = as_load_error(problem, draft)
-    try:
-        agree(accelerator, error)
-    except LoadError as failure:
-        raise take_back_on_all(accelerator, commit, failure) from failure.__cause__
-
-
-def look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
+def _look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
     """Return what a folder holds, by headers and opcodes. Raises LoadError, OSError, FormatError."""
     if not root.is_dir():
         kind = "is a file; next: load_checkpoint_tolerant(model, path)" if root.exists() else "does not exist"
@@ -225,9 +193,6 @@ def _driven(schedulers: Offer, optimizers: Placed) -> Owners:
     return [() if number is None else (number,) for number in found]
 
 
-# ``load_checkpoint_tolerant``: the weights of one model, out of whatever file or folder holds them.
-
-
 def load_checkpoint_tolerant(
     model: Any, path: str | os.PathLike[str], *, policy: LoadPolicy | None = None
 ) -> LoadReport:
@@ -242,7 +207,6 @@ def load_checkpoint_tolerant(
     policy = policy or LoadPolicy()
     path = Path(path).expanduser()
     draft = Draft(path=path, policy=policy, advice="give the path of one file")
-    error: LoadError | None = None
     try:
         entries, folder = _entries(path)
         if policy.models is not Need.IGNORE:
@@ -250,13 +214,8 @@ def load_checkpoint_tolerant(
         stop_if_failed(draft, folder.root)
     except Exception as problem:
         error = as_load_error(problem, draft)
-    if error is not None:
-        raise error
-    commit = Commit(draft, None)
-    try:
-        commit.run()
-    except LoadError as failure:
-        raise take_back_on_all(None, commit, failure) from failure.__cause__
+        raise error from error.__cause__
+    commit_on_all(Ranks(None), draft)
     warn_of(draft, is_main=True)
     return draft.report()
 

@@ -13,7 +13,7 @@ from ckptfix.devices.torch_reading import Unreadable, read_weights
 from ckptfix.storage.paths import command
 from ckptfix.training.loading.checking import dtype_change, dtype_problem
 from ckptfix.training.loading.draft import Draft, LoadModel
-from ckptfix.training.loading.load_report import ComponentReport, Mismatch, Need, Part, Status
+from ckptfix.training.loading.load_report import Mismatch, Need, Part, Status
 from ckptfix.training.loading.pairs_of_objects import (
     Assignment,
     Placed,
@@ -90,15 +90,8 @@ def run_hooks(accelerator: Any, path: str, draft: Draft) -> list[Any]:
     kept = {id(model) for model in models}
     for target in distinct(accelerator._models):
         if id(target.thing) not in kept:
-            draft.others.append(
-                ComponentReport(
-                    part=Part.MODELS,
-                    status=Status.RESTORED,
-                    index=target.index,
-                    what=target.what,
-                    reason="by a hook of the script (register_load_state_pre_hook)",
-                )
-            )
+            reason = "by a hook of the script (register_load_state_pre_hook)"
+            draft.restored_by_others(Part.MODELS, target, "", reason)
     return models
 
 
@@ -219,19 +212,18 @@ def _load(
         reasons.append(change)
     notes = [f"{len(slots)} tensors go to where accelerate keeps them offloaded"] if slots else []
     status = Status.PARTIAL if found.kept else Status.ADAPTED if reasons else Status.RESTORED
-    report = ComponentReport(
-        part=Part.MODELS,
+    draft.do(
+        Part.MODELS,
+        LoadModel(target=target, state=state, fit=found, slots=slots),
+        target=target,
+        entry=entry,
         status=status,
-        index=target.index,
-        what=target.what,
-        files=entry.files,
         reason=", ".join(reasons + notes),
         by_position=by_position,
         fresh=found.fresh(target),
         unused=found.unused,
         mismatched=found.mismatched,
     )
-    draft.do(report, LoadModel(target=target, state=state, fit=found, slots=slots), entry)
     return found
 
 

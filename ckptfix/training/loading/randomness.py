@@ -17,7 +17,7 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.training.loading.checking import random_problem
 from ckptfix.training.loading.draft import Draft, SetRandom, SetStep
-from ckptfix.training.loading.load_report import ComponentReport, LoadError, Need, Part, Status
+from ckptfix.training.loading.load_report import LoadError, Need, Part
 from ckptfix.wording import count_of
 
 _DEVICES = ("cuda", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron")
@@ -62,12 +62,13 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
         entry, states, problem = found
         step = states.get("step") if isinstance(states, dict) else None
         if type(step) is int:
-            _plan_step(draft, step, entry.files, "" if other == rank else f"from rank {other}")
+            reason = "" if other == rank else f"from rank {other}"
+            draft.do(Part.STEP, SetStep(step=step), what="step", entry=entry, reason=reason)
             return
         if not problem:
             break  # whoever wrote this one wrote the others
     if manifest is not None and manifest.is_of_a_save:
-        _plan_step(draft, manifest.step, (), "from the manifest")
+        draft.do(Part.STEP, SetStep(step=manifest.step), what="step", reason="from the manifest")
     else:
         draft.cannot(Part.STEP, "no readable file of a rank holds it", what="step", missing=True)
 
@@ -130,11 +131,4 @@ def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank
     if reason := problem or random_problem(states):
         draft.cannot(Part.RNG, reason, what=what, files=entry.files)
         return
-    report = ComponentReport(part=Part.RNG, status=Status.RESTORED, what=what, files=entry.files)
-    draft.do(report, SetRandom(states=states), entry)
-
-
-def _plan_step(draft: Draft, step: int, files: tuple[str, ...], reason: str) -> None:
-    status = Status.ADAPTED if reason else Status.RESTORED
-    report = ComponentReport(part=Part.STEP, status=status, what="step", files=files, reason=reason)
-    draft.do(report, SetStep(step=step))
+    draft.do(Part.RNG, SetRandom(states=states), what=what, entry=entry)

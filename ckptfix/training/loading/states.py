@@ -7,12 +7,12 @@ from typing import Any
 
 from ckptfix.checkpoint.entries import Entry, component_at, single_entry
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.storage.paths import command
 from ckptfix.training.loading.checking import scaler_problem
 from ckptfix.training.loading.draft import Draft, LoadState, SetSampler
-from ckptfix.training.loading.load_report import ComponentReport, Need, Part, Status
+from ckptfix.training.loading.load_report import Need, Part, Status
 from ckptfix.training.loading.moments import Carried, carry
 from ckptfix.training.loading.pairs_of_objects import (
     Owners,
@@ -171,19 +171,18 @@ def plan_states(
             followed.why(before, number, position) if moved else "",
             offer.remark,
         )
-        report = ComponentReport(
-            part=part,
+        state = carried.state if carried else offer.states[position]
+        draft.do(
+            part,
+            LoadState(thing=target.thing, state=state),
+            target=target,
+            entry=entry,
             status=Status.PARTIAL if carried and carried.fresh else status,
-            index=target.index,
-            what=target.what,
-            files=entry.files,
             reason=", ".join(filter(None, reasons)),
             by_position=number in assignment.by_position,
             fresh=carried.fresh if carried else (),
             unused=carried.unused if carried else (),
         )
-        state = carried.state if carried else offer.states[position]
-        draft.do(report, LoadState(thing=target.thing, state=state), entry)
     for double, original in settled.aside.items():
         draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
     for number in assignment.left:
@@ -210,16 +209,10 @@ def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
     if draft.policy.scaler is Need.IGNORE:
         draft.ignore(Part.SCALER, what=what)
         return
-    if component is None:
-        draft.cannot(Part.SCALER, f"{folder.root / 'scaler.pt'} is missing", what=what, missing=True)
-        return
-    entry = single_entry(component)
-    state, problem = _read(draft, folder.root, entry)
-    if reason := problem or scaler_problem(state, scaler):
-        draft.cannot(Part.SCALER, reason, what=what, files=entry.files)
-        return
-    report = ComponentReport(part=Part.SCALER, status=Status.RESTORED, what=what, files=entry.files)
-    draft.do(report, LoadState(thing=scaler, state=state), entry)
+    _plan_file(
+        draft, folder, Part.SCALER, "scaler.pt", component, lambda state: LoadState(thing=scaler, state=state),
+        what=what, check=lambda state: scaler_problem(state, scaler),
+    )  # fmt: skip
 
 
 def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequence[Any]) -> None:
@@ -231,9 +224,9 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
                 draft.ignore(Part.DATALOADERS, target)
             continue
         if has_sampler(dataloader):
-            _one(draft, folder, Role.SAMPLER, "sampler", target, _set_sampler)
+            _plan_dataloader(draft, folder, Role.SAMPLER, "sampler", target)
         if is_stateful(dataloader):
-            _one(draft, folder, Role.DATALOADER, "dl_state_dict", target, _load_state)
+            _plan_dataloader(draft, folder, Role.DATALOADER, "dl_state_dict", target)
     used = {file for report in (*(r for r, _ in draft.planned), *draft.others) for file in report.files}
     for component in folder.components:
         if component.role in (Role.SAMPLER, Role.DATALOADER) and str(component.path) not in used:
@@ -255,35 +248,32 @@ def is_stateful(dataloader: Any) -> bool:
     return bool(getattr(dataloader, "use_stateful_dataloader", False))
 
 
-def _set_sampler(target: Target, state: Any) -> SetSampler:
-    return SetSampler(dataloader=target.thing, sampler=state)
+def _plan_dataloader(draft: Draft, folder: CheckpointFolder, role: Role, stem: str, target: Target) -> None:
+    def action(state: Any) -> SetSampler | LoadState:
+        if role is Role.SAMPLER:
+            return SetSampler(dataloader=target.thing, sampler=state)
+        return LoadState(thing=target.thing, state=state)
 
-
-def _load_state(target: Target, state: Any) -> LoadState:
-    return LoadState(thing=target.thing, state=state)
-
-
-def _one(
-    draft: Draft, folder: CheckpointFolder, role: Role, stem: str, target: Target,
-    action: Callable[[Target, Any], SetSampler | LoadState],
-) -> None:  # fmt: skip
     name = f"{stem}_{target.index}.bin" if target.index else f"{stem}.bin"
-    component = next(
-        (one for one in folder.components if one.role is role and one.name.index == target.index), None
-    )
+    found = (one for one in folder.components if one.role is role and one.name.index == target.index)
+    _plan_file(draft, folder, Part.DATALOADERS, name, next(found, None), action, target=target)
+
+
+def _plan_file(
+    draft: Draft, folder: CheckpointFolder, part: Part, name: str, component: Component | None,
+    action: Callable[[Any], SetSampler | LoadState], *, target: Target | None = None, what: str = "",
+    check: Callable[[Any], str] = lambda state: "",
+) -> None:  # fmt: skip
+    """Add what one object gets from the one file that is its own. ``name``: the file's, also where it is missing."""
     if component is None:
-        reason = f"{folder.root / name} is missing"
-        draft.cannot(Part.DATALOADERS, reason, target=target, missing=True)
+        draft.cannot(part, f"{folder.root / name} is missing", target=target, what=what, missing=True)
         return
     entry = single_entry(component)
     state, problem = _read(draft, folder.root, entry)
-    if problem:
-        draft.cannot(Part.DATALOADERS, problem, target=target, files=entry.files)
+    if reason := problem or check(state):
+        draft.cannot(part, reason, target=target, what=what, files=entry.files)
         return
-    report = ComponentReport(
-        part=Part.DATALOADERS, status=Status.RESTORED, index=target.index, what=target.what, files=entry.files
-    )
-    draft.do(report, action(target, state), entry)
+    draft.do(part, action(state), target=target, what=what, entry=entry)
 
 
 def _read(draft: Draft, root: Path, entry: Entry) -> tuple[Any, str]:
