@@ -1,7 +1,11 @@
-"""Evidence that a script passed one model to prepare() twice, and that nothing else explains two equal entries."""
+"""Evidence that a script passed one model to prepare() twice, and that nothing else explains two equal entries.
+
+Part of it is an optimizer's training, read from its pickled ``state_dict()`` (facts from torch 2.13:
+``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is executed.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -14,7 +18,7 @@ from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like, pairs
+from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.safetensors_file import read_safetensors
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import read_partial
@@ -22,17 +26,12 @@ from ckptfix.formats.torch_pickle import is_optimizer, state_dicts
 from ckptfix.formats.torch_tensors import is_tensor, read_tensor, storages
 from ckptfix.storage.reading import FileReader, open_reader
 
-# Facts about an optimizer's training, read from its pickled ``state_dict()``: nothing is executed.
-#
-# Facts from torch 2.13: ``torch/optim/optimizer.py`` (``state_dict``), ``adamw.py``, ``sgd.py``,
-# ``adagrad.py``.
-
 _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """What an optimizer's state says of its training.
+    """Facts in an optimizer's state about its training.
 
     ``names``: those of its ``param_names``, () without any. ``shapes``: of each parameter with a state, that of its
     largest moment. ``has_stepped``: True where moments show a step, False where there are none yet, None where the
@@ -54,7 +53,9 @@ def read_optimizer(file: TorchFile, reader: FileReader) -> OptimizerFacts | None
     if not is_dict_like(root) or not is_optimizer(root):
         return None
     # Each node once: a hostile pickle can refer to one dict a million times.
-    groups = list({id(one): one for one in _items(child(root, "param_groups")) if is_dict_like(one)}.values())
+    groups = list(
+        {id(one): one for one in items_of(child(root, "param_groups")) if is_dict_like(one)}.values()
+    )
     states = list({id(one): one for _, one in pairs(child(root, "state")) if is_dict_like(one)}.values())
     known = storages(file.tree)
     shapes: list[tuple[int, ...]] = []
@@ -78,7 +79,7 @@ def read_optimizer(file: TorchFile, reader: FileReader) -> OptimizerFacts | None
         names=tuple(
             name.value
             for group in groups
-            for name in _items(child(group, "param_names"))
+            for name in items_of(child(group, "param_names"))
             if type(name) is Text
         ),
         shapes=tuple(shapes),
@@ -96,11 +97,6 @@ def _is_plain_sgd(group: Any) -> bool:
     return child(group, "dampening") is not None and child(group, "momentum") in (0, None)
 
 
-def _items(node: object) -> Iterator[Any]:
-    if type(node) is Node and node.kind is Kind.LIST:
-        yield from node.items or ()
-
-
 def _scalar(file: TorchFile, reader: FileReader, dtype: str, storage: str, begin: int | None) -> float | None:
     place, code = file.storage_ranges.get(storage), _STEP_FORMATS.get(dtype)
     if place is None or code is None or begin is None:
@@ -112,14 +108,11 @@ def _scalar(file: TorchFile, reader: FileReader, dtype: str, storage: str, begin
     return float(value)
 
 
-# Evidence that a script passed one model to prepare() twice, and that nothing else explains two equal
-# entries.
-
 _FSDP_STEM = "pytorch_model_fsdp"
 
 
 class Evidence:
-    """What a folder and its manifest say of the run that saved them."""
+    """Facts in a folder and its manifest about the run that saved them."""
 
     def __init__(self, folder: CheckpointFolder, manifest: Manifest | None) -> None:
         """Look at nothing yet; ``manifest``: only one that a save wrote counts."""

@@ -109,7 +109,7 @@ class FileName:
         """
         if self.shard is not None or self.variant:
             return None
-        if self.role is Role.MODEL:
+        if self.role is Role.MODEL and (self.stem, self.suffix) in LOADED_MODELS:
             return self.index, 2 * LOADED_MODELS.index((self.stem, self.suffix))
         if self.role is Role.WEIGHTS_INDEX and self.suffix.endswith(_INDEX_SUFFIX):
             listed = parse_file_name(self.stem + self.suffix.removesuffix(_INDEX_SUFFIX))
@@ -156,7 +156,7 @@ class FileName:
 
 _NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
-"""Where ``load_state`` looks for the weights of a model, and the fallback that a full FSDP save leaves, in order."""
+"""The names under which ``load_state`` looks for the weights of a model, in order; a full FSDP save has the last."""
 
 _LONE, _FROM_ONE, _FROM_ZERO = range(3)  # never numbered; entry 0 has no number; every one has a number
 _FAMILIES = {
@@ -347,7 +347,7 @@ def parse_dcp_name(name: str) -> DcpFileName | None:
 
 
 class DeepSpeedPart(Enum):
-    """What a file of DeepSpeed holds; the value is the word for it in messages."""
+    """The content of a file of DeepSpeed; the value is the word for it in messages."""
 
     MODEL = "model states"
     OPTIMIZER = "optimizer states"

@@ -1,4 +1,4 @@
-"""What a checkpoint folder is: components with a role, a position and what their headers say."""
+"""A checkpoint folder as it was scanned: components with a role, a position and what their headers say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 
 PLAIN_FOLDER = "a folder"
-"""What a sub-folder is that Accelerate did not write."""
+"""The kind of a sub-folder that Accelerate did not write."""
 
 
 class Fingerprint(NamedTuple):
-    """What tells a file from another or from itself before a change: sizes in bytes, times in nanoseconds."""
+    """Facts that tell a file from another or from itself before a change: sizes in bytes, times in nanoseconds."""
 
     size: int
     mtime_ns: int
@@ -101,7 +101,7 @@ class Component:
 
     @property
     def role(self) -> Role:
-        """What the component is for, by its name."""
+        """The purpose of the component, by its name."""
         return self.name.role
 
     @property

@@ -1,7 +1,7 @@
-"""Which files together hold one state dict: a file alone, or the shards of a model with their index.
+"""Groups of files that together hold one state dict: a file alone, or the shards of a model with their index.
 
-Everything that must be judged for a model as a whole is judged for such a group: which wrapper its names carry,
-whether two names would become one, whether a file is missing.
+What holds for a model as a whole is judged for such a group: the wrapper that its names carry, two names that would
+become one, a missing file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class ModelFiles:
 
     @property
     def index_words(self) -> dict[str, Any]:
-        """What a readable index says beside its weight map."""
+        """The content of a readable index without its weight map."""
         content = self.index.content if self.index is not None else None
         document = content.document if isinstance(content, WeightsIndex) else {}
         return {key: value for key, value in document.items() if key != "weight_map"}

@@ -15,14 +15,14 @@ PRIVATE_WRAPPERS = WRAPPERS - {"module"}
 """Segments that no user writes by accident: these are wrappers in the middle of a name, too."""
 
 PREPARE_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module"})
-"""What ``prepare`` puts around a model. Others are the script's own doing: it may compile one of two equal models."""
+"""The wrappers of ``prepare``. Others are the script's own doing: it may compile one of two equal models."""
 
 DDP_CHAIN = ("module",)
 """The wrapper chain of a correctly prepared model's own ``state_dict()``."""
 
 
 _FLAT = "_flat_param"
-"""How FSDP1 calls what it flattens parameters into (torch/distributed/fsdp/_flat_param.py)."""
+"""The name of FSDP1's flattened parameters (torch/distributed/fsdp/_flat_param.py)."""
 
 
 def is_flat_name(name: str) -> bool:

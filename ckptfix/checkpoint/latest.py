@@ -32,7 +32,7 @@ _MAX_STATE = 256 << 20
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
-"""What a save writes near its end, and no repair ever touches: its time is that of the save."""
+"""Files that a save writes near its end, and no repair ever touches: their time is that of the save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

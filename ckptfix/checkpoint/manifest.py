@@ -1,4 +1,9 @@
-"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that ``salvage`` writes."""
+"""The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that ``salvage`` writes.
+
+A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it holds what the run
+knew, and digests. ``ckptfix seal`` adds digests, or writes a manifest that holds nothing else. Stock accelerate never
+looks at it.
+"""
 
 import hashlib
 import json
@@ -14,12 +19,6 @@ from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.reading import open_reader
 from ckptfix.wording import count_of
-
-# The manifest of a checkpoint: what the run that saved it knew, and its digests, in
-# ``.ckptfix/manifest.json``.
-#
-# A save writes it last, so a folder whose manifest agrees with its files is whole; ``ckptfix seal`` adds
-# digests, or writes one that holds nothing else. Stock accelerate never looks at it.
 
 VERSION = 1
 MAX_MANIFEST = 256 << 20
@@ -61,7 +60,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a save recorded. ``files``: every file that the save wrote, relative, with its size in bytes.
+    """The record of a save. ``files``: every file that the save wrote, relative, with its size in bytes.
 
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
     ``sha256``: every file that was sealed -> sha256 of the whole file, in hex, as the Hugging Face hub gives it for
@@ -239,10 +238,8 @@ def _is_inside(name: str) -> bool:
     return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
-# What ``ckptfix salvage`` says is lost, in the ``salvage.json`` of a folder that it wrote.
-
 REPORT = "salvage.json"
-"""Where the new folder says what was lost."""
+"""The file in which a salvaged folder lists what was lost."""
 
 _VERSION = 1
 _MAX_REPORT = 128 << 20
@@ -250,7 +247,7 @@ _MAX_REPORT = 128 << 20
 
 
 class Losses(NamedTuple):
-    """What a salvaged folder lacks: ``tensors`` (or other values) of files, whole ``files``; and what is ``damaged``
+    """The losses of a salvaged folder: ``tensors`` (or other values) of files, whole ``files``; and what is ``damaged``
     in it, kept all the same."""
 
     tensors: int

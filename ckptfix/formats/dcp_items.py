@@ -1,4 +1,10 @@
-"""The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover every tensor."""
+"""The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover every tensor.
+
+Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): each item is a whole file of
+torch.save, one after the other; a chunk of a tensor is saved alone, with its own strides; with
+``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one safetensors file, and all have its
+offset.
+"""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -16,12 +22,6 @@ from ckptfix.formats.torch_file import Appended, TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_record, read_zip, storage_records
 from ckptfix.storage.reading import FileReader
-
-# The tensors inside of ``.distcp`` files: each item is a whole file of torch.save, one after the other.
-#
-# Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): a chunk is saved
-# alone, with its own strides; with ``SerializationFormat.SAFETENSORS`` the tensors of a file follow
-# together as one safetensors file, and all have its offset.
 
 _HEAD = 4096  # longest part of an item before its data, or behind them, that is compared as a whole
 _CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16
@@ -191,9 +191,6 @@ def _same_but_data(known: KnownItem, window: FileReader) -> SavedTensor | None:
     return known.saved._replace(record=(size, crc) if crc else (0, 0))
 
 
-# The items of a DCP checkpoint that are no tensors: any object, each a file of torch.save inside of a
-# ``.distcp``.
-
 MAX_ITEM = 1 << 26
 """Longest item that is read, in bytes. The names of a million parameters take about 40 million."""
 
@@ -255,14 +252,12 @@ def renamed_item(reader: FileReader, item: StoredItem, new_names: Mapping[int, s
     return old[: edit.offset] + edit.new + old[edit.offset + len(edit.new) :]
 
 
-# Do the chunks of a DCP checkpoint make up its tensors, and are all of them stored?
-
 MAX_COMPARISONS = 10_000_000
 """Most pairs of chunks of one checkpoint that are compared; a grid of 32 x 32 chunks takes 32,000."""
 
 
 class DcpProblem(NamedTuple):
-    """What is wrong with one item of a checkpoint, in words."""
+    """A fault of one item of a checkpoint, in words."""
 
     fqn: str
     message: str
@@ -293,7 +288,7 @@ def coverage_problem(tensor: DcpTensor) -> str | None:
 
 
 class _Budget:
-    """How many pairs may still be compared."""
+    """The number of pairs that may still be compared."""
 
     def __init__(self) -> None:
         self.left = MAX_COMPARISONS

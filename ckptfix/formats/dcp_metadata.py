@@ -32,7 +32,7 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import FileReader
 
 METADATA_NAME = ".metadata"
-"""What torch calls the file; it writes ``.metadata.tmp`` first, when all data is on disk, and renames it."""
+"""The name of the file; torch writes ``.metadata.tmp`` first, when all data is on disk, and renames it."""
 
 MAX_METADATA = 1 << 29
 """Longest file that is read, in bytes. A chunk of a tensor takes about 200."""

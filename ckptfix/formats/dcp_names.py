@@ -1,4 +1,4 @@
-"""What the names of a DCP checkpoint mean: which of them are a model's, by the planner's paths.
+"""The meaning of the names in a DCP checkpoint: which of them are a model's, by the planner's paths.
 
 Facts from torch 2.13, ``torch/distributed/checkpoint/_nested_dict.py``: nested dicts are flattened to names that
 are their keys with dots between, and ``planner_data`` keeps the keys of each.

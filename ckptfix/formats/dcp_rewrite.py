@@ -20,7 +20,7 @@ Steps = tuple[str | int, ...]
 
 
 class Place(NamedTuple):
-    """Where an item lies: ``length`` bytes from ``offset`` of a file of the folder."""
+    """The position of an item: ``length`` bytes from ``offset`` of a file of the folder."""
 
     path: PurePosixPath
     offset: int

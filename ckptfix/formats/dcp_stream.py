@@ -1,5 +1,16 @@
-"""The pickle of a DCP ``.metadata`` file, read as a stream: each chunk of a tensor at once instead of by its
-forty opcodes.
+"""The pickle of a DCP ``.metadata`` file, in which each chunk of a tensor is read at once instead of by its forty
+opcodes.
+
+A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle (protocol 4, which is
+``pickle.dump``'s own since Python 3.8) is alike for all of them, so two patterns find nearly everything:
+``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``, and a ``MetadataIndex`` with its ``_StorageInfo`` in
+``storage_data``. Both are matched from their NEWOBJ on, where the class is known; every reference is resolved through
+the memo. What does not fit is left to the machine of ``pickle_stream``, opcode by opcode, and when that meets what it
+cannot know here (a part of a chunk that is used again elsewhere, a memo written by PUT), the whole pickle is.
+
+A reference is BINGET or LONG_BINGET, a number one of BININT1, BININT2, BININT and LONG1, a size the call of
+``torch.Size``, or a reference to an earlier one. Facts from CPython's ``Modules/_pickle.c``: how protocol 4 writes
+instances, tuples and numbers.
 """
 
 import re
@@ -14,13 +25,6 @@ from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_opcodes import HANDLERS, MAX_TEXT, MISSING, Machine
 from ckptfix.formats.pickle_stream import parse, paused_gc, run
 from ckptfix.formats.pickle_tree import CALLS, Kind, Node, PickleTree, Text
-
-# What torch's classes look like in the pickle of a ``.metadata``, and a memo that finds in it what was
-# passed over.
-#
-# A reference is BINGET or LONG_BINGET, a number one of BININT1, BININT2, BININT and LONG1, a size the call
-# of ``torch.Size``, or a reference to an earlier one. Facts from CPython's ``Modules/_pickle.c``: how
-# protocol 4 writes instances, tuples and numbers.
 
 _REF = rb"(h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
@@ -179,8 +183,6 @@ def number(raw: bytes) -> int:
     return int.from_bytes(raw[1:], "little")
 
 
-# The values that the classes of torch.distributed.checkpoint pickle, out of a tree that was never executed.
-
 _MANY = 1 << 62
 _MAX_DIMENSIONS = 64
 _MAX_FIELDS = 16  # of an instance; torch's classes have five at most
@@ -270,9 +272,6 @@ def words_for(value: object) -> str:
     return f"a {value.kind.value}"
 
 
-# The parts of a DCP checkpoint by the hundred thousand: chunks of tensors, and where each is stored.
-
-
 class Chunk(NamedTuple):
     """A part of a tensor that was saved in one piece: its first index and its length in every dimension."""
 
@@ -281,7 +280,7 @@ class Chunk(NamedTuple):
 
 
 class StoredItem(NamedTuple):
-    """Where a chunk or a bytes item lies: ``length`` bytes from ``offset`` of the file ``path`` of the folder.
+    """The position of a chunk or of a bytes item: ``length`` bytes from ``offset`` of the file ``path`` of the folder.
 
     ``offsets``: the first index of the chunk, None for a bytes item. ``hint``: the place in the list of chunks,
     which torch looks at first. ``transforms``: the stream extensions its bytes went through, such as ``zstd``. ``site``
@@ -303,22 +302,11 @@ class _Packed:
 
 
 PACKED = _Packed()
-"""What stands in ``storage_data`` as the value of a ``StoredItem``, which says all of key and value."""
+"""The value of a ``StoredItem`` in ``storage_data``: the key says all of key and value."""
 
 MATCHED = frozenset({Chunk, StoredItem, _Packed})
 """The types of what was matched as a whole in a tree of ``dcp_stream``."""
 
-
-# The pickle of a ``.metadata``, in which each chunk of a tensor is read at once instead of by its forty
-# opcodes.
-#
-# A checkpoint of 400 ranks and 3,000 tensors has 1.2 million chunks. What torch's classes pickle (protocol
-# 4, which is ``pickle.dump``'s own since Python 3.8) is alike for all of them, so two patterns find nearly
-# everything: ``ChunkStorageMetadata`` in the lists of ``state_dict_metadata``, and a ``MetadataIndex`` with
-# its ``_StorageInfo`` in ``storage_data``. Both are matched from their NEWOBJ on, where the class is known;
-# every reference is resolved through the memo. What does not fit is left to the machine of
-# ``pickle_stream``, opcode by opcode, and when that meets what it cannot know here (a part of a chunk that
-# is used again elsewhere, a memo written by PUT), the whole pickle is.
 
 MAX_PLACES = 6_000_000
 """Most chunks of ``storage_data`` that are read. Each takes about 600 bytes of memory."""

@@ -1,4 +1,10 @@
-"""The globals that a pickle names: which are harmless, and which can run code. Nothing is imported to find out."""
+"""The globals that a pickle names: which are harmless, and which can run code. Nothing is imported to find out.
+
+The names that run code or touch the system are gathered from CPython's documentation, from what picklescan and fickling
+look for, and from the packages that accelerate brings along. A list of names is never complete: what is not on it is
+unknown, not safe. ``SAFE`` mirrors ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the
+installed torch.
+"""
 
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -8,11 +14,6 @@ from itertools import product
 from keyword import iskeyword
 
 from ckptfix.formats.pickle_tree import UNRESOLVABLE
-
-# Names whose call can run code or touch the system, and the few that look so and do not.
-#
-# Gathered from CPython's documentation, from what picklescan and fickling look for, and from the packages
-# that accelerate brings along. A list of names is never complete: what is not on it is unknown, not safe.
 
 _UNSAFE_MODULES_TEXT = """
     os posix nt posixpath ntpath sys subprocess _posixsubprocess commands popen2 pty tty signal _signal atexit threading
@@ -59,50 +60,48 @@ _FUNCTIONS_RUN = frozenset({"accelerate", "transformers", "diffusers", "datasets
 """Packages whose functions load, save and launch. Their classes are kept in honest checkpoints."""
 
 
-def _unsafe_names(module: str, names: str) -> set[tuple[str, str]]:
+def _named(module: str, names: str) -> set[tuple[str, str]]:
     return {(module, name) for name in names.split()}
 
 
 _UNSAFE_NAMES = frozenset(
-    _unsafe_names(
-        "torch", "load save compile hub jit import_ir_module _import_dotted_name classes ops from_file"
-    )
-    | _unsafe_names("torch.storage", "_load_from_bytes")
-    | _unsafe_names("torch._utils", "_import_dotted_name")
-    | _unsafe_names("torch.cuda.memory", "_dump_snapshot _record_memory_history")
-    | _unsafe_names(
+    _named("torch", "load save compile hub jit import_ir_module _import_dotted_name classes ops from_file")
+    | _named("torch.storage", "_load_from_bytes")
+    | _named("torch._utils", "_import_dotted_name")
+    | _named("torch.cuda.memory", "_dump_snapshot _record_memory_history")
+    | _named(
         "torch._C",
         "_jit_compile import_ir_module import_ir_module_from_buffer _import_ir_module_from_package",
     )
-    | _unsafe_names("numpy", "f2py ctypeslib")
-    | _unsafe_names("pandas", "eval")
-    | _unsafe_names("functools", "partial partialmethod reduce")
-    | _unsafe_names("operator", "attrgetter itemgetter methodcaller call")
-    | _unsafe_names("io", "open open_code FileIO OpenWrapper")
-    | _unsafe_names("codecs", "open")
-    | _unsafe_names("argparse", "FileType")
-    | _unsafe_names("logging", "FileHandler config handlers basicConfig")
-    | _unsafe_names("weakref", "finalize")
-    | _unsafe_names("collections", "namedtuple")  # executes a class text
-    | _unsafe_names("dataclasses", "make_dataclass")
-    | _unsafe_names("typing", "get_type_hints")
-    | _unsafe_names("string", "Formatter")
+    | _named("numpy", "f2py ctypeslib")
+    | _named("pandas", "eval")
+    | _named("functools", "partial partialmethod reduce")
+    | _named("operator", "attrgetter itemgetter methodcaller call")
+    | _named("io", "open open_code FileIO OpenWrapper")
+    | _named("codecs", "open")
+    | _named("argparse", "FileType")
+    | _named("logging", "FileHandler config handlers basicConfig")
+    | _named("weakref", "finalize")
+    | _named("collections", "namedtuple")  # executes a class text
+    | _named("dataclasses", "make_dataclass")
+    | _named("typing", "get_type_hints")
+    | _named("string", "Formatter")
 )
 _FILE_FUNCTIONS_TEXT = """
     load loads save savez savez_compressed savetxt loadtxt genfromtxt recfromcsv recfromtxt fromfile fromregex tofile
     memmap open_memmap DataSource read_pickle read_csv read_sql read_gpickle write_gpickle"""
 _FILE_FUNCTIONS = frozenset(_FILE_FUNCTIONS_TEXT.split())
-"""What numpy, pandas and networkx open files with, whatever module of theirs it is taken from."""
+"""Functions by which numpy, pandas and networkx open files, whatever module of theirs it is taken from."""
 
 _HARMLESS_TEXT = """
     bool bytes bytearray complex dict enumerate float frozenset int list object range reversed set slice str tuple zip
     NotImplemented Ellipsis None True False abs len max min sum sorted round"""
 _HARMLESS_BUILTINS = frozenset(_HARMLESS_TEXT.split())
 _HARMLESS = frozenset(
-    _unsafe_names("types", "SimpleNamespace MappingProxyType")
-    | _unsafe_names("uuid", "UUID SafeUUID")
-    | _unsafe_names("zoneinfo", "ZoneInfo._unpickle")
-    | _unsafe_names("numpy.random._pickle", "__randomstate_ctor __generator_ctor __bit_generator_ctor")
+    _named("types", "SimpleNamespace MappingProxyType")
+    | _named("uuid", "UUID SafeUUID")
+    | _named("zoneinfo", "ZoneInfo._unpickle")
+    | _named("numpy.random._pickle", "__randomstate_ctor __generator_ctor __bit_generator_ctor")
 )
 _RUNNERS = frozenset(
     {"eval", "exec", "exec_", "execfile", "system", "popen", "builtins", "runstring", "execWrapper"}
@@ -145,23 +144,13 @@ def _is_unsafe_module(parts: list[str]) -> bool:
     return root in sys.stdlib_module_names and not {root, root.lstrip("_")} & _HARMLESS_STDLIB
 
 
-# What the globals of a pickle may do, by their names alone: nothing is imported to find out.
-#
-# ``SAFE`` mirrors ``torch/_weights_only_unpickler.py`` of torch 2.13; a test compares it with the installed
-# torch.
-
-
 class GlobalSafety(Enum):
-    """How far a global can be trusted."""
+    """The trust that a global deserves."""
 
     SAFE = "torch.load(weights_only=True) reads it"
     SAFE_IN_RNG_STATE = "accelerate allows it when it reads its own files"
     UNKNOWN = "outside the weights_only list; may be a class of the user's"
     UNSAFE = "can run code or touch the system"
-
-
-def _names(module: str, names: str) -> set[tuple[str, str]]:
-    return {(module, name) for name in names.split()}
 
 
 _TYPES = ("Double", "Float", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool", "BFloat16")
@@ -171,51 +160,51 @@ _DTYPES = """
     bits1x8 bits2x4 bits4x2 bits8 bits16 int1 int2 int3 int4 int5 int6 int7 int8 int16 int32 int64
     uint1 uint2 uint3 uint4 uint5 uint6 uint7 uint8 uint16 uint32 uint64"""
 SAFE = frozenset(
-    _names("collections", "OrderedDict Counter")
-    | _names("builtins", "bytearray set complex")
-    | _names("_codecs", "encode")
-    | _names("torch", "Size Tensor device ComplexFloatStorage ComplexDoubleStorage")
-    | _names("torch", "QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage")
-    | _names("torch", _DTYPES)
-    | _names("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
-    | _names("torch", "per_channel_affine_float_qparams")
-    | _names("torch.cuda", "ComplexFloatStorage ComplexDoubleStorage")
+    _named("collections", "OrderedDict Counter")
+    | _named("builtins", "bytearray set complex")
+    | _named("_codecs", "encode")
+    | _named("torch", "Size Tensor device ComplexFloatStorage ComplexDoubleStorage")
+    | _named("torch", "QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage")
+    | _named("torch", _DTYPES)
+    | _named("torch", "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric")
+    | _named("torch", "per_channel_affine_float_qparams")
+    | _named("torch.cuda", "ComplexFloatStorage ComplexDoubleStorage")
     | {(m, f"{t}{kind}") for m, t, kind in product(("torch", "torch.cuda"), _TYPES, ("Storage", "Tensor"))}
     | {(m, f"{t}Tensor") for m, t in product(("torch.sparse", "torch.cuda.sparse"), _TYPES) if t != "Bool"}
-    | _names("torch.nn.parameter", "Parameter")
-    | _names("torch.serialization", "_get_layout")
-    | _names("torch.storage", "TypedStorage UntypedStorage")
-    | _names("torch._tensor", "_rebuild_from_type_v2")
-    | _names(
+    | _named("torch.nn.parameter", "Parameter")
+    | _named("torch.serialization", "_get_layout")
+    | _named("torch.storage", "TypedStorage UntypedStorage")
+    | _named("torch._tensor", "_rebuild_from_type_v2")
+    | _named(
         "torch._utils",
         """_rebuild_parameter _rebuild_parameter_with_state _rebuild_qtensor _rebuild_tensor _rebuild_tensor_v2
         _rebuild_tensor_v3 _rebuild_sparse_tensor _rebuild_meta_tensor_no_storage _rebuild_nested_tensor
         _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
     )
 )
-"""What ``torch.load(weights_only=True)`` reads without being told."""
+"""Globals that ``torch.load(weights_only=True)`` reads without being told."""
 
 _SAFE_IN_RNG_STATE = frozenset(
-    _names("numpy", "ndarray dtype")
-    | _names("numpy.dtypes", "UInt32DType")
-    | _names("numpy.core.multiarray", "_reconstruct")  # as numpy before 2.0 wrote it
-    | _names("numpy._core.multiarray", "_reconstruct")
+    _named("numpy", "ndarray dtype")
+    | _named("numpy.dtypes", "UInt32DType")
+    | _named("numpy.core.multiarray", "_reconstruct")  # as numpy before 2.0 wrote it
+    | _named("numpy._core.multiarray", "_reconstruct")
 )
 
 _LOWERCASE_CLASSES = frozenset(
-    _names(
+    _named(
         "builtins",
         "bool bytes dict enumerate float frozenset int list object range reversed slice str tuple zip",
     )
-    | _names("collections", "defaultdict deque")
-    | _names("datetime", "date datetime time timedelta timezone tzinfo")
-    | _names("array", "array")
-    | _names("torch", "dtype")
-    | _names(
+    | _named("collections", "defaultdict deque")
+    | _named("datetime", "date datetime time timedelta timezone tzinfo")
+    | _named("array", "array")
+    | _named("torch", "dtype")
+    | _named(
         "numpy",
         "bool bool_ bytes_ complex64 complex128 datetime64 dtype float16 float32 float64 generic int8",
     )
-    | _names("numpy", "int16 int32 int64 ndarray str_ timedelta64 uint8 uint16 uint32 uint64 void")
+    | _named("numpy", "int16 int32 int64 ndarray str_ timedelta64 uint8 uint16 uint32 uint64 void")
 )
 _ALLOWED_BY_NAME = (
     SAFE
@@ -226,8 +215,8 @@ _ALLOWED_BY_NAME = (
             for module in ("numpy._core.multiarray", "numpy.core.multiarray")
             for name in ("_reconstruct", "scalar")
         }
-        | _names("copyreg", "_reconstructor")
-        | _names("re", "_compile")
+        | _named("copyreg", "_reconstructor")
+        | _named("re", "_compile")
     )
 )
 

@@ -1,4 +1,9 @@
-"""The symbolic pickle machine: its state, its errors, and one small function for each opcode."""
+"""The symbolic pickle machine: its state, its errors, and one small function for each opcode.
+
+The fast loop of ``pickle_stream`` handles the opcodes that torch.save writes for every tensor; the others are here.
+Each function is called with ``machine.position`` on its opcode and leaves it on the next one. An opcode's effect on the
+stack and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
+"""
 
 import codecs
 import pickletools
@@ -9,8 +14,6 @@ from typing import Any
 
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
-
-# The state of the symbolic pickle machine, and the errors it raises.
 
 PADDING = bytes(16)
 """Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
@@ -28,7 +31,7 @@ MAX_GLOBAL_NAME = 1024
 """Longest name of a global, in characters, with its module."""
 
 MISSING = object()
-"""What an entry of the memo is before it is written."""
+"""The value of an entry of the memo before it is written."""
 
 
 class Machine:
@@ -157,9 +160,6 @@ def opcode_name(code: int) -> str:
     return _NAMES.get(code, f"0x{code:02x}")
 
 
-# The pickle opcodes that push strings, bytes and numbers, beyond those in the fast loop of
-# ``pickle_stream``.
-
 MAX_TEXT = 1 << 20
 """Longest string that becomes a Text, in bytes: a name of a tensor has no bound in torch, and a numpy array in a pickle
 of protocol 2 is one string, too. All strings of a pickle together take no more than its length allows."""
@@ -284,11 +284,6 @@ def integer(line: bytes) -> int:
     return int(line)
 
 
-# The pickle opcodes that the fast loop of ``pickle_stream`` leaves out, one small function each.
-#
-# Each is called with ``machine.position`` on its opcode and leaves it on the next one. What an opcode does
-# to the stack and the memo follows CPython's ``Lib/pickle.py`` and ``Lib/pickletools.py``.
-
 MAX_CONTAINERS = 4_000_000
 """Most empty lists, dicts and sets in one pickle: one byte each in the file, 100 bytes in memory."""
 
@@ -296,7 +291,7 @@ U32 = 0xFFFFFFFF
 _DICTS = frozenset({("collections", "OrderedDict"), ("collections", "Counter")})
 
 WEIGHTS_ONLY_OPCODES = frozenset(b"c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fGJKMXUQhjqr\x8a\x80.")
-"""What ``torch/_weights_only_unpickler.py`` of torch 2.13 reads; it refuses a file with any other opcode."""
+"""The opcodes of ``torch/_weights_only_unpickler.py`` of torch 2.13; it refuses a file with any other opcode."""
 
 
 def _constant(value: Any) -> Callable[[Machine], None]:

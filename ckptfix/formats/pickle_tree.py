@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from ckptfix.errors import FormatError
 
-# What a pickle says, as a tree that was read and never executed.
-
 UNRESOLVABLE = ("?", "?")
 """The global of an opcode that names it indirectly: a number of the extension registry, or a computed name."""
 
@@ -30,7 +28,7 @@ class Text(NamedTuple):
 
 
 class Kind(Enum):
-    """What a node is. Constants are Python values and tuples are Python tuples, so they are no nodes."""
+    """The kind of a node. Constants are Python values and tuples are Python tuples, so they are no nodes."""
 
     LIST = "list"
     DICT = "dict"
@@ -127,6 +125,13 @@ def is_dict_like(node: object) -> bool:
     return node.kind is Kind.DICT or node.entries is not None or _is_ordered_dict(node)
 
 
+def items_of(node: object) -> tuple[Any, ...]:
+    """Return the values of a list or a tuple, () for anything else."""
+    if type(node) is Node and node.kind is Kind.LIST:
+        return tuple(node.items or ())
+    return node if type(node) is tuple else ()
+
+
 def child(node: object, name: str) -> Any:
     """Return the value under a string key of a dict-like node, the last one if there are several, else None."""
     found = None
@@ -155,7 +160,7 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
 
 
 class Visits:
-    """Which nodes a walk has met, so that it looks into each only once however often it is referred to."""
+    """The nodes that a walk has met, so that it looks into each only once however often it is referred to."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -194,11 +199,6 @@ def _is_ordered_dict(node: Node) -> bool:
     return node.kind in CALLS and type(head) is Node and head.is_global("collections", "OrderedDict")
 
 
-# Two pickles side by side: are they the same tree?
-#
-# Trees are walked by identity, each shared object once and never by recursion, so that time grows with the
-# bytes of the pickles, however deep objects nest and however often they refer to one another.
-
 _LONG = 64  # constants shorter than this, in elements, are compared wherever they occur
 
 
@@ -209,7 +209,10 @@ def same_tree(one: PickleTree, other: PickleTree, new_names: Mapping[int, str]) 
 
 
 class TreeWalk:
-    """One comparison. ``text_one`` and ``text_other`` give the string by which a push is compared.
+    """One comparison of two trees, by identity: each shared object once and never by recursion.
+
+    So its time grows with the bytes of the pickles, however deep objects nest and however often they refer to one
+    another. ``text_one`` and ``text_other`` give the string by which a push is compared.
 
     ``persistent``: compares two persistent ids; by default they are compared like any value. Objects that can change
     must correspond one to one: what is shared in one tree is shared in the other.

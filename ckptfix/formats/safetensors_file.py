@@ -1,9 +1,14 @@
-"""safetensors files (eight bytes of header length, a JSON header, then the tensors' bytes) and the index of
-shards.
+"""safetensors files and the index of shards.
+
+A file is eight bytes of header length, a JSON header, then the tensors' bytes without a gap. The rules are those of the
+reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made stricter where it accepts what a rename would
+make worse: a duplicate key whose ranges agree is refused here. The index of a sharded model is a JSON object with
+``metadata`` and ``weight_map`` (fqn -> file name).
 """
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -13,12 +18,6 @@ from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
 from ckptfix.storage.reading import FileReader
 
-# safetensors: eight bytes of header length, a JSON header, then the tensors' bytes without a gap.
-#
-# The rules are those of the reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made
-# stricter where it accepts something a rename would make worse: a duplicate key whose ranges agree is
-# refused here.
-
 MAX_HEADER = 100_000_000
 """Longest header that the reference parser accepts, in bytes."""
 
@@ -26,6 +25,7 @@ MAX_VALUES = 4_000_000
 """Most values in a header; a tensor takes about ten, and a value up to 60 bytes of memory."""
 
 METADATA_KEY = "__metadata__"
+_U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ def read_safetensors(reader: FileReader, *, cut: bool = False) -> SafetensorsFil
             in_header=True,
         )
     raw = reader.read(8, length)
-    header = _parse_json(raw)
+    if raw[:1] != b"{":
+        raise FormatError("the header does not begin with '{'")
+    header = _parse_json(raw, "the header", 8, constant=_no_constant)
     metadata = _metadata(header)
     tensors, data_end = _tensors(header, 8 + length)
     if data_end > reader.size and not cut:
@@ -131,54 +133,47 @@ def same_phase_length(header: bytes, old_length: int, block: int) -> int:
     return len(header) + (old_length - len(header)) % block
 
 
-def _parse_json(raw: bytes) -> dict[str, Any]:
-    if raw[:1] != b"{":
-        raise FormatError("the header does not begin with '{'")
-    if json_values(raw) > MAX_VALUES:
-        raise BeyondLimits(f"the header holds more than {MAX_VALUES} values")
+def _parse_json(
+    raw: bytes, what: str, start: int = 0, *, constant: Callable[[str], Any] | None = None
+) -> Any:
+    """Return the value of a JSON text; ``what`` and ``start`` name it in errors, and the byte at which it begins."""
+    # At most this many values: a few more are counted where strings hold commas or brackets.
+    if raw.count(b"{") + raw.count(b"[") + raw.count(b",") > MAX_VALUES:
+        raise BeyondLimits(f"{what} holds more than {MAX_VALUES} values")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise FormatError(f"{what} names {twice!r} more than once")
+        return result
+
     try:
-        header = json.loads(
-            raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=finite
+        value = json.loads(
+            raw.decode(), object_pairs_hook=unique, parse_float=_finite, parse_constant=constant
         )
+        if b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"the header is not UTF-8 at byte {8 + error.start}") from None
+        raise FormatError(f"{what} is not UTF-8 at byte {start + error.start}") from None
+    except UnicodeEncodeError:
+        raise FormatError(f"a name in {what} holds half of a surrogate pair") from None
     except RecursionError:
-        raise FormatError("the header is nested too deeply") from None
+        raise FormatError(f"{what} is nested too deeply") from None
     except FormatError:
         raise
     except ValueError as error:
-        raise FormatError(f"the header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise FormatError("the header is not a JSON object")
-    if b"\\u" in raw:
-        try:
-            json.dumps(header, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise FormatError("a name in the header holds half of a surrogate pair") from None
-    return header
+        raise FormatError(f"{what} is not JSON: {error}") from None
+    return value
 
 
-def json_values(raw: bytes) -> int:
-    """Return how many values a JSON text holds at most: a little more where strings hold commas or brackets."""
-    return raw.count(b"{") + raw.count(b"[") + raw.count(b",")
-
-
-def finite(text: str) -> float:
+def _finite(text: str) -> float:
     """Return the float that a JSON number spells. Raises FormatError for 1e999, which would be written as Infinity."""
     number = float(text)
     if number in (inf, -inf):
         raise FormatError(f"the number {text:.40} in the JSON is larger than any float")
     return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # The reference parser keeps the last of two equal keys when their ranges agree; a rename must not choose.
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise FormatError(f"the header names {twice!r} more than once")
-    return result
 
 
 def _no_constant(text: str) -> Any:
@@ -246,18 +241,18 @@ def _check_entry(fqn: str, dtype: object, shape: tuple[object, ...], begin: obje
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise FormatError(f"the dtype of {fqn!r} is {dtype!r}, which this version does not know")
+    count = 1
     for size in shape:
-        if type(size) is not int or size < 0:
+        if type(size) is not int or not 0 <= size <= _U64:
             raise FormatError(f"the shape of {fqn!r} holds {size!r}")
-        # Capped: 100,000 dimensions of 2^62 would take minutes to multiply. A later 0 still gives 0.
-        bits = min(bits * size, 1 << 80)
-    if bits != (end - begin) * 8:
+        count *= size
+        if count > _U64:  # as the reference refuses it, even where a later 0 makes it empty
+            raise FormatError(f"the shape of {fqn!r} has more elements than 64 bits can count")
+    if count * bits != (end - begin) * 8:
         raise FormatError(
-            f"{fqn!r} takes {bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"
+            f"{fqn!r} takes {count * bits / 8:g} bytes by dtype and shape, {end - begin} by its offsets"
         )
 
-
-# The index of a sharded model: a JSON object with ``metadata`` and ``weight_map`` (fqn -> file name).
 
 MAX_INDEX = 128 << 20
 """Longest index that is read, in bytes; a million names take about 100 MB."""
@@ -277,18 +272,7 @@ def parse_index(data: bytes) -> WeightsIndex:
     Raises FormatError, also for a file name that leaves the folder (``../../x``, ``/x``): such a name is never
     followed.
     """
-    if json_values(data) > MAX_VALUES:
-        raise BeyondLimits(f"the index holds more than {MAX_VALUES} values")
-    try:
-        document = json.loads(data.decode(), object_pairs_hook=_unique_names, parse_float=finite)
-    except FormatError:
-        raise
-    except UnicodeDecodeError as error:
-        raise FormatError(f"the index is not UTF-8 at byte {error.start}") from None
-    except RecursionError:
-        raise FormatError("the index is nested too deeply") from None
-    except ValueError as error:
-        raise FormatError(f"the index is not JSON: {error}") from None
+    document = _parse_json(data, "the index")
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError("the index has no weight_map")
@@ -300,11 +284,6 @@ def parse_index(data: bytes) -> WeightsIndex:
             raise FormatError(
                 f"the weight_map sends {fqn!r} to {name!r}, which is not a file name in this folder"
             )
-    if b"\\u" in data:
-        try:
-            json.dumps(document, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise FormatError("a name in the index holds half of a surrogate pair") from None
     return WeightsIndex(document, weight_map)
 
 
@@ -323,10 +302,3 @@ def format_index(index: WeightsIndex | None, weight_map: Mapping[str, str], tota
     document["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total_size}
     document["weight_map"] = dict(weight_map)
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise FormatError("the index holds a key more than once")
-    return result

@@ -1,4 +1,4 @@
-"""What a file really is, by its first bytes, when it is not what its name says."""
+"""The true kind of a file by its first bytes, when it is not what its name says."""
 
 import re
 

@@ -15,8 +15,6 @@ from ckptfix.formats.torch_tensors import PickledTensor, read_storage, storages
 from ckptfix.formats.torch_zip import AppendedBytes, TorchZip
 from ckptfix.storage.reading import FileReader
 
-# Two torch pickles that differ in names and storage keys only: what one model saved twice looks like.
-
 
 class NameMap(Protocol):
     """A rule for renaming: called with an fqn, or ``module`` with a module's name in ``_metadata``."""
@@ -72,8 +70,6 @@ def _renamed(tree: PickleTree, rename: NameMap) -> tuple[Callable[[Text], str], 
     return lambda text: names.get(text.site, text.value), metadata
 
 
-# torch.save files, whatever their container: zip, legacy, or a plain pickle.
-
 Appended = AppendedBytes
 Patched = PatchedBytes
 
@@ -94,7 +90,7 @@ class TorchFile:
 
     @property
     def kind(self) -> str:
-        """What the container is, in words."""
+        """The container, in words."""
         if self.container is None:
             return "a plain pickle"
         return "a torch zip file" if isinstance(self.container, TorchZip) else "a legacy torch file"

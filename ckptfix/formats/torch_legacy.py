@@ -109,7 +109,7 @@ def is_legacy(first: PickleTree) -> bool:
 
 
 class LegacyPickles(NamedTuple):
-    """What a legacy file holds before its storages: the object and where its pickle begins, the keys of the storages.
+    """The pickles of a legacy file, which precede its storages: the object and its offset, the storages' keys.
 
     ``end``: where the first storage begins. ``parts``: all five pickles, the object last.
     """
@@ -135,7 +135,7 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
 
 
 def read_pickles(reader: FileReader, first: PickleTree) -> LegacyPickles:
-    """Parse what a legacy file holds before its storages; ``first`` is its magic number. Raises as ``read_legacy``."""
+    """Parse the pickles of a legacy file; ``first`` is its magic number. Raises as ``read_legacy``."""
     if first.end > _SMALL:
         raise FormatError(f"the magic number of the legacy torch file takes {first.end} bytes")
     version = read_pickle(reader, first.end, _SMALL)

@@ -1,4 +1,10 @@
-"""The intact part of a damaged file of torch.save: its pickle, and how much of each storage is there."""
+"""The intact part of a damaged file of torch.save: its pickle, and how much of each storage is there.
+
+Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the whole
+pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are found one
+by one: torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE 4.3.9; 24
+bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch 2.13).
+"""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -13,13 +19,6 @@ from ckptfix.formats.torch_legacy import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
 from ckptfix.storage.reading import FileReader
-
-# The records of a zip archive found one by one, for an archive whose directory is lost or does not fit its
-# records.
-#
-# torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE 4.3.9;
-# 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2``
-# of torch 2.13).
 
 _HAS_DESCRIPTOR = 0x8
 _NARROW = Struct("<4s3I")
@@ -201,14 +200,8 @@ def _why_none(reader: FileReader, position: int) -> str:
     return f"there is no record at byte {position}, where the next should begin"
 
 
-# What is left of a damaged file of torch.save: its pickle, and for each storage how much of it is there.
-#
-# Names, shapes and places come from the pickle and from what stands before each storage; nothing is
-# guessed. Without the whole pickle nothing can be read.
-
-
 class StoragePlace(NamedTuple):
-    """Where a storage begins in the file, how many of its bytes are there, and the CRC-32 recorded for it (0: none).
+    """The offset of a storage in the file, how many of its bytes are there, and the CRC-32 recorded for it (0: none).
 
     ``problem``: what is wrong although the bytes may be there, "" for nothing that can be seen without reading them.
     """

@@ -1,4 +1,4 @@
-"""What a pickle of torch says: its state dicts, and every place where names live.
+"""The state dicts in a pickle of torch, and every place where names live in it.
 
 Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimizer.py`` (``state_dict``).
 """
@@ -26,7 +26,7 @@ from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, is_tensor, read_tensor, storages
 
 MAX_NESTING = 4
-"""How many dicts deep a state dict is looked for: ``checkpoint["state"]["model"]`` is 2."""
+"""Most dicts that are descended for a state dict: ``checkpoint["state"]["model"]`` is 2."""
 
 MAX_LIST = 64
 """Longest list that is looked into: a few optimizers, not a data set."""
@@ -67,7 +67,7 @@ class HasTensors(Protocol):
 
     @property
     def storage_ranges(self) -> Mapping[str, tuple[int, int]]:
-        """Where the storages are."""
+        """Storage key -> offset and length."""
 
 
 @paused_gc()
@@ -197,7 +197,7 @@ def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
 
 
 class _Listed:
-    """What was listed: honest optimizers share lists of names, and copies of a state dict its metadata, a few times."""
+    """The nodes that were listed: honest optimizers share lists of names, and copies of a state dict its metadata."""
 
     def __init__(self, texts: int) -> None:
         self._visits = Visits()

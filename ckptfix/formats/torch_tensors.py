@@ -56,6 +56,11 @@ class PickledTensor(NamedTuple):
     end: int | None
     site: int
 
+    @property
+    def view(self) -> tuple[object, ...]:
+        """What two names of one tensor have in common: the same elements of one storage, in one shape and dtype."""
+        return self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
+
 
 class PickledStorage(NamedTuple):
     """A storage: its class (``FloatStorage``), where it lived (``cpu``), its elements and its bytes."""

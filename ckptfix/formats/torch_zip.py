@@ -1,4 +1,11 @@
-"""The zip files of torch.save since 1.6: records found without trusting any number, and edits appended."""
+"""The zip files of torch.save since 1.6: records found without trusting any number, and edits appended.
+
+Every offset is checked before it is followed and every size against the size of the file before it is read; records may
+not overlap, and each local header must agree with the directory.
+
+Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13 ``caffe2/serialize/inline_container.cc``: every
+record is stored, its data starts on a multiple of 64 bytes, the end records are always those of ZIP64.
+"""
 
 import os
 import zlib
@@ -12,17 +19,11 @@ from typing import NamedTuple
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.storage.reading import FileReader, page_buffer
 
-# The directory of a zip archive, read without trusting any of its numbers.
-#
-# Every offset is checked before it is followed and every size against the size of the file before it is
-# read; records may not overlap, and each local header must agree with the directory. Layout: PKWARE's
-# APPNOTE 6.3, ZIP64 included.
-
 MAX_DIRECTORY = 64 << 20
 """Longest central directory that is read, in bytes. A record takes about 65, and 300 once it is read."""
 
 MAX_ZEROS = 64 << 20
-"""How many zeros at the end of a file are looked behind for the end of the archive."""
+"""Most zeros at the end of a file behind which the end of the archive is looked for."""
 
 U16, U32 = 0xFFFF, 0xFFFFFFFF
 END = Struct("<4s4H2IH")
@@ -31,6 +32,7 @@ END64 = Struct("<4sQ2H2I4Q")
 ENTRY = Struct("<4s6H3I5H2I")
 LOCAL = Struct("<4s5H3I2H")
 STORED, DEFLATED = 0, 8
+NEEDS_ZIP64 = 45  # version 4.5
 IN_UTF8 = 0x800
 ENCRYPTED = 0x1
 _NEAR = 4096  # records closer than this are read many at a time ...
@@ -67,7 +69,7 @@ _as_record: Callable[[tuple[object, ...]], ZipRecord] = partial(
 
 
 class EndRecords(NamedTuple):
-    """What the end records say. ``end`` is where the archive ends in the file."""
+    """The numbers in the end records. ``end`` is where the archive ends in the file."""
 
     entries: int
     directory_size: int
@@ -307,12 +309,6 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
     return tuple(located)
 
 
-# The zip files of torch.save since 1.6: find the records without trusting any number, and append an edit.
-#
-# Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13
-# ``caffe2/serialize/inline_container.cc``: every record is stored, its data starts on a multiple of 64
-# bytes, the end records are always those of ZIP64.
-
 MAX_PICKLE = 1 << 28
 """Longest pickle that is read, in bytes; a tensor takes about 150."""
 
@@ -520,12 +516,15 @@ def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:
     after = archive.directory[old.entry + old_entry_size :]
     directory = archive.directory[: old.entry] + ENTRY.pack(*fields) + name + extra64 + after
     record = local + name + extra + new_pickle
-    tail = _end_records(archive.end + len(record), len(directory), len(archive.records))
+    tail = end_records(archive.end + len(record), len(directory), len(archive.records))
     return AppendedBytes(record + directory + tail, len(tail))
 
 
-def _end_records(directory_offset: int, directory_size: int, count: int) -> bytes:
-    end64 = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, directory_size, directory_offset)
+def end_records(directory_offset: int, directory_size: int, count: int, made_by: int = NEEDS_ZIP64) -> bytes:
+    """Return the ZIP64 end record, its locator, and the end record, which torch writes for every archive."""
+    end64 = END64.pack(
+        b"PK\6\6", END64.size - 12, made_by, NEEDS_ZIP64, 0, 0, count, count, directory_size, directory_offset
+    )
     locator = LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_size, 1)
     few = min(count, U16)
     end = END.pack(b"PK\5\6", 0, 0, few, few, min(directory_size, U32), min(directory_offset, U32), 0)

@@ -1,5 +1,7 @@
-"""Floating point numbers converted between dtypes on raw bytes, as ``torch.Tensor.to`` rounds them; overflows
-counted.
+"""Floating point numbers converted between dtypes, as ``torch.Tensor.to`` rounds them; overflows are counted.
+
+Works on raw bytes. Numbers go to the nearest, ties to even; what is too large becomes infinite; NaN stays NaN, with its
+sign. From float64 torch goes through float32 to the 16-bit dtypes (c10/util/Half.h, BFloat16.h), and so does this.
 """
 
 from collections.abc import Callable
@@ -7,11 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy
-
-# Floating point numbers of one dtype as those of another: on raw bytes, as ``torch.Tensor.to`` rounds them.
-#
-# To the nearest, ties to even; what is too large becomes infinite; NaN stays NaN, with its sign. From
-# float64 torch goes through float32 to the 16-bit dtypes (c10/util/Half.h, BFloat16.h), and so does this.
 
 Convert = Callable[[memoryview], memoryview]
 """Takes bytes of whole elements, and gives those of as many elements of the other dtype in memory of their own."""
@@ -146,8 +143,6 @@ def _number(dtype: str, byte: int) -> float:
 def _as_bytes(numbers: Any) -> memoryview:
     return memoryview(numbers).cast("B")
 
-
-# Numbers that a smaller dtype has no place for: they become infinite.
 
 _INFINITE = {
     "F64": ("<u8", 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),

@@ -152,7 +152,7 @@ def _label(root: Path, where: PurePosixPath) -> str:
 
 
 class _Layouts:
-    """Where the tensors lie; every item is looked into once, file after file."""
+    """The layouts of the tensors; every item is looked into once, file after file."""
 
     def __init__(self, folder: Path, metadata: DcpMetadata, tensors: list[DcpTensor]) -> None:
         self._folder = folder

@@ -1,4 +1,14 @@
-"""The weights in a DeepSpeed checkpoint: the states of all ranks, and the partitions that ZeRO cuts them into."""
+"""The weights in a DeepSpeed checkpoint: the states of all ranks, and the partitions that ZeRO cuts them into.
+
+Facts from DeepSpeed 0.18 (``utils/zero_to_fp32.py``, key names ``checkpoint/constants.py``). The fp32 weights are in
+the optimizer states, cut into a partition for each rank; buffers and what is frozen are in the model states, under
+ZeRO-1 and 2 next to a complete copy of the weights in the dtype of training. ZeRO-1 and 2 lay the parameters of a group
+end to end, pad that and cut it into one partition a rank; the padding of the last rank is not saved. ZeRO-3 cuts each
+parameter by itself, so that rank r has elements ``r * share`` to ``(r + 1) * share``, with ``share = ceil(n / ranks)``;
+a rank lays its shares end to end, over one flat partition for each sub-group.
+
+Values are read by opcodes and never executed: what is of a class, as the configuration is, stays as inert as the rest.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,20 +21,14 @@ from typing import Any, NamedTuple, TypeVar
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, other_kind
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, pairs
+from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, items_of, pairs
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
-from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.reading import Piece, open_reader
 from ckptfix.tensors.layouts import Contiguous, Strided
-from ckptfix.tensors.single_files import bounded_layout, module_versions
+from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
-
-# What one file of a DeepSpeed checkpoint says: the states of a model, or those of one rank's optimizer.
-#
-# Key names from DeepSpeed 0.18, ``checkpoint/constants.py``. Values are read by opcodes and never executed:
-# what is of a class, as the configuration is, stays as inert as the rest.
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape."""
@@ -51,7 +55,7 @@ class Flat(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return self.piece.length // self.width
 
 
@@ -137,9 +141,8 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
                 fragments[one.fqn] = _flat(path, file, one.storage_key, one.dtype, one.begin, one.end)
                 continue
             module[one.fqn] = stored
-            place = (one.storage_key, one.storage_offset, one.dtype, one.shape, one.stride)
-            if 0 not in one.shape and first.setdefault(place, one.fqn) != one.fqn:
-                ties[one.fqn] = first[place]
+            if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
+                ties[one.fqn] = kept
     groups = child(root, "param_shapes")
     return ModelStates(
         path=path,
@@ -147,7 +150,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
         ties=ties,
         opaque=opaque,
         versions=module_versions(file, _MODULE),
-        buffers=frozenset(one.value for one in _items(child(root, "buffer_names")) if type(one) is Text),
+        buffers=frozenset(one.value for one in items_of(child(root, "buffer_names")) if type(one) is Text),
         groups=None if groups is None else tuple(_groups(groups)),
         frozen=_shapes(child(root, "frozen_param_shapes")),
         fragments=fragments,
@@ -163,7 +166,7 @@ def _model_states(path: Path, file: TorchFile) -> ModelStates:
             for key, value in pairs(root)
             if type(key) is Text and key.value not in _READ_HERE and value is not None
         ),
-        checksums=_zip_checksums(path, file),
+        checksums=dict(record_checksums(path, file)),
     )
 
 
@@ -179,32 +182,21 @@ def _optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
         )
     known = storages(file.tree)
     flats = []
-    for number, node in enumerate(_items(by_parameter if by_group is None else by_group)):
+    for number, node in enumerate(items_of(by_parameter if by_group is None else by_group)):
         name = f"fp32 partition {number}"
         tensor = read_tensor(Text(name, 0, 0), node, known) if type(node) is Node else None
         if tensor is None:
             raise FormatError(f"{name} is not a plain tensor")
         flats.append(_flat(path, file, tensor.storage_key, tensor.dtype, tensor.begin, tensor.end))
     counts = child(states, "partition_count")
-    every = [_count(one) for one in _items(counts)] if type(counts) is Node else [_count(counts)]
+    every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
     return OptimizerStates(
         path=path,
         by_parameter=by_group is None,
         ranks=max((one for one in every if one is not None), default=None),
         flats=tuple(flats),
-        checksums=_zip_checksums(path, file),
+        checksums=dict(record_checksums(path, file)),
     )
-
-
-def _zip_checksums(path: Path, file: TorchFile) -> dict[Piece, int]:
-    """Return the records of all storages with their CRC-32. One of 0 was never written (torch can leave them out)."""
-    if not isinstance(file.container, TorchZip):
-        return {}
-    return {
-        Piece(path, record.data_offset, record.size): record.crc
-        for record in storage_records(file.container).values()
-        if record.crc and record.is_stored and record.size
-    }
 
 
 def _flat(path: Path, file: TorchFile, key: str, dtype: str, begin: int | None, end: int | None) -> Flat:
@@ -215,16 +207,9 @@ def _flat(path: Path, file: TorchFile, key: str, dtype: str, begin: int | None, 
     return Flat(dtype, Piece(path, storage[0] + begin, end - begin))
 
 
-def _items(node: object) -> tuple[Any, ...]:
-    """Return the values of a list or a tuple."""
-    if type(node) is Node and node.kind is Kind.LIST:
-        return tuple(node.items or ())
-    return node if type(node) is tuple else ()
-
-
 def _groups(node: object) -> Iterator[Shapes]:
     visits = Visits()
-    for group in _items(node):
+    for group in items_of(node):
         if not visits.first(group):  # a million references to one dict of a million names would never end
             raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
         yield _shapes(group)
@@ -238,7 +223,7 @@ def _shape(name: str, value: Any) -> tuple[int, ...]:
     """Return a shape: a ``torch.Size``, a tuple or a list of sizes."""
     if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
         value = value.args[0]
-    sizes = _items(value)
+    sizes = items_of(value)
     sound = (value == () or sizes) and len(sizes) <= _MAX_DIMENSIONS
     if (
         not sound
@@ -251,14 +236,6 @@ def _shape(name: str, value: Any) -> tuple[int, ...]:
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and 0 < value <= _MANY else None
-
-
-# Where ZeRO puts the elements of each parameter: in flat partitions, one or more for each rank.
-#
-# Rules from DeepSpeed 0.18, ``utils/zero_to_fp32.py``. ZeRO-1 and 2 lay the parameters of a group end to
-# end, pad that and cut it into one partition a rank; the padding of the last rank is not saved. ZeRO-3 cuts
-# each parameter by itself, so that rank r has elements ``r * share`` to ``(r + 1) * share``, with ``share =
-# ceil(n / ranks)``; a rank lays its shares end to end, over one flat partition for each sub-group.
 
 
 class _Run:
@@ -374,14 +351,6 @@ def _gathered(name: str, shape: tuple[int, ...], runs: Sequence[_Run], offset: i
         take = min(share, numel - rank * share)  # the last shares can be shorter, or of nothing but padding
         pieces += run.pieces(offset, offset + max(take, 0))
     return StoredTensor(name, runs[0].dtype, shape, Contiguous(tuple(pieces)))
-
-
-# The weights in a DeepSpeed checkpoint: a folder with the states of all ranks of a run.
-#
-# Facts from DeepSpeed 0.18 (``utils/zero_to_fp32.py``). The fp32 weights are in the optimizer states, cut
-# into a partition for each rank (``zero_partitions``); buffers and what is frozen are in the model states,
-# under ZeRO-1 and 2 beside a whole copy of the weights in the dtype of training. ``deepspeed_files`` knows
-# which files there are.
 
 
 def deepspeed_weights(root: Path, where: PurePosixPath, index: int, *, original: bool = False) -> Weights:

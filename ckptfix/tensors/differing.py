@@ -1,4 +1,4 @@
-"""How far the numbers of two tensors lie apart, block by block: on raw bytes, in float64, with little memory."""
+"""The distance between the numbers of two tensors, block by block: on raw bytes, in float64, with little memory."""
 
 import ctypes
 import math
@@ -33,7 +33,7 @@ Tolerance = tuple[float, float]
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What is known of the elements seen so far.
+    """Facts about the elements seen so far.
 
     ``differing``: those whose bytes differ; of two dtypes, whose values do, NaN being equal to NaN. ``beyond``: those
     of them outside the tolerance, or all without one. ``apart``: those of them that are NaN or infinite on a side; all

@@ -45,7 +45,7 @@ Job = FileJob | TensorJob
 
 
 class Hashed(NamedTuple):
-    """What became of a job. ``digest``: "" when it could not be read, ``problem`` says why.
+    """The result of a job. ``digest``: "" when it could not be read, ``problem`` says why.
 
     ``zeros``: how many zero bytes it ends with. ``scan``: what its values are, None when nobody looked.
     """

@@ -1,5 +1,8 @@
-"""The places of a tensor's bytes: in one run, with strides, or in tiles of several files; and reading them in
-order.
+"""Layouts of a tensor's bytes: one run, strides, or tiles in several files; and reading them in order.
+
+Every layout gives the bytes in the order that safetensors has: row-major, little-endian, without a gap. Elements that
+lie apart are gathered a window of the file at a time. Nothing is mapped: resident memory stays what is asked for here,
+and a file that is cut short meanwhile, or a disk that fails, is an error and not the end of the process.
 """
 
 import os
@@ -10,13 +13,9 @@ from typing import Any, Protocol
 
 from ckptfix.storage.reading import OpenFiles, Piece
 
-# Where the bytes of a tensor are: in one run, with strides, or in tiles of several files.
-#
-# Every layout gives the bytes in the order that safetensors has: row-major, little-endian, without a gap.
-
 
 class Layout(Protocol):
-    """Where the bytes of a tensor are."""
+    """The positions of a tensor's bytes."""
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes in order, in views that hold until the next one; each but the last has whole elements.
@@ -50,9 +49,13 @@ class Strided:
     stride: tuple[int, ...]
     width: int
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor; more than its storage has where elements repeat, as ``expand`` makes them."""
+        return prod(self.shape) * self.width
+
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes, as ``Layout`` says."""
-
         return gathered(self, files, buffer)
 
 
@@ -75,14 +78,8 @@ class Tiled:
 
     def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes, as ``Layout`` says; takes as much memory again."""
-
         return assembled(self, files, buffer)
 
-
-# Read a box of a tensor whose elements lie apart in its storage, a window of the file at a time.
-#
-# Nothing is mapped: resident memory stays what is asked for here, and a file that is cut short meanwhile,
-# or a disk that fails, is an error and not the end of the process.
 
 _WINDOW = 1 << 20
 """Bytes of a file that are held at a time."""
@@ -99,8 +96,7 @@ def box_bytes(layout: Strided) -> int:
 
     64 MiB only where the tensor itself has eight times as many.
     """
-    nbytes = prod(layout.shape) * layout.width
-    return max(_SMALLEST_BOX, min(_LARGEST_BOX, nbytes // _PASSES))
+    return max(_SMALLEST_BOX, min(_LARGEST_BOX, layout.nbytes // _PASSES))
 
 
 def element_dtype(width: int) -> str:
@@ -190,9 +186,6 @@ class _Source:
         got = os.preadv(self._fd, [self._view[begin : begin + length]], place)
         if got < length:  # at the end of the file, where this raises, or interrupted
             self._files.fill(self._view[begin + got : begin + length], self._path, place + got)
-
-
-# Put the elements of a tensor in order that lie apart in their files.
 
 
 def gathered(layout: Strided, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:

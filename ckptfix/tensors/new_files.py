@@ -1,4 +1,8 @@
-"""New files of weights described byte by byte before anything is written; new safetensors files and their index."""
+"""New files of weights described byte by byte before anything is written; new safetensors files and their index.
+
+safetensors files are byte for byte as ``safetensors.torch.save_file`` writes them (0.8, ``tensor.rs``): larger dtypes
+first, then by name; a compact JSON header, padded with spaces to a multiple of 8 bytes.
+"""
 
 import json
 import struct
@@ -12,8 +16,6 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.single_files import LISTED, metadata_of, unwritable
-
-# A file that is to be written, as what it consists of.
 
 
 class NewTensor(NamedTuple):
@@ -62,8 +64,6 @@ class OutputFile:
         return any(isinstance(part, Computed) for part in self.parts)
 
 
-# Which tensors go into which file, and the index that says so.
-
 NO_WORDS: Mapping[str, Any] = {}
 
 
@@ -110,11 +110,6 @@ def index_file(
     data = json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
     return OutputFile(path=PurePosixPath(index_name(stem, suffix)), parts=(Literal(data),))
 
-
-# New safetensors files, byte for byte as ``safetensors.torch.save_file`` writes them.
-#
-# Its order (safetensors 0.8, ``tensor.rs``): larger dtypes first, then by name; a compact JSON header,
-# padded with spaces to a multiple of 8 bytes.
 
 _ORDER_TEXT = """
     BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16 I32 U32 F32 C64

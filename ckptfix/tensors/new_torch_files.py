@@ -1,4 +1,19 @@
-"""New files of torch.save: the pickle, and the zip archive that holds it."""
+"""New files of torch.save: the pickle of a module's state dict, and the zip archive that holds it.
+
+The archive is as ``caffe2/serialize/inline_container.cc`` of torch 2.13 (and the miniz in it) writes it: every record
+is stored, its data starts on a multiple of 64 bytes of the archive thanks to an extra field ``FB``; sizes and CRC-32
+are zero in the local header and follow the data in a descriptor, which a record of no bytes lacks; numbers from
+2**32 - 1 on are in a ZIP64 field, and then the descriptor has 64-bit sizes; the end records are always those of ZIP64.
+It is described as parts that are written one after the other without going back, and all offsets count from its first
+byte: an archive can lie anywhere in a larger file, as DCP has it.
+
+The pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU, each of a storage
+of its own (``torch/serialization.py``, ``torch/_tensor.py``): ``_rebuild_tensor_v2`` over a typed storage, and
+``_rebuild_tensor_v3`` over an untyped one for the dtypes that have no storage class. It is of protocol 2, as
+``torch.load(weights_only=True)`` reads no opcode of a newer one; DCP's metadata has protocol 4. The order of opcodes,
+the memo and the batches follow CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes.
+Python's own pickle module takes no part: classes are names here, and are never imported.
+"""
 
 import hashlib
 import zlib
@@ -16,16 +31,13 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_tensors import STORAGE_DTYPES, TORCH_DTYPES
 from ckptfix.formats.torch_zip import (
     ALIGNMENT,
-    END,
-    END64,
     ENTRY,
     IN_UTF8,
     LOCAL,
-    LOCATOR,
     MAX_PICKLE,
     STORED,
-    U16,
     U32,
+    end_records,
 )
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_files import (
@@ -40,19 +52,8 @@ from ckptfix.tensors.new_files import (
     shard_names,
 )
 
-# The zip archives of torch.save, as parts that can be written one after the other without going back.
-#
-# As ``caffe2/serialize/inline_container.cc`` of torch 2.13 (and the miniz in it) writes them: every record
-# is stored, its data starts on a multiple of 64 bytes of the archive thanks to an extra field ``FB``; sizes
-# and CRC-32 are zero in the local header and follow the data in a descriptor, which a record of no bytes
-# lacks; numbers from 2**32 - 1 on are in a ZIP64 field, and then the descriptor has 64-bit sizes; the end
-# records are always those of ZIP64.
-#
-# All offsets count from the first byte of the archive, so an archive can stand anywhere in a larger file,
-# as DCP has it.
-
 _IN_DESCRIPTOR = 0x8
-_MADE_BY, _NEEDS = 0x031E, 45  # what miniz puts into the end record: Unix and version 3.0; 4.5 for ZIP64
+_MADE_BY = 0x031E  # as miniz puts it into the end record: Unix, version 3.0
 
 
 class NewRecord(NamedTuple):
@@ -109,7 +110,7 @@ def zip_parts(records: Iterable[NewRecord]) -> Iterator[Part]:
                 yield Computed(_descriptor_size(record), partial(_descriptor, record))
         offset += len(header) + content.length + (_descriptor_size(record) if content.length else 0)
     size = sum(ENTRY.size + len(record.name) + len(record.zip64) for record in placed)
-    end = _end_records(offset, size, len(placed))
+    end = end_records(offset, size, len(placed), _MADE_BY)
     yield Computed(size + len(end), lambda crcs: _directory(placed, crcs) + end)
 
 
@@ -144,21 +145,6 @@ def _directory(placed: Iterable[_Placed], crcs: Mapping[str, int]) -> bytes:
     return bytes(directory)
 
 
-def _end_records(offset: int, size: int, count: int) -> bytes:
-    """Return the ZIP64 end record, its locator, and the end record."""
-    end64 = END64.pack(b"PK\6\6", END64.size - 12, _MADE_BY, _NEEDS, 0, 0, count, count, size, offset)
-    locator = LOCATOR.pack(b"PK\6\7", 0, offset + size, 1)
-    few = min(count, U16)
-    return end64 + locator + END.pack(b"PK\5\6", 0, 0, few, few, min(size, U32), min(offset, U32), 0)
-
-
-# Pickles as bytes, opcode by opcode, in the form that CPython's pickler gives protocol 2 or 4.
-#
-# Protocol 2 is what ``torch.save`` writes; ``torch.load(weights_only=True)`` reads no opcode of a newer
-# one. Protocol 4 is what DCP has for its metadata. The order of opcodes, the memo and the batches follow
-# CPython 3.11, ``Modules/_pickle.c``, so that the same values give the same bytes. Nothing of Python's own
-# pickle module takes part: classes are names here, and are never imported.
-
 MARK, EMPTY_TUPLE, TUPLE, REDUCE, NEWOBJ, BUILD, BINPERSID = b"(", b")", b"t", b"R", b"\x81", b"b", b"Q"
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 _SHORT_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -176,7 +162,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Call:
-    """What a call returns: ``function(*args)``, then its dict ``items`` are set, then ``state`` is given to BUILD.
+    """The result of a call: ``function(*args)``, then its dict ``items`` are set, then ``state`` is given to BUILD.
 
     ``new``: ``function.__new__(function, *args)`` is called, as for most classes, and not the function itself.
     """
@@ -382,21 +368,18 @@ class PickleWriter:
         self._met[id(value)] = (number, value)
 
 
-# New files of torch.save that hold the state dict of a module.
-#
-# Their pickle is byte for byte the one that torch 2.13 writes for an OrderedDict of tensors on the CPU,
-# each of a storage of its own (``torch/serialization.py``, ``torch/_tensor.py``): ``_rebuild_tensor_v2``
-# over a typed storage, and ``_rebuild_tensor_v3`` over an untyped one for the dtypes that have no storage
-# class.
-
 STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 """Dtype in safetensors' nouns -> typed storage class."""
 
 DTYPE_NAMES = {noun: name for name, noun in TORCH_DTYPES.items()}
 """Dtype in safetensors' nouns -> its name in torch. torch.save has no tensors of those that are missing."""
 
-# One object each, and the pickle refers to it when it comes again.
-_STORAGE, _CPU, _VERSION, _METADATA = "storage", "cpu", "version", "_metadata"
+_STORAGE, _CPU, _VERSION, _METADATA = (
+    "storage",
+    "cpu",
+    "version",
+    "_metadata",
+)  # one object each: the pickle refers back to it
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _NO_VERSIONS: Mapping[str, int] = {}
 

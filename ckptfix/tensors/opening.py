@@ -30,9 +30,6 @@ from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.single_files import file_weights
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
-# Sub-folders that hold models of a checkpoint: as hooks of ``save_state`` write them, and pipelines of
-# diffusers.
-
 _DEEPEST = 2
 
 _PIPELINE = "model_index.json"
@@ -136,9 +133,6 @@ def _is_model(name: str) -> bool:
 def _is_model_folder(name: str) -> bool:
     folder = parse_folder_name(name)
     return folder is not None and folder.role is Role.MODEL
-
-
-# Turn a path into the tensors that lie there: a folder of any kind, one file, or an index.
 
 
 @paused_gc()

@@ -1,4 +1,4 @@
-"""What is whole in a damaged file: the tensors all of whose bytes are there, and what is lost, each with the reason."""
+"""The intact part of a damaged file: the tensors all of whose bytes are there, and what is lost, with the reasons."""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import PartialTorchFile, StoragePlace, read_partial
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor
-from ckptfix.storage.reading import FileReader, Piece, open_reader
+from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.layouts import Contiguous, Layout
 from ckptfix.tensors.single_files import (
     LISTED,
@@ -24,17 +24,18 @@ from ckptfix.tensors.single_files import (
     leads_to,
     module_versions,
     recorded_ties,
+    run,
 )
 from ckptfix.tensors.stored import StoredTensor
 
 _BLOCK = 1 << 20
 _BESIDE = "it is next to the state dicts of modules, which alone are saved"
 BEHIND = "bytes are left out: they follow the last tensor, which no reader of safetensors accepts"
-"""What is said, after their number, of bytes at the end of a safetensors file."""
+"""The words that follow the number of bytes at the end of a safetensors file."""
 
 
 class Lost(NamedTuple):
-    """What cannot be saved: a tensor or value by its name (None: the whole file), and why.
+    """A loss: a tensor or value by its name (None: the whole file), and why.
 
     ``need`` and ``have``: bytes of the tensor or the file, from its first one on; None where there is nothing to count.
     """
@@ -85,8 +86,7 @@ def salvage_safetensors(path: Path) -> SavedDict:
             have = max(0, file.size - begin)
             lost.append(Lost(path.name, one.fqn, f"the file ends at byte {file.size}", end - begin, have))
         else:
-            layout = Contiguous((Piece(path, begin, end - begin),) if end > begin else ())
-            tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, layout))
+            tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, run(path, one.data_offsets)))
     names = {tensor.fqn for tensor in tensors}
     recorded = recorded_ties(file)
     ties = {name: kept for name, kept in recorded.items() if kept in names}
@@ -193,9 +193,8 @@ class _TorchSalvage:
             if isinstance(layout, Lost):
                 lost.append(layout)
                 continue
-            place = (one.storage_key, one.storage_offset, one.dtype, one.shape, one.stride)
-            if 0 not in one.shape and first.setdefault(place, one.fqn) != one.fqn:
-                ties[one.fqn] = first[place]
+            if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
+                ties[one.fqn] = kept
             else:
                 tensors.append(StoredTensor(one.fqn, one.dtype, one.shape, layout))
         for name in state_dict.opaque_keys:

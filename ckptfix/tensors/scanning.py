@@ -1,4 +1,9 @@
-"""Values of tensors, looked at while they are hashed: NaN, Inf, all zero, and pages of zeros."""
+"""Values of tensors, looked at while they are hashed: NaN, Inf, all zero, and pages of zeros.
+
+A block of floats needs two reductions only: read as integers, every finite number is smaller than Inf, and every finite
+negative one smaller than -Inf when the sign is read as a digit. Bad values are counted where those two say that there
+are any. Values are looked at in their order, pages of zeros in the order of the files.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +15,6 @@ import numpy
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tiled
 from ckptfix.tensors.stored import StoredTensor
-
-# Find pages of a file that hold nothing but zeros, inside the pieces that hold a tensor.
 
 PAGE = 4096
 """Bytes that a file system writes, and loses, together."""
@@ -82,15 +85,8 @@ class PageSearch:
             self.runs.append(ZeroRun(piece, begin, begin + PAGE))
 
 
-# Look at the values of a tensor while its bytes pass by: NaN, Inf, all zero.
-#
-# A block of floats needs two reductions only: read as integers, every finite number is smaller than Inf,
-# and every finite negative one smaller than -Inf when the sign is read as a digit. What is wrong is counted
-# where those two say that there is any.
-
-
 class _Bits(NamedTuple):
-    """How a dtype is read: bytes of a number, what Inf is (one more than the largest finite), and how many a value has.
+    """The bits of a dtype: bytes of a number, Inf (one more than the largest finite), and the numbers of a value.
 
     ``has_inf`` off: the pattern ``inf`` is NaN.
     """
@@ -120,7 +116,7 @@ FLOATS = frozenset((*_IEEE, *_ONE_NAN))
 
 @dataclass(slots=True)
 class Scan:
-    """What the values of a tensor are. Indexes count elements in row-major order, None when there is no such value.
+    """The values of a tensor in brief. Indexes count elements in row-major order, None when there is no such value.
 
     ``is_zero``: every value is 0 or -0. ``zero_pages``: how many 4 KiB pages of its files lie inside of one of its
     pieces and hold nothing but zeros; ``zero_runs``: where those are, the first 1000 runs. Both are None where nobody
@@ -200,11 +196,8 @@ class Scanner:
             scan.first_inf = before + int(inf.argmax()) if scan.first_inf is None else scan.first_inf
 
 
-# Look at one tensor while it is hashed: its values in their order, pages of zeros in the order of its
-# files.
-
 _MOST_SPREAD = 2
-"""How many times the bytes of a tensor its stretch of a storage may have to be read for pages of zeros."""
+"""Most times the bytes of a tensor that its stretch of a storage may have to be read for pages of zeros."""
 
 
 class Look:

@@ -1,8 +1,12 @@
-"""The weights in safetensors files and files of torch.save, alone or as shards."""
+"""The weights in safetensors files and files of torch.save, alone or as shards; their ties, and what else is there.
+
+Ties in the metadata of a safetensors file are name left out -> name kept, as ``save_model`` records them. Metadata is
+also where users keep words of their own, and a word can be the name of a tensor: ``{"best": "w"}``. What is taken for a
+tie ends as the name of a tensor does; the others that ckptfix writes are listed under a key of its own.
+"""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,6 @@ from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.layouts import Contiguous, Layout, Strided
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
-
-# What a pickle holds beside its state dicts, at any depth and under any kind of key.
 
 _LONGEST_NUMBER = 64  # bits; a pickle can hold a number that takes minutes to print
 KeyPath = tuple[str, ...]
@@ -105,13 +107,6 @@ def _word(key: Any) -> str:
     return "<a tuple>" if type(key) is tuple else repr(key)
 
 
-# Ties in the metadata of a safetensors file: the name left out -> the name kept, as ``save_model`` records
-# them.
-#
-# Metadata is also where users keep words of their own, and a word can be the name of a tensor: ``{"best":
-# "w"}``. What is taken for a tie ends as the name of a tensor does; the others that ckptfix writes are
-# listed under a key of its own.
-
 LISTED = "ckptfix.ties"
 """Metadata key: a JSON list of the names left out that do not look like names of tensors."""
 
@@ -161,8 +156,6 @@ def _listed(metadata: Mapping[str, str]) -> set[str]:
         return set()
     return {name for name in found if type(name) is str} if isinstance(found, list) else set()
 
-
-# The weights in safetensors files and files of torch.save, alone or as shards.
 
 _MOST_REPEATED = 1 << 30
 """Bytes that a tensor may claim beyond its storage: a mask made by ``expand`` is read, a petabyte of one number not."""
@@ -280,9 +273,8 @@ def _of_torch(
     first: dict[object, str] = {}
     for state_dict in file.state_dicts:
         for one in state_dict.tensors if state_dict.path == at else ():
-            place = (one.storage_key, one.storage_offset, one.dtype, one.shape, one.stride)
-            if 0 not in one.shape and first.setdefault(place, one.fqn) != one.fqn:
-                ties[one.fqn] = first[place]
+            if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
+                ties[one.fqn] = kept
                 continue
             yield StoredTensor(one.fqn, one.dtype, one.shape, bounded_layout(path, file, one))
 
@@ -305,11 +297,11 @@ def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout
     """
     layout = torch_layout(path, file, tensor)
     if isinstance(layout, Strided):
-        claimed, have = prod(layout.shape) * layout.width, layout.storage.length
-        if claimed - have > _MOST_REPEATED:
+        have = layout.storage.length
+        if layout.nbytes - have > _MOST_REPEATED:
+            claim = f"{tensor.fqn!r} claims {layout.nbytes} bytes of a storage of {have}, as expand makes it"
             raise OperationError(
-                f"{path}: {tensor.fqn!r} claims {claimed} bytes of a storage of {have}, as expand makes it; next: load "
-                "it with torch, and save it without that tensor"
+                f"{path}: {claim}; next: load it with torch, and save it without that tensor"
             )
     return layout
 
@@ -335,16 +327,20 @@ def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
     )
 
 
-def record_checksums(path: Path, file: TorchFile, at: tuple[str, ...]) -> Iterator[tuple[Piece, int]]:
-    """Yield the records that the tensors of one state dict lie in, with their CRC-32.
+def record_checksums(
+    path: Path, file: TorchFile, at: tuple[str, ...] | None = None
+) -> Iterator[tuple[Piece, int]]:
+    """Yield the records that the tensors of one state dict lie in, of all storages for None, with their CRC-32.
 
     One of 0 was never written (torch can leave them out).
     """
     if not isinstance(file.container, TorchZip):
         return
     records = storage_records(file.container)
-    used = {one.storage_key for held in file.state_dicts if held.path == at for one in held.tensors}
-    for key in used & records.keys():
+    used = set(records)
+    if at is not None:
+        used &= {one.storage_key for held in file.state_dicts if held.path == at for one in held.tensors}
+    for key in used:
         record = records[key]
         if record.crc and record.is_stored and record.size:
             yield Piece(path, record.data_offset, record.size), record.crc
@@ -403,4 +399,4 @@ def _reached(file: TorchFile, at: tuple[str, ...]) -> object:
 
 def is_expanded(layout: Layout) -> bool:
     """Whether a tensor claims more bytes than its storage has, as ``expand`` makes it."""
-    return isinstance(layout, Strided) and prod(layout.shape) * layout.width > layout.storage.length
+    return isinstance(layout, Strided) and layout.nbytes > layout.storage.length

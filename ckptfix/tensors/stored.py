@@ -1,4 +1,9 @@
-"""Tensors as they are stored, the models and folders that they make up, and the digest of a tensor."""
+"""Tensors as they are stored, the models and folders that they make up, and the digest of a tensor.
+
+The digest is the same through a rename, other shards, a tie, another format. ``formats.tensor.TensorInfo`` is the same
+tensor as one file describes it: a header is parsed without the path of its file, and a scan makes 100,000 of them in a
+second, so it has offsets where a ``StoredTensor`` has a layout.
+"""
 
 import hashlib
 import json
@@ -13,11 +18,9 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.layouts import Layout
 
-# Tensors as they are stored, and the models and folders that they make up.
-
 
 class Format(Enum):
-    """How the weights of a model are stored. The value is the word of ``--to``, and for reports."""
+    """The format in which the weights of a model are stored. The value is the word of ``--to``, and for reports."""
 
     SAFETENSORS = "safetensors"
     TORCH = "bin"
@@ -84,7 +87,7 @@ class Weights:
 
     @property
     def position(self) -> tuple[PurePosixPath, int]:
-        """Where a loader finds it: its folder, and its index among the models there."""
+        """The position at which a loader finds it: its folder, and its index among the models there."""
         return self.home, self.index
 
     def below(self, where: PurePosixPath) -> "Weights":
@@ -112,7 +115,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCheckpoint:
-    """What lies at a path: the weights of its models in the order of their positions.
+    """The content of a path: the weights of its models in the order of their positions.
 
     ``root``: the folder; for a lone file the folder it lies in. ``only``: the name of the lone file. ``rivals``: files,
     relative to the root, that hold weights and none of these: of one of the models in a second format, or of an earlier
@@ -125,8 +128,6 @@ class StoredCheckpoint:
     rivals: tuple[PurePosixPath, ...] = ()
     is_save_state: bool = False
 
-
-# The digest of a tensor: the same through a rename, other shards, a tie, another format.
 
 BLOCK = 1 << 20
 """Bytes that are read and hashed at a time: hashlib lets other threads run meanwhile."""

@@ -137,6 +137,24 @@ METADATA = (
 HEADERS = st.dictionaries(st.sampled_from(["a", "b", "module.c", "\ud800", "\x00"]), ENTRIES, max_size=3)
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_read"),
+    [([0, 1 << 64], False), ([1 << 62, 8, 0], False), ([0, 1 << 62, 8], True), ([(1 << 64) - 1, 0], True)],
+)
+def test_sizes_beyond_64_bits_are_refused_as_the_reference_does(
+    read: Read, shape: list[int], is_read: bool
+) -> None:
+    data = made({"a": entry(0, 0, "U8", shape)})
+    if is_read:
+        assert read(data).tensors[0].shape == tuple(shape)
+        assert dict(deserialize(data))["a"]["shape"] == shape
+        return
+    with pytest.raises(FormatError, match="the shape of 'a'"):
+        read(data)
+    with pytest.raises(SafetensorError):
+        deserialize(data)
+
+
 @settings(max_examples=examples(1000), deadline=None)
 @given(
     header=HEADERS,

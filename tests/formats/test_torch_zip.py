@@ -294,7 +294,7 @@ def test_an_edit_beyond_4_gib(tmp_path: Path) -> None:
         extra = struct.pack("<HHQ", 1, 8, hole + info.header_offset)
         head = (b"PK\1\2", 45, 45, 0x800, 0, 0, 0, info.CRC, size, size, len(name), len(extra), 0, 0, 0, 0)
         directory += struct.pack("<4s6H3I5HI", *head) + b"\xff" * 4 + name + extra
-    tail = torch_zip._end_records(hole + start, len(directory), len(infos))
+    tail = torch_zip.end_records(hole + start, len(directory), len(infos))
     path = tmp_path / "model.bin"
     with path.open("wb") as stream:
         stream.write(b"PK\3\4")  # what a reader looks for first
