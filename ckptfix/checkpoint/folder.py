@@ -129,7 +129,7 @@ class Component:
 class CheckpointFolder:
     """A scanned folder. ``only`` names the one file that was asked for; ``strays`` are never touched.
 
-    ``subfolders`` maps the name of a sub-folder to what it is; ``sharded_scan`` looks into those that are DCP folders.
+    ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of DCP.
     ``ranks``: those whose random states are in the folder, also where only one file is looked at.
     """
 

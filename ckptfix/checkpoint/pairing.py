@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState
+from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -22,7 +22,7 @@ from ckptfix.storage.reading import open_reader
 Progress = Callable[[int], None]
 """Called with a number of bytes each time that many more have been read."""
 
-Saved = Component | ShardedState
+Saved = Component | DcpFolder
 """A file or a DCP folder with an object in it."""
 
 Files = tuple[PurePosixPath, PurePosixPath]
@@ -55,8 +55,8 @@ def pair_up(kept: Saved, other: Saved) -> Pairing | None:
 
     Files without a state dict of their own (an optimizer) pair by the structure of the whole pickle.
     """
-    if isinstance(kept, ShardedState) or isinstance(other, ShardedState):
-        both_dcp = isinstance(kept, ShardedState) and isinstance(other, ShardedState)
+    if isinstance(kept, DcpFolder) or isinstance(other, DcpFolder):
+        both_dcp = isinstance(kept, DcpFolder) and isinstance(other, DcpFolder)
         return _pair_dcp(kept, other) if both_dcp else None  # type: ignore[arg-type]
     left, right = _by_key(kept), _by_key(other)
     if left.keys() != right.keys() or any(
@@ -77,7 +77,7 @@ def pair_up(kept: Saved, other: Saved) -> Pairing | None:
 
 def signature(entry: Saved) -> Hashable:
     """Return a value that is equal for any two entries that ``pair_up`` would pair; to compare only likely ones."""
-    if isinstance(entry, ShardedState):
+    if isinstance(entry, DcpFolder):
         return entry.metadata and (frozenset(_unwrapped(entry, entry.metadata)), len(entry.metadata.stored))
     names = frozenset((fqn, tensor.dtype, tensor.shape) for fqn, tensor in _by_key(entry).items())
     if not isinstance(entry.content, TorchFile):
@@ -172,7 +172,7 @@ def _key_at(entry: Saved, path: PurePosixPath, offset: int) -> str:
     return next((fqn for fqn, begin, end in ranges if begin <= offset < end), f"(byte {offset} of {path})")
 
 
-def _pair_dcp(kept: ShardedState, other: ShardedState) -> Pairing | None:
+def _pair_dcp(kept: DcpFolder, other: DcpFolder) -> Pairing | None:
     one, two = kept.metadata, other.metadata
     if one is None or two is None or kept.model is None or other.model is None:
         return None
@@ -195,7 +195,7 @@ def _pair_dcp(kept: ShardedState, other: ShardedState) -> Pairing | None:
     return Pairing(kept=kept, other=other, runs={files: _coalesce(found) for files, found in runs.items()})
 
 
-def _unwrapped(state: ShardedState, metadata: DcpMetadata) -> dict[Steps, str]:
+def _unwrapped(state: DcpFolder, metadata: DcpMetadata) -> dict[Steps, str]:
     """Return each item's path without the wrappers that all keys of the model carry, with DCP's name of it."""
     scope = state.model
     depth = len(scope.path) if scope is not None else 0
@@ -210,7 +210,7 @@ def _unwrapped(state: ShardedState, metadata: DcpMetadata) -> dict[Steps, str]:
     return found
 
 
-def _is_complete(state: ShardedState, metadata: DcpMetadata) -> bool:
+def _is_complete(state: DcpFolder, metadata: DcpMetadata) -> bool:
     return all(
         (file := state.files.get(state.path / path)) is not None
         and all(item.offset + item.length <= file.size for item in items)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from ckptfix.checkpoint.dcp import ShardedState, holds_dcp
+from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
@@ -53,7 +53,7 @@ class CheckReport(Printable, Serialized):
 
     path: Path
     folder: CheckpointFolder
-    sharded: tuple[ShardedState, ...]
+    sharded: tuple[DcpFolder, ...]
     deepspeed: tuple[DeepSpeedState, ...]
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, ShardedState, belongs
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
@@ -239,7 +239,7 @@ class SaveDiagnosis(NamedTuple):
 
 def diagnose_save(
     folder: CheckpointFolder,
-    states: Sequence[ShardedState],
+    states: Sequence[DcpFolder],
     explained: Collection[PurePosixPath],
     *,
     has_deepspeed: bool,
@@ -278,7 +278,7 @@ def diagnose_save(
     return SaveDiagnosis(findings, unchecked, [])
 
 
-def unfinished(folder: CheckpointFolder, states: Iterable[ShardedState]) -> Iterator[PurePosixPath]:
+def unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[PurePosixPath]:
     """Yield the files that were to become one of the checkpoint, and are still under a name of their own."""
     paths = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
     return (path for path in paths if is_unfinished(path.name))

@@ -1,10 +1,10 @@
 """DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, ShardedState, rank_of
+from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, rank_of
 from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import FolderName, Role
 from ckptfix.checkpoint.folder import Component, NameScope
@@ -60,7 +60,21 @@ from ckptfix.wording import count_of, list_names
 # DCP folders: what is missing of them, and which are the same model again.
 
 
-def diagnose_shard_files(states: Iterable[ShardedState]) -> list[Finding]:
+def diagnose_dcp_folders(
+    evidence: Evidence, states: Sequence[DcpFolder], compare: Compare, *, drop: bool
+) -> list[Finding]:
+    """Find equal models, keys that do not belong together, and what is wrong with the files of DCP folders.
+
+    ``drop``: the user asked to drop equal models.
+    """
+    return [
+        *_equal_models(evidence, states, compare, drop),
+        *_wrapped(states, evidence.folder.processes),
+        *_files(states),
+    ]
+
+
+def _files(states: Iterable[DcpFolder]) -> list[Finding]:
     """Find what is wrong with the files of each folder: missing, short, cut short, hostile."""
     findings: list[Finding] = []
     for state in states:
@@ -75,7 +89,7 @@ def diagnose_shard_files(states: Iterable[ShardedState]) -> list[Finding]:
     return findings
 
 
-def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
+def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
     """Say which folders could not be looked into, and why."""
     for state in states:
         if state.problem is not None and state.problem.is_only_unchecked:
@@ -89,7 +103,7 @@ def unchecked_sharded(states: Iterable[ShardedState]) -> Iterator[str]:
             yield f"{state.metadata_path}: names may be in {list_names(names)}: {why}"
 
 
-def _interrupted(state: ShardedState) -> list[Finding]:
+def _interrupted(state: DcpFolder) -> list[Finding]:
     if state.own_ranks:
         return []
     ranks = {rank for path in state.data if (rank := rank_of(path)) is not None}
@@ -103,7 +117,7 @@ def _interrupted(state: ShardedState) -> list[Finding]:
     return [finding]
 
 
-def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
+def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
     items = {state.path / path: held for path, held in metadata.items_by_file().items()}
     yield from _missing(state, items)
     for path, held in items.items():
@@ -126,7 +140,7 @@ def _stored(state: ShardedState, metadata: DcpMetadata) -> Iterator[Finding]:
         )
 
 
-def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) -> Iterator[Finding]:
+def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> Iterator[Finding]:
     """Yield a finding for each rank of which nothing is there, and for each other file that is missing."""
     tensors = {item.fqn for held in items.values() for item in held if item.offsets is not None}
     of_rank: dict[int | PurePosixPath, list[PurePosixPath]] = {}
@@ -148,17 +162,17 @@ def _missing(state: ShardedState, items: dict[PurePosixPath, list[StoredItem]]) 
             yield MissingShard(path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names)
 
 
-def diagnose_sharded_models(
-    evidence: Evidence, states: Iterable[ShardedState], compare: Compare, drop: bool
+def _equal_models(
+    evidence: Evidence, states: Iterable[DcpFolder], compare: Compare, drop: bool
 ) -> list[Finding]:
     """Find models that are there twice, and those that are related to another (``diagnose.entries``).
 
     FSDP adds no wrapper to names, so that none of two equal models shows itself as a second ``prepare``.
     """
-    models = sharded_entries(states, Role.MODEL)
+    models = numbered_folders(states, Role.MODEL)
     ranks = {rank_of(path) for entry in models for path in entry.state.data}
     findings: list[Finding] = []
-    alike: dict[Hashable, list[ShardedState]] = {}
+    alike: dict[Hashable, list[DcpFolder]] = {}
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
     for state, _ in sorted(models, key=lambda entry: (len(prepared(entry.state.chain)), entry.name.index)):
         if state.model is None or state.metadata is None or not state.metadata.tensors:
@@ -172,10 +186,10 @@ def diagnose_sharded_models(
     return sorted(findings, key=lambda finding: str(finding.path))
 
 
-class Entry(NamedTuple):
+class NumberedFolder(NamedTuple):
     """A DCP folder that Accelerate finds by its number."""
 
-    state: ShardedState
+    state: DcpFolder
     name: FolderName
 
     @property
@@ -184,18 +198,20 @@ class Entry(NamedTuple):
         return self.state.path
 
 
-def sharded_entries(states: Iterable[ShardedState], role: Role) -> tuple[Entry, ...]:
+def numbered_folders(states: Iterable[DcpFolder], role: Role) -> tuple[NumberedFolder, ...]:
     """Return the folders of a role that Accelerate finds by their number, in order."""
     found = [
-        Entry(state, state.name) for state in states if state.name is not None and state.name.role is role
+        NumberedFolder(state, state.name)
+        for state in states
+        if state.name is not None and state.name.role is role
     ]
     return tuple(sorted(found, key=lambda entry: entry.name.index))
 
 
 def _match(
     evidence: Evidence,
-    state: ShardedState,
-    originals: list[ShardedState],
+    state: DcpFolder,
+    originals: list[DcpFolder],
     compare: Compare,
     drop: bool,
     has_ranks: bool,
@@ -243,12 +259,12 @@ _HEAD = 9  # what tells safetensors: a length of 8 bytes, and the brace behind i
 
 
 def diagnose_items(
-    root: Path, states: Iterable[ShardedState], *, data: bool, progress: Progress | None = None
+    root: Path, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose tensors are none, and with ``data`` those of which a byte has changed.
 
     Returns these and the files that may not be read, with the reason. ``progress`` is called with byte counts. What
-    is cut short or missing is left to ``diagnose_shard_files``.
+    is cut short or missing is left to ``diagnose_dcp_folders``.
     """
     findings: list[Finding] = []
     refused: dict[PurePosixPath, str] = {}
@@ -264,7 +280,7 @@ def diagnose_items(
     return findings, refused
 
 
-def _by_file(state: ShardedState, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
+def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
     """Return the items in each file that is there, in the order in which they lie: all with ``data``, else tensors."""
     found: dict[PurePosixPath, list[StoredItem]] = {}
     by_file = state.metadata.items_by_file() if state.metadata is not None else {}
@@ -354,11 +370,11 @@ NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
 class _Place(NamedTuple):
     """A place of names in one of the folders; every one is another."""
 
-    state: ShardedState
+    state: DcpFolder
     scope: NameScope
 
 
-def diagnose_sharded_names(states: Iterable[ShardedState], processes: int | None) -> list[Finding]:
+def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
     """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known."""
     units: dict[object, list[_Place]] = {}
     findings: list[Finding] = []
@@ -410,12 +426,12 @@ def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place,
     return found
 
 
-def unit_of(state: ShardedState) -> Hashable:
+def unit_of(state: DcpFolder) -> Hashable:
     """Return what a model and its optimizer have in common: they are loaded together."""
     return state.path if state.name is None else state.name.index
 
 
-def is_flat(state: ShardedState | Component) -> bool:
+def is_flat(state: DcpFolder | Component) -> bool:
     """Whether names of FSDP's flattened parameters are in a folder or a file."""
     return any(is_flat_name(name) for scope in state.scopes for name in scope.names)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState, is_empty
-from ckptfix.checkpoint.dcp_scan import scan_sharded
+from ckptfix.checkpoint.dcp import DcpFolder, is_empty, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import Role
@@ -18,12 +17,10 @@ from ckptfix.checkpoint.manifest import REPORT, usable_manifest
 from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
 from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dcp_folders import (
+    diagnose_dcp_folders,
     diagnose_items,
-    diagnose_shard_files,
-    diagnose_sharded_models,
-    diagnose_sharded_names,
-    sharded_entries,
-    unchecked_sharded,
+    numbered_folders,
+    unchecked_dcp,
 )
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
 from ckptfix.diagnosis.file_damage import (
@@ -121,7 +118,7 @@ class Diagnosis:
     """
 
     folder: CheckpointFolder
-    sharded: tuple[ShardedState, ...]
+    sharded: tuple[DcpFolder, ...]
     deepspeed: tuple[DeepSpeedState, ...]
     groups: tuple[ModelFiles, ...]
     findings: tuple[Finding, ...]
@@ -133,7 +130,7 @@ class Diagnosis:
 
     def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
         """Return the lists of numbered entries of a role: of files, a list a family, and of DCP folders."""
-        folders = sharded_entries(self.sharded, role)
+        folders = numbered_folders(self.sharded, role) if self.sharded else ()
         return (*self.folder.entries(role), *([folders] if folders else []))
 
 
@@ -170,7 +167,7 @@ def diagnose(
         return verdict
 
     drops = frozenset(drops)
-    sharded = scan_sharded(folder)
+    sharded = scan_dcp_folders(folder)
     deepspeed = diagnose_deepspeed(folder, data=data, progress=progress)
     named = without_deepspeed(folder)
     groups = group_files(named)
@@ -186,16 +183,16 @@ def diagnose(
     )
     evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
     findings += diagnose_models(evidence, compare, drops=Role.MODEL in drops, damaged=damaged)
-    findings += diagnose_sharded_models(evidence, sharded, compare, Role.MODEL in drops)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
     findings += diagnose_names(evidence, groups, doubled)
-    findings += diagnose_sharded_names(sharded, folder.processes)
-    findings += diagnose_shard_files(sharded)
     findings += (finding for state in deepspeed for finding in state.findings)
-    of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
-    findings += of_items
+    refused: dict[PurePosixPath, str] = {}
+    if sharded:
+        findings += diagnose_dcp_folders(evidence, sharded, compare, drop=Role.MODEL in drops)
+        of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
+        findings += of_items
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
@@ -232,7 +229,7 @@ def _why_not(path: Path, kind: str) -> str:
 
 def _unfinished(
     folder: CheckpointFolder,
-    sharded: Iterable[ShardedState],
+    sharded: Iterable[DcpFolder],
     deepspeed: Iterable[DeepSpeedState],
     refused: Mapping[PurePosixPath, str],
 ) -> Iterator[str]:
@@ -258,7 +255,7 @@ def _unfinished(
 
 def _not_checked(
     folder: CheckpointFolder,
-    sharded: Iterable[ShardedState],
+    sharded: Sequence[DcpFolder],
     deepspeed: Sequence[DeepSpeedState],
     findings: list[Finding],
     *,
@@ -270,7 +267,7 @@ def _not_checked(
         for path, kind in folder.subfolders.items()
         if path not in checked
     ]
-    words += unchecked_sharded(sharded)
+    words += unchecked_dcp(sharded) if sharded else ()
     words += (unread for state in deepspeed for unread in state.unread)
     words += [
         f"{component.path}: {component.problem.message}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.dcp import DATA_SUFFIX, ShardedState, new_paths
+from ckptfix.checkpoint.dcp import DATA_SUFFIX, DcpFolder, new_paths
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.pairing import Files, Pairing, Saved, pair_up
@@ -160,7 +160,7 @@ class _Writer:
         """Return whether the bytes that stay of a file are outside of the checkpoint: they may go any time."""
         kept = pairing.kept
         return os.path.islink(self.root / kept.path) or (
-            isinstance(kept, ShardedState)
+            isinstance(kept, DcpFolder)
             and any(kept.files[one].is_linked for one, other in pairing.runs or () if other == path)
         )
 
@@ -231,7 +231,7 @@ class _Writer:
                 back.append(Literal(reader.read(end, component.size - end)))
         return [self._replace(component, pieces, tuple(back))]
 
-    def _rewrite_dcp(self, state: ShardedState, action: RewriteNames) -> list[Edit]:
+    def _rewrite_dcp(self, state: DcpFolder, action: RewriteNames) -> list[Edit]:
         metadata = self._metadata(state)
         self._check_no_names_in_data(state, metadata)
         edits: list[Edit] = []
@@ -254,7 +254,7 @@ class _Writer:
             self.gone.add(path)
         return edits
 
-    def _metadata(self, state: ShardedState) -> DcpMetadata:
+    def _metadata(self, state: DcpFolder) -> DcpMetadata:
         """Return the metadata that was planned with. Raises FormatError when the file is no longer that."""
         assert state.metadata is not None  # else it has no names that could change
         with open_reader(self.root / state.metadata_path) as reader:
@@ -263,7 +263,7 @@ class _Writer:
             raise FormatError(f"{state.metadata_path} is not what it was when it was read")
         return state.metadata
 
-    def _check_no_names_in_data(self, state: ShardedState, metadata: DcpMetadata) -> None:
+    def _check_no_names_in_data(self, state: DcpFolder, metadata: DcpMetadata) -> None:
         for name, items in metadata.items_by_file().items():
             path = state.path / name
             file, item = state.files.get(path), next((one for one in items if one.offsets is not None), None)
@@ -274,7 +274,7 @@ class _Writer:
                     raise UnsupportedFormat(f"{path} holds safetensors, which have the names in them, too")
 
     def _renamed_items(
-        self, state: ShardedState, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
+        self, state: DcpFolder, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
     ) -> Iterator[tuple[StoredItem, bytes]]:
         """Yield the items whose names change, each with its new bytes."""
         changes: dict[str, dict[int, str]] = {}  # one item can be several places
@@ -289,7 +289,7 @@ class _Writer:
                 with open_reader(self.root / state.path / item.path) as reader:
                     yield item, renamed_item(reader, item, names)
 
-    def _free_name(self, state: ShardedState) -> PurePosixPath:
+    def _free_name(self, state: DcpFolder) -> PurePosixPath:
         number = 0
         while state.path / NEW_DATA.format(number) in state.files:
             number += 1
@@ -386,7 +386,7 @@ def _not_empty(pieces: tuple[RecipePart, ...]) -> tuple[RecipePart, ...]:
 
 
 def _superseded(
-    state: ShardedState, metadata: DcpMetadata, places: Mapping[str, Place]
+    state: DcpFolder, metadata: DcpMetadata, places: Mapping[str, Place]
 ) -> Iterator[PurePosixPath]:
     """Yield the files of an earlier repair of which every item has moved to a new one."""
     for name, items in metadata.items_by_file().items():

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState, new_paths
-from ckptfix.checkpoint.dcp_scan import scan_sharded
+from ckptfix.checkpoint.dcp import DcpFolder, new_paths, scan_dcp_folders
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
@@ -55,7 +54,7 @@ def followed(
     found = {entry.label: entry for entry in (*all_state_dicts(folder), *model_entries(folder, None))}
     renamed = tuple(
         _renamed(entry, found[entry.file], renames) if entry.file in found else entry
-        for entry in _renamed_sharded(manifest.models, folder, renames)
+        for entry in _renamed_in_dcp(manifest.models, folder, renames)
     )
     models, places = _moved(renamed, dropped, moved)
     optimizers, driven = _moved(manifest.optimizers, dropped, moved)
@@ -82,13 +81,13 @@ def followed(
     )
 
 
-def _renamed_sharded(
+def _renamed_in_dcp(
     entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> Iterator[ManifestEntry]:
     """Give the entries of DCP folders the new names of their tensors."""
     found: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
     if any(path.name == METADATA_NAME for path in renames):
-        for state in scan_sharded(folder):
+        for state in scan_dcp_folders(folder):
             action = renames.get(state.metadata_path)
             if action is not None and state.metadata is not None:
                 labels = {
@@ -122,7 +121,7 @@ def _renamed_sharded(
         )
 
 
-def _new_names(state: ShardedState, metadata: DcpMetadata, action: RewriteNames) -> dict[str, str]:
+def _new_names(state: DcpFolder, metadata: DcpMetadata, action: RewriteNames) -> dict[str, str]:
     """Return the new names of the tensors of a DCP folder's model by the old ones, as the manifest has them."""
     model = model_names(metadata)
     if model is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.dcp import ShardedState, name_scopes, new_paths, optimizers_in
+from ckptfix.checkpoint.dcp import DcpFolder, name_scopes, new_paths, optimizers_in
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -166,7 +166,7 @@ PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
 
 
 def objections(
-    draft: Draft, kept: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]
+    draft: Draft, kept: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
 ) -> Iterator[str]:
     """Yield why the names of these folders must stay; ``maps``: how those of each folder would change."""
     for state in kept:
@@ -186,7 +186,7 @@ def objections(
         yield from _unclear(states, maps)
 
 
-def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
+def _of_folder(draft: Draft, state: DcpFolder) -> Iterator[str]:
     where = state.metadata_path
     if state.path in draft.doubles:
         yield f"{state.path} is a duplicate of {draft.doubles[state.path]}; repair that first"
@@ -204,7 +204,7 @@ def _of_folder(draft: Draft, state: ShardedState) -> Iterator[str]:
         yield f"{where} has names of FSDP's flattened parameters, of which only the run knows what they hold"
 
 
-def _of_names(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
     for scope in state.scopes:
         key_map = maps.get((scope.path, scope.kind))
         if key_map is None:
@@ -217,7 +217,7 @@ def _of_names(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
             yield f"keys of something else are between the names of the model: {list_names(keys)}"
 
 
-def _read_again(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
     """Yield which names would be taken for something else: "state.w" beside options of a group is an optimizer's."""
     if state.metadata is None:
         return
@@ -261,7 +261,7 @@ def _mapped(scope: NameScope, maps: PlaceMaps) -> list[str]:
     return list(scope.names if key_map is None else map(key_map, scope.names))
 
 
-def _unproven(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     """Yield a place whose names would get a wrapper although nothing shows that they are names of parameters."""
     known = frozenset(
         without_private_wrappers(name)
@@ -286,7 +286,7 @@ def _unproven(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, Place
                     yield f"{words}: no model has {other!r:.200}"
 
 
-def _keys_beside(state: ShardedState, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
+def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
     """Return the keys in the dict of a model that are none of its names, and that the map would change."""
     if state.metadata is None:
         return ()
@@ -300,7 +300,7 @@ def _keys_beside(state: ShardedState, scope: NameScope, key_map: KeyMap) -> tupl
     return tuple(step for step in steps if step not in own and key_map(step) != step)
 
 
-def _unread(state: ShardedState) -> Iterator[str]:
+def _unread(state: DcpFolder) -> Iterator[str]:
     where = state.metadata_path
     if state.problem is not None:
         yield f"{where} cannot be read, so its names would stay: {state.problem.message}"
@@ -310,7 +310,7 @@ def _unread(state: ShardedState) -> Iterator[str]:
         yield f"{fqn!r:.200} of {where} may hold old names, and cannot be read: {why}"
 
 
-def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
+def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
     """Yield why several state dicts of one folder do not change together: what they are only the script knows."""
     dicts = [scope for scope in state.scopes if scope.kind == STATE_DICT]
     first = next((scope for scope in dicts if scope.is_model), dicts[0] if dicts else None)
@@ -330,7 +330,7 @@ def _of_other_models(state: ShardedState, maps: PlaceMaps) -> Iterator[str]:
             yield f"{words}, and {first} would get other wrappers: which of them are real is not clear"
 
 
-def _unclear(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     """Yield which optimizer could be of several models, has the names of none, and would not fit all of them."""
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     models = [(state, scope) for state, scope in places if scope.kind == STATE_DICT]
@@ -346,7 +346,7 @@ def _unclear(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceM
             yield f"whether {scope} of {state.metadata_path} is of {own[0][1]} or of {own[1][1]} is not clear"
 
 
-def _left_over(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     """Yield an old name that would stay somewhere: in a key, or in an object that is not looked into."""
     old = OldNames(
         (scope, key_map)
@@ -368,7 +368,7 @@ def _left_over(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, Plac
             return
 
 
-def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[tuple[str, bool]]:
+def _words_that_stay(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, bool]]:
     """Yield each text that is not renamed, and whether it is a key of the state dict that was saved."""
     if state.metadata is None:
         return
@@ -386,7 +386,7 @@ def _words_that_stay(state: ShardedState, maps: PlaceMaps) -> Iterator[tuple[str
     yield from ((word, False) for word in sorted(state.said))
 
 
-def _parted(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     """Yield which names of an optimizer are those of its model, and would no longer be."""
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     for state, model in places:
@@ -398,7 +398,7 @@ def _parted(states: Sequence[ShardedState], maps: Mapping[PurePosixPath, PlaceMa
                 yield f"the names in {scope} of {other.metadata_path} would no longer be those of {state.metadata_path}"
 
 
-def _renamed(state: ShardedState, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
+def _renamed(state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
     return iter(scope.names) if key_map is None else map(key_map, scope.names)
 
@@ -409,7 +409,7 @@ def _renamed(state: ShardedState, scope: NameScope, maps: Mapping[PurePosixPath,
 # otherwise.
 
 
-def plan_sharded_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
+def plan_dcp_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
     """Plan the renames in all DCP folders that stay."""
     kept = [state for state in draft.sharded if state.path not in dropped]
     maps = {state.path: own for state in kept if (own := _key_maps(draft, state))}
@@ -435,7 +435,7 @@ def plan_sharded_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
         draft.add(action, code, safety, tuple(state.files), renamed[0].metadata_path)
 
 
-def _key_maps(draft: Draft, state: ShardedState) -> PlaceMaps:
+def _key_maps(draft: Draft, state: DcpFolder) -> PlaceMaps:
     found = {
         finding.scope: finding
         for finding in draft.findings_of(state.metadata_path)
@@ -451,7 +451,7 @@ def _key_maps(draft: Draft, state: ShardedState) -> PlaceMaps:
     return maps
 
 
-def _asked_for(draft: Draft, state: ShardedState, scope: NameScope) -> KeyMap | None:
+def _asked_for(draft: Draft, state: DcpFolder, scope: NameScope) -> KeyMap | None:
     """Return the map that the user's own words give, by ``--keys`` or ``--allow wrapper-prefix``, if any."""
     policy = draft.policy
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
@@ -463,7 +463,7 @@ def _asked_for(draft: Draft, state: ShardedState, scope: NameScope) -> KeyMap | 
     return KeyMap(remove=inner, insert=DDP_CHAIN if policy.keys is Keys.DDP else (), inner=True)
 
 
-def _changes(state: ShardedState, maps: PlaceMaps) -> Iterator[tuple[str, str]]:
+def _changes(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, str]]:
     for scope in state.scopes:
         key_map = maps.get((scope.path, scope.kind))
         for name in scope.names if key_map is not None else ():
@@ -471,7 +471,7 @@ def _changes(state: ShardedState, maps: PlaceMaps) -> Iterator[tuple[str, str]]:
                 yield name, new
 
 
-def _code_of(draft: Draft, state: ShardedState) -> str:
+def _code_of(draft: Draft, state: DcpFolder) -> str:
     kinds = {type(finding) for finding in draft.findings_of(state.metadata_path)}
     order = (NestedPrefix, MismatchedNames, WrapperPrefix)
     return next((kind.code for kind in order if kind in kinds), WrapperPrefix.code)

@@ -5,7 +5,7 @@ from itertools import permutations
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.dcp import ShardedState, new_paths
+from ckptfix.checkpoint.dcp import DcpFolder, new_paths
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.scan import scan_folder
@@ -31,9 +31,9 @@ from ckptfix.storage.recipes import Absent, Range
 PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
 
 
-def prove_sharded(
-    before: Iterable[ShardedState],
-    after: Iterable[ShardedState],
+def _prove_dcp_folders(
+    before: Iterable[DcpFolder],
+    after: Iterable[DcpFolder],
     steps: Iterable[Step],
     edits: Iterable[Edit],
 ) -> None:
@@ -76,7 +76,7 @@ def _written(edits: Iterable[Edit]) -> Iterable[PurePosixPath]:
             yield edit.path
 
 
-def _prove_files(old: ShardedState, new: ShardedState, touched: Set[PurePosixPath]) -> None:
+def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) -> None:
     """Every file but those that an edit replaced or removed is the file that it was, also behind a symbolic link."""
     for path, file in old.files.items():
         if path in touched:
@@ -87,7 +87,7 @@ def _prove_files(old: ShardedState, new: ShardedState, touched: Set[PurePosixPat
             raise OperationError(f"{path} {what} after the repair")
 
 
-def _prove_dcp_names(old: ShardedState, new: ShardedState, maps: PlaceMaps) -> None:
+def _prove_dcp_names(old: DcpFolder, new: DcpFolder, maps: PlaceMaps) -> None:
     def renamed(path: tuple[str, ...], kind: str, names: Iterable[str]) -> list[str]:
         key_map = maps.get((path, kind))
         return [key_map(name) if key_map is not None else name for name in names]
@@ -104,7 +104,7 @@ def _prove_dcp_names(old: ShardedState, new: ShardedState, maps: PlaceMaps) -> N
             raise OperationError(f"{old.metadata_path}: the names in {item.fqn!r} are not those of the plan")
 
 
-def _prove_items(old: ShardedState, was: DcpMetadata, now: DcpMetadata, maps: PlaceMaps) -> None:
+def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: PlaceMaps) -> None:
     changed = new_paths(old, was, maps)
     fqns = {path: fqn for fqn, path in paths_of(now).items()}
     names = {fqn: fqns.get(changed.get(fqn, path)) for fqn, path in paths_of(was).items()}
@@ -168,7 +168,7 @@ def prove_repair(
     moved = {step.action.source: step.action.target for step in steps if isinstance(step.action, Renumber)}
     dropped = {step.action.path for step in steps if isinstance(step.action, DropEntry)}
     diagnosis = diagnose(after, known=_known(verdicts, moved, dropped))
-    prove_sharded(plan.sharded, diagnosis.sharded, steps, edits)
+    _prove_dcp_folders(plan.sharded, diagnosis.sharded, steps, edits)
     _prove_no_new_damage(plan, diagnosis, moved)
     _prove_nothing_left(diagnosis, {_moved(path, moved) for stay in stays for path in stay.paths}, policy)
     return diagnosis

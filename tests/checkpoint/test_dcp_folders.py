@@ -5,8 +5,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 
-from ckptfix.checkpoint.dcp import ShardedState, belongs, optimizers_in, rank_of
-from ckptfix.checkpoint.dcp_scan import scan_sharded
+from ckptfix.checkpoint.dcp import DcpFolder, belongs, optimizers_in, rank_of, scan_dcp_folders
 from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.pairing import first_unequal, pair_up
@@ -14,13 +13,13 @@ from ckptfix.checkpoint.scan import scan_folder
 from tests.tensors.dcp_making import save
 
 
-def scanned(root: Path) -> tuple[CheckpointFolder, tuple[ShardedState, ...]]:
+def scanned(root: Path) -> tuple[CheckpointFolder, tuple[DcpFolder, ...]]:
     folder = scan_folder(root)
-    return folder, scan_sharded(folder)
+    return folder, scan_dcp_folders(folder)
 
 
-def only(root: Path) -> ShardedState:
-    (state,) = scan_sharded(scan_folder(root))
+def only(root: Path) -> DcpFolder:
+    (state,) = scan_dcp_folders(scan_folder(root))
     return state
 
 
@@ -108,13 +107,13 @@ def test_the_checkpoint_itself_may_be_one(tmp_path: Path) -> None:
 def test_one_file_alone_has_none(tmp_path: Path) -> None:
     save(tmp_path, {"model": {"w": torch.ones(2)}})
     (tmp_path / "x.bin").write_bytes(b"")
-    assert scan_sharded(scan_folder(tmp_path, "x.bin")) == ()
+    assert scan_dcp_folders(scan_folder(tmp_path, "x.bin")) == ()
 
 
 def test_a_loop_of_links_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "optimizer_0").symlink_to("optimizer_0")
     (tmp_path / "pytorch_model_fsdp_0").mkdir(mode=0o000)
-    assert scan_sharded(scan_folder(tmp_path)) == ()
+    assert scan_dcp_folders(scan_folder(tmp_path)) == ()
 
 
 def test_models_that_were_cut_otherwise_are_not_compared(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_models_that_were_cut_otherwise_are_not_compared(tmp_path: Path) -> None
     save(tmp_path / "pytorch_model_fsdp_1", {"model": weights}, single_file_per_rank=False)
     save(tmp_path / "pytorch_model_fsdp_2", {"model": weights | {"a": torch.ones(5)}})
     save(tmp_path / "pytorch_model_fsdp_3", {"model": weights | {"b": torch.tensor([0.0, 1.0, 0.0])}})
-    one, files, shape, value = scan_sharded(scan_folder(tmp_path))
+    one, files, shape, value = scan_dcp_folders(scan_folder(tmp_path))
     assert pair_up(one, shape) is None
     for other, difference in ((files, None), (value, "model.b")):
         pairing = pair_up(one, other)
