@@ -1,16 +1,14 @@
 """``migrate``: the same tensors in another format. Plan, show, write, prove, and one rename."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.migrate_receipt import MigrateReceipt, receipt_of
-from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel, make_options, make_plan
+from ckptfix.conversion.migration_plan import MigrationPlan, make_options, make_plan
 from ckptfix.conversion.placing import (
     check_paths,
     ensure_apart,
@@ -18,7 +16,8 @@ from ckptfix.conversion.placing import (
     files_replaced,
     write_receipt,
 )
-from ckptfix.conversion.producing import Produced, one_at_a_time, outdated, produce, record, source_manifest
+from ckptfix.conversion.producing import outdated, produce, record, source_manifest
+from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.sources import (
     Recorded,
     Watch,
@@ -31,12 +30,10 @@ from ckptfix.conversion.target_names import NAME
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.paths import command, existing
-from ckptfix.storage.reading import OpenFiles, page_buffer
 from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
-from ckptfix.tensors.stored import BLOCK, Format, StoredTensor, Weights, tensor_digest
+from ckptfix.tensors.stored import Format, Weights
 
 # What a user must know of a new checkpoint before relying on it, as it cannot be seen or mended here.
 
@@ -110,8 +107,6 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
 # Prove that a new checkpoint holds what the old one did: by opening it as any checkpoint, and reading every
 # byte.
 
-_MOST_THREADS = 8
-
 
 def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of the plan.
@@ -135,100 +130,6 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
             )
         new.append(found[written])
     return tuple(new)
-
-
-def prove(
-    plan: MigrationPlan, new: tuple[Weights, ...], folder: Path, produced: Produced, progress: Progress | None
-) -> None:
-    """Compare every tensor of the new checkpoint with what was read from the old one, and every copied file.
-
-    Raises OperationError naming the first that differs; OSError.
-    """
-    for model, weights, digests in zip(plan.models, new, produced.digests, strict=True):
-        _same_names(plan, model, weights)
-        _same_digests(plan, model, weights, digests, progress)
-    for path in plan.carried:
-        _same_file(plan.source.root / path, folder / path, progress)
-
-
-def _same_names(plan: MigrationPlan, model: PlannedModel, found: Weights) -> None:
-    planned = {name: (source.new.dtype, source.new.shape) for name, source in model.sources.items()}
-    planned |= {name: planned[kept] for name, kept in model.weights.ties.items()}
-    there = {name: (tensor.dtype, tensor.shape) for name, tensor in found.named().items()}
-    for name in (*planned, *there):
-        if planned.get(name) != there.get(name):
-            raise _differs(plan, model, f"{name!r} is {there.get(name)}, {planned.get(name)} was written")
-    if plan.options.to is not Format.DCP and dict(found.ties) != dict(model.weights.ties):
-        raise _differs(plan, model, "other tensors are tied than before")
-
-
-def _same_digests(
-    plan: MigrationPlan,
-    model: PlannedModel,
-    found: Weights,
-    digests: Mapping[str, str],
-    progress: Progress | None,
-) -> None:
-    stop = threading.Event()
-    ties = model.weights.ties
-
-    def work(tensors: Sequence[StoredTensor]) -> None:
-        buffer = page_buffer(BLOCK)
-        with OpenFiles(keep_cached=False) as files:
-            for tensor in tensors:
-                if stop.is_set():
-                    return
-                if tensor_digest(tensor, files, buffer) != digests[ties.get(tensor.fqn, tensor.fqn)]:
-                    raise _differs(
-                        plan, model, f"{tensor.fqn!r} has other bytes than were read from the source"
-                    )
-                if report is not None:
-                    report(tensor.nbytes)
-
-    report = one_at_a_time(progress)
-    count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    with ThreadPoolExecutor(count) as pool:
-        jobs = [pool.submit(work, share) for share in _shares(found.tensors, count)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
-            stop.set()
-
-
-def _shares(tensors: Sequence[StoredTensor], count: int) -> Iterator[Sequence[StoredTensor]]:
-    """Yield stretches of about the same size: what one thread reads ahead, no other reads too."""
-    total = sum(tensor.nbytes for tensor in tensors)
-    begin = done = 0
-    for number, tensor in enumerate(tensors, 1):
-        done += tensor.nbytes
-        if done * count >= total or number == len(tensors):
-            yield tensors[begin:number]
-            begin, total, count, done = number, total - done, max(1, count - 1), 0
-
-
-def _same_file(source: Path, copy: Path, progress: Progress | None) -> None:
-    one, other = os.open(source, os.O_RDONLY | os.O_CLOEXEC), os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        sizes = os.fstat(one).st_size, os.fstat(other).st_size
-        if sizes[0] != sizes[1]:
-            raise OperationError(
-                f"{source} has {sizes[0]} bytes, its copy {sizes[1]}: it changed while it was copied"
-            )
-        found = first_difference(one, other, [Run(0, 0, sizes[0])], progress=progress) if sizes[0] else None
-        if found is not None:
-            raise OperationError(
-                f"{source} differs from its copy from byte {found.offset_a} on; nothing was written"
-            )
-    finally:
-        os.close(one)
-        os.close(other)
-
-
-def _differs(plan: MigrationPlan, model: PlannedModel, what: str) -> OperationError:
-    return OperationError(
-        f"{plan.output}: {model.label}: {what}: the source changed, or the disk is failing; nothing was written there"
-    )
 
 
 # ``migrate``: the same tensors in another format. Plan, show, write beside, prove, and one rename.
@@ -308,7 +209,17 @@ def migrate(
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
         new = open_new(plan, staging.complete)
         if options.verify:
-            prove(plan, new, staging.new, produced, progress)
+            for model, weights, digests in zip(plan.models, new, produced.digests, strict=True):
+                prove_model(
+                    f"{output}: {model.label}",
+                    weights,
+                    sources=model.sources,
+                    ties=model.weights.ties,
+                    digests=digests,
+                    progress=progress,
+                )
+            for carried in plan.carried:
+                prove_copy(source.root / carried, staging.new / carried, progress)
         if manifest is not None:
             warnings += record(plan, manifest, new, staging.new, produced)
         watch.check(files_read(plan))

@@ -15,16 +15,16 @@ from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, k
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.sources import Recorded, check_archive, check_record, loose_records, sha256_of
-from ckptfix.conversion.streaming import Stopped, stopping, write_file
+from ckptfix.conversion.streaming import Stopped, copy_file, stopping, write_file
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
-from ckptfix.errors import ChangedError, FormatError, OperationError
-from ckptfix.storage.atomic import DISK_FULL, create_file, sync_file, sync_folder
-from ckptfix.storage.copying import copy_range, supports_reflink
+from ckptfix.errors import FormatError, OperationError
+from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
+from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import despite_interrupts
+from ckptfix.storage.staged import despite_interrupts, ensure_space
 from ckptfix.tensors.new_files import OutputFile
-from ckptfix.tensors.stored import Format, Weights, digest_head
+from ckptfix.tensors.stored import Format, Weights
 from ckptfix.wording import human_size
 
 # Carry a plan out in the staging folder: new files are written, the others copied, several at a time.
@@ -55,7 +55,8 @@ def produce(
     meanwhile, OSError.
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
-    _check_space(plan, folder, shares)
+    new = sum(file.size for model in plan.models for file in model.files)
+    ensure_space(plan.output, new if shares else plan.bytes_to_write)
     produced = Produced(digests=tuple({} for _ in plan.models))
     with _workers() as (pool, stop):
         work = _Work(
@@ -90,8 +91,6 @@ def produce(
     for path in plan.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
     _keep_modes(plan, folder)
-    if work.with_digests:
-        _add_empty(plan, produced)
     recorded.compare(produced.digests)
     for where, _, _ in os.walk(folder):
         sync_folder(Path(where))
@@ -134,22 +133,7 @@ class _Work:
     def carry(self, path: PurePosixPath) -> None:
         """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
         source, target = self.plan.source.root / path, self.folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            status = os.fstat(read)
-            if not stat.S_ISREG(status.st_mode):
-                raise ChangedError(f"{source} is not a regular file any more")
-            written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                copy_range(read, 0, written, 0, status.st_size, progress=stopping(self.stop, self.report))
-                os.fchmod(written, stat.S_IMODE(status.st_mode) & _MODE)
-                os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
-                sync_file(written)
-            finally:
-                os.close(written)
-        finally:
-            os.close(read)
+        copy_file(source, target, stopping(self.stop, self.report))
         if self.recorded.speaks_of(str(path)):
             self.recorded.compare_file(str(path), sha256_of(target, self.stop))
         if self.plan.options.verify:
@@ -190,26 +174,6 @@ def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
         entered = os.stat(folder).st_mode
         mode &= ~(0o060 if not entered & stat.S_IXGRP else 0) & ~(0o006 if not entered & stat.S_IXOTH else 0)
     return mode | stat.S_IRUSR
-
-
-def _add_empty(plan: MigrationPlan, produced: Produced) -> None:
-    """Add the digests of tensors without elements, whose bytes no file holds."""
-    for model, digests in zip(plan.models, produced.digests, strict=True):
-        for name, source in model.sources.items():
-            if source.new.nbytes == 0:
-                digests[name] = hashlib.sha256(digest_head(source.new.dtype, source.new.shape)).hexdigest()
-
-
-def _check_space(plan: MigrationPlan, folder: Path, shares: bool) -> None:
-    new = sum(file.size for model in plan.models for file in model.files)
-    need = new if shares else plan.bytes_to_write
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if need > free:
-        raise OperationError(
-            f"{plan.output}: {human_size(need)} are needed, {human_size(free)} are free on "
-            "that disk; nothing was written"
-        )
 
 
 def _full(plan: MigrationPlan, error: OSError) -> OperationError:

@@ -1,31 +1,27 @@
 """The receipt of a salvage, and the new folder that it describes."""
 
-import hashlib
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import ClassVar
 
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
+from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_sources import PartOfModel, Sorted
-from ckptfix.conversion.streaming import Source, write_file
+from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.errors import OperationError, UnsupportedFormat
 from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree
-from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import OpenFiles, open_reader, page_buffer
-from ckptfix.storage.recipes import Range, Recipe, build
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
 from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
 from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.salvaging import Lost
-from ckptfix.tensors.stored import BLOCK, digest_head, tensor_digest
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line, unchecked_line
 
 # What a salvage did: what is saved, what is lost, and why.
@@ -185,7 +181,8 @@ def write_all_beside(
     ensure_space(output, copied + sum(file.output.size for file in files))
     with staging_for(output) as staging:
         for path in found.copied:
-            _copy(found.root, path, staging.new, progress)
+            copy_file(found.root / path, staging.new / path, progress)
+            prove_copy(found.root / path, staging.new / path, progress)
         for file in files:
             digests = write_file(
                 staging.new / file.output.path,
@@ -196,46 +193,20 @@ def write_all_beside(
                 progress=progress,
             ).digests
             os.chmod(staging.new / file.output.path, 0o666 & ~_umask())
-            _prove(file, staging.new, digests)
+            (weights,) = open_checkpoint(staging.new / file.output.path).weights
+            prove_model(
+                f"{output}: {file.output.path}",
+                weights,
+                sources=file.sources,
+                ties=file.part.found.ties,
+                digests=digests,
+                progress=progress,
+            )
         document = json.dumps({"version": _VERSION, **receipt.as_json()}, indent=1) + "\n"
         create_file(staging.new / REPORT, document.encode())
         os.chmod(staging.new, 0o777 & ~_umask())
         sync_tree(staging.new)
         put_in_place(staging)
-
-
-def _copy(root: Path, path: PurePosixPath, new: Path, progress: Progress | None) -> None:
-    """Copy a file and compare the copy with it."""
-    source, copy = root / path, new / path
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    size = os.stat(source).st_size
-    build(
-        Recipe.like(source, (Range(PurePosixPath(source.name), 0, size),) if size else ()),
-        source.parent,
-        copy,
-        progress=progress,
-    )
-    with open_reader(source) as one, open_reader(copy) as other:
-        if one.size != other.size or first_difference(one.fd, other.fd, [Run(0, 0, size)], progress=progress):
-            raise OperationError(f"{source} and its copy differ: it changed meanwhile, or a disk is failing")
-
-
-def _prove(file: PlannedFile, new: Path, digests: "dict[str, str]") -> None:
-    """Open a new file as any checkpoint, and compare every tensor with what was read from the source."""
-    path = new / file.output.path
-    (weights,) = open_checkpoint(path).weights
-    there = weights.named()
-    wanted = {one.fqn: one for one in file.part.found.tensors}
-    names = {**{name: name for name in wanted}, **file.part.found.ties}
-    if there.keys() != names.keys():
-        raise OperationError(f"{path.name} holds other names than were written; nothing was kept")
-    buffer = page_buffer(BLOCK)
-    with OpenFiles() as opened:
-        for name, kept in names.items():
-            one = wanted[kept]
-            digest = digests.get(kept) or hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest()
-            if name == kept and tensor_digest(there[name], opened, buffer) != digest:
-                raise OperationError(f"{path.name}: {name!r} is not what was read; nothing was kept")
 
 
 def _umask() -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 import threading
 import zlib
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.errors import OperationError
-from ckptfix.storage.atomic import write_all
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
@@ -235,6 +236,10 @@ class Hasher:
         self, file: OutputFile, sources: Mapping[str, Source], *, with_digests: bool, with_sha256: bool
     ) -> None:
         self.digests: dict[str, str] = {}
+        if with_digests:  # those without elements, whose bytes no file holds
+            empty = {name: one.new for name, one in sources.items() if one.new.nbytes == 0}
+            heads = {name: digest_head(one.dtype, one.shape) for name, one in empty.items()}
+            self.digests |= {name: hashlib.sha256(head).hexdigest() for name, head in heads.items()}
         self._parts = file.parts
         self._needs_crc = file.needs_crc
         self._sources = sources
@@ -359,6 +364,29 @@ def write_file(
                 thread.join()
         os.close(fd)
     return Written(hasher.digests, hasher.sha256) if hasher is not None else Written({}, "")
+
+
+def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
+    """Copy one file durably, with its permissions and its time; a symbolic link becomes the file behind it.
+
+    Raises FileExistsError, ChangedError when the source is not a regular file, OSError.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(read)
+        if not stat.S_ISREG(status.st_mode):
+            raise ChangedError(f"{source} is not a regular file any more")
+        written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            copy_range(read, 0, written, 0, status.st_size, progress=progress)
+            os.fchmod(written, status.st_mode & 0o777)
+            os.utime(written, ns=(status.st_atime_ns, status.st_mtime_ns))
+            sync_file(written)
+        finally:
+            os.close(written)
+    finally:
+        os.close(read)
 
 
 def _write(fd: int, ready: Items, free: Free, progress: Progress | None) -> None:

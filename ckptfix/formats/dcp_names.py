@@ -32,7 +32,7 @@ def model_names(metadata: DcpMetadata) -> ModelNames | None:
     Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the only one that is no
     optimizer's. Where several are left, all are the model, and the names keep the keys.
     """
-    tensors = {tensor.fqn for tensor in metadata.tensors}
+    tensors = dict.fromkeys(tensor.fqn for tensor in metadata.tensors)  # in their order, which a set has not
     if metadata.planned is None:
         every = [*tensors, *(item.fqn for item in metadata.items)]
         return ModelNames((), {fqn: fqn for fqn in every}) if tensors else None

@@ -57,9 +57,14 @@ class Hashed(NamedTuple):
 
 
 def hash_all(
-    jobs: Sequence[Job], *, threads: int | None = None, progress: Progress | None = None
+    jobs: Sequence[Job],
+    *,
+    threads: int | None = None,
+    keep_cached: bool = True,
+    progress: Progress | None = None,
 ) -> list[Hashed]:
     """Do all jobs and return what became of each, in their order. ``threads``: as many as this process has cores.
+    ``keep_cached`` off, for files that nobody else needs: what was read leaves the page cache.
 
     ``progress`` is called with numbers of bytes, from this thread. What cannot be read is a value, not an exception.
     """
@@ -71,7 +76,7 @@ def hash_all(
 
     def work(worker: int) -> None:
         buffer = page_buffer(BLOCK)
-        with OpenFiles() as files:
+        with OpenFiles(keep_cached=keep_cached) as files:
             while queue and not stop.is_set():
                 try:
                     number = queue.popleft()

@@ -171,7 +171,9 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     values = list(real)
     values[4] = 1  # f_bavail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(values))
-    with pytest.raises(OperationError, match=r"b: [0-9.]+ KiB are needed, 4\.0 KiB are free on that disk"):
+    with pytest.raises(
+        OperationError, match=r"b: needs [0-9.]+ KiB of free space, 4\.0 KiB are free on this disk"
+    ):
         migrate(source, source.parent / "b", to="bin")
     assert os.listdir(source.parent) == ["a"]
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptfix import OperationError, UsageError, salvage
+from ckptfix.tensors.dcp_tensors import read_metadata_of
 from tests.conversion.test_salvage import cut, flip
 from tests.repairs.builders import snapshot
 from tests.tensors import dcp_making
@@ -287,3 +288,12 @@ def test_a_tensor_beyond_its_storage_is_lost_alone(tmp_path: Path) -> None:
     assert [(one.name, "beyond its storage of 308 bytes" in one.reason) for one in receipt.lost] == [
         ("w.a", True)
     ]
+
+
+def test_lost_tensors_of_a_dcp_folder_are_in_the_order_of_its_metadata(tmp_path: Path) -> None:
+    data = save_dcp(tmp_path / "source", {f"l{number}": torch.ones(4) for number in range(12)})
+    order = [tensor.fqn for tensor in read_metadata_of(tmp_path / "source").tensors]
+    cut(data, data.stat().st_size * 3 // 4)
+    lost = [one.name for one in salvage(tmp_path / "source", tmp_path / "new").lost]
+    assert len(lost) > 6
+    assert lost == [name for name in order if name in lost]
