@@ -90,7 +90,7 @@ class _Verbs(click.Group):
         raise click.UsageError(f"no verb {first!r}{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the verbs in groups, with their whole summaries."""
+        """Write the verbs in groups, with their full summaries."""
         widest = max(map(len, _SUMMARIES))
         for group, verbs in VERBS.items():
             with formatter.section(group):

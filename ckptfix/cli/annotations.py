@@ -13,7 +13,7 @@ from ckptfix.wording import escape
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 _DATA = {"%": "%25"}
-"""What a command's message may not hold; ends of lines are escapes already."""
+"""Characters that a workflow command's message must not hold; ends of lines are escapes already."""
 
 _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 

@@ -23,8 +23,6 @@ from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.paths import cause, described, shell_path
 from ckptfix.wording import Line, escape, line
 
-# The end of a verb that did not finish: what is said, and with which exit status.
-
 INTERRUPTED = 130
 
 
@@ -37,7 +35,7 @@ FAILURES = (Interrupted, CkptfixError, OSError, MemoryError)
 
 
 class Ending(NamedTuple):
-    """What is said of a failure, and the exit status that goes with it."""
+    """Message about a failure, and its exit status."""
 
     message: str
     status: int
@@ -64,9 +62,6 @@ def interruptible(describe: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted: {describe()}") from None
-
-
-# The terminal: whether it takes colours, and whether a line on it can be drawn again.
 
 
 def wants_colour(variables: Mapping[str, str]) -> bool | None:
@@ -103,8 +98,6 @@ COLOUR = click.Option(
 """The option of every verb that reports; it sets the colours of the context, and no verb sees it."""
 
 
-# The only module that prints. Results to stdout, messages and progress to stderr, JSON as one object.
-
 JSON_VERSION = 1
 _ESCAPED = re.compile(r"\\(?:ud[89ab]..\\ud[c-f]..|u(?P<lone>d[89a-f]..)|.)")
 """One escape of JSON, so that a backslash which is itself escaped begins no other."""
@@ -113,7 +106,7 @@ _BLOCK = 1 << 16  # characters of JSON that are printed at a time
 
 
 class Form(Enum):
-    """How a result is printed."""
+    """Format of a printed result."""
 
     TEXT = "text"
     JSON = "json"
@@ -122,7 +115,7 @@ class Form(Enum):
 
 
 class Report:
-    """Where a verb's results go: lines for a person, or one document at the end.
+    """Output of a verb: lines for a person, or one document at the end.
 
     ``quiet``: print no lines and no progress; a document, a path that was asked for and a failure are printed still.
     """
@@ -134,12 +127,12 @@ class Report:
 
     @property
     def as_json(self) -> bool:
-        """Whether stdout gets one JSON object and nothing else."""
+        """Return whether stdout gets one JSON object and nothing else."""
         return self.form is Form.JSON
 
     @property
     def is_annotated(self) -> bool:
-        """Whether findings are printed as annotations, each with its file."""
+        """Return whether findings are printed as annotations, each with its file."""
         return self.form in (Form.SARIF, Form.GITHUB)
 
     def annotate(self, annotations: Iterable[Annotation]) -> None:
@@ -309,8 +302,6 @@ def _sound(match: re.Match[str]) -> str:
     return match[0] if lone is None else f"\\{escape(chr(int(lone, 16)))}"
 
 
-# Where ``--html`` may write: a new file, or an older page of ours, never into what is looked at.
-
 _BEGINS = b"<!DOCTYPE html>\n"
 _TITLE = b"<title>ckptfix "
 _HEAD = 1024  # bytes within which every page has its title
@@ -339,7 +330,7 @@ def write_page(html: str, text: str) -> None:
 
 
 def _is_ours(page: Path) -> bool:
-    """Whether a file begins as our pages do, or is empty, as mktemp makes it."""
+    """Return whether a file begins as our pages do, or is empty, as mktemp makes it."""
     if not page.is_file():
         return False
     with page.open("rb") as file:

@@ -20,7 +20,7 @@ _NAMES = re.compile(r"'[^']*'(?:, '[^']*')*(?: and \d+ more)?|\d+")
 
 
 class Result(Protocol):
-    """What a verb returns for one path."""
+    """Result of a verb for one path."""
 
     @property
     def status(self) -> int:

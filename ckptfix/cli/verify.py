@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptfix.verification.verify_report import VerifyReport
 
 
-# ``verify --device-map``: what it does, and how it prints its proofs.
-
 _DAMAGED = "reload skipped: the checkpoint is damaged"
 
 
@@ -85,8 +83,6 @@ def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
     report.line(next_step)
     return next_step
 
-
-# ``ckptfix verify``: digests, or with ``--device-map`` the proof of a reload.
 
 _REPEATS = 8
 _WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}

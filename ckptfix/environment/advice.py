@@ -1,4 +1,4 @@
-"""What the doctor says: a stable code, a severity, a sentence, the evidence, and what to do.
+"""Advice of the doctor: a stable code, a severity, a sentence, the evidence, and what to do.
 
 Severities are those of ``check``: ERROR is proven to fail or to be silently wrong, WARNING is likely to, NOTE is worth
 knowing and changes no exit status.
@@ -49,7 +49,7 @@ class Topic:
     def advice(
         self, sentence: str, *, evidence: tuple[str, ...], fix: str, severity: Severity | None = None
     ) -> Advice:
-        """Return an advice on this topic; the gravest severity where none is given.
+        """Return an advice on this topic; with the gravest severity unless ``severity`` names another.
 
         Raises ValueError for a severity that the catalogue does not announce.
         """

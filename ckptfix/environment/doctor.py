@@ -16,9 +16,6 @@ from ckptfix.hardware import read_machine
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, count_of, line, unchecked_line
 
-# Every check, and every topic that they report, in the order of the manual's table. A test compares the
-# two.
-
 Check = Callable[[Facts], Iterable[Advice]]
 
 _SUBJECTS = (software, configuration, devices, peers, scripts, launching, folders, placement)
@@ -26,9 +23,6 @@ _SUBJECTS = (software, configuration, devices, peers, scripts, launching, folder
 CHECKS: tuple[Check, ...] = tuple(check for subject in _SUBJECTS for check in subject.CHECKS)
 TOPICS: tuple[Topic, ...] = tuple(topic for subject in _SUBJECTS for topic in subject.TOPICS)
 CODES: Mapping[str, Topic] = {topic.code: topic for topic in TOPICS}
-
-
-# What was not looked at, in words: "not checked" is never shown as "ok".
 
 
 def unchecked(facts: Facts) -> tuple[str, ...]:
@@ -87,14 +81,12 @@ def _not_read(facts: Facts) -> Iterator[str]:
         yield from facts.folder.unread
 
 
-# What all checks together say of an environment.
-
 _GRAVEST_FIRST = tuple(Severity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DoctorReport(Printable, Serialized):
-    """What the doctor says, the gravest first. ``not_checked``: in words, what was not looked at."""
+    """Report of the doctor: advice, the gravest first. ``not_checked``: in words, what was not looked at."""
 
     json_keys: ClassVar = "advice not_checked environment"
 

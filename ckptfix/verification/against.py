@@ -1,4 +1,4 @@
-"""Compare a checkpoint with another one of any format, whose tensors have the same names."""
+"""Comparison of a checkpoint with another one of any format, whose tensors have the same keys."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothin
 class Comparison:
     """An item for every file and tensor of either side, the results of the first side, and what was left out.
 
-    ``crossed``: which models stand in each other's place, in words, "" when none do.
+    ``crossed``: models in each other's place, in words, "" when none do.
     """
 
     items: tuple[Item, ...]
@@ -174,7 +174,7 @@ def _same_name(
 
 
 def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) -> Iterator[str]:
-    """Yield in words what lies beside the tensors in files of the models that are not the same in every byte."""
+    """Yield in words what lies next to the tensors in files of the models that are not the same in every byte."""
     same = {item.name for item in files if item.outcome is Outcome.MATCH}
     for side in (contents, other):
         for weights in side.weights:

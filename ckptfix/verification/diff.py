@@ -1,4 +1,8 @@
-"""``diff``: two checkpoints of any formats compared tensor by tensor."""
+"""``diff``: two checkpoints of any formats compared tensor by tensor.
+
+``matching`` pairs models and tensors. Several threads read both sides, each a part of a tensor at a time: bytes first,
+numbers only where those differ. ``diff_report`` is the answer, ``diff_page`` lays it out as HTML.
+"""
 
 import math
 import os
@@ -22,15 +26,13 @@ from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, Ten
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
 from ckptfix.wording import count_of, list_names
 
-# Two sides read at once, by several threads that each take a part of a tensor at a time.
-
 _MOST_THREADS = 8
 BUFFER = 1 << 20
 """Bytes for each side in each thread; from 2 MiB on blocks fall out of the cores' caches."""
 
 
 class Sides:
-    """What one thread reads with: its own files, and a buffer for each side."""
+    """Reader of one thread: its own files, and a buffer for each side."""
 
     def __init__(self, files: OpenFiles, progress: Callable[[int], None]) -> None:
         """Use these files; ``progress`` may be called from any thread."""
@@ -125,8 +127,6 @@ def part_of(layout: Contiguous, begin: int, end: int) -> Contiguous:
         begin, end = begin - length, end - length
     return Contiguous(tuple(pieces))
 
-
-# Which of many pairs of tensors differ, and by how much: bytes first, numbers only where those differ.
 
 Pair = tuple[StoredTensor, StoredTensor]
 _SEGMENT = 1 << 24
@@ -239,13 +239,6 @@ def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Lay
         )
 
 
-# Two checkpoints side by side, whatever their formats: which tensors are the same, and how far apart the
-# others are.
-#
-# ``weights.pairing`` and ``matching`` say what belongs together, ``reading`` and ``comparing`` read both
-# sides, ``report`` is the answer, ``page`` lays it out as HTML.
-
-
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -303,7 +296,7 @@ class _Draft:
         self.matched, self.names = match_names(self.left, self.right)
 
     def of(self, one: Matched) -> tuple[StoredTensor | None, StoredTensor | None]:
-        """Return what a matched name stands for on each side."""
+        """Return the tensors of both sides that a matched key means."""
         return (
             self.left[one.a] if one.a is not None else None,
             self.right[one.b] if one.b is not None else None,
@@ -410,16 +403,16 @@ def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[Pure
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
     """Yield in words which models at other positions were compared; where that is no difference in itself."""
-    told = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
+    known = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
     for a, b in moved((draft.a, draft.b) for draft in drafts):
-        if id(a) in told:
+        if id(a) in known:
             continue
         pair = f"{a.label} in A was compared with {b.label} in B"
         yield f"positions of models: {pair}: their names fit, or no other was left"
 
 
 def _opaque(drafts: Sequence[_Draft]) -> Iterator[str]:
-    """Yield in words which values of the models cannot be compared, as only executing tells what they are."""
+    """Yield in words which values of the models cannot be compared, as only executing the pickle would show them."""
     for draft in drafts:
         for side, weights in (("A", draft.a), ("B", draft.b)):
             if weights is not None and weights.opaque:

@@ -51,7 +51,7 @@ td { overflow-wrap: anywhere; } .figure { text-align: right; white-space: nowrap
 
 
 def html_page(report: DiffReport) -> str:
-    """Return a whole HTML document that says what the report says."""
+    """Return the report as an HTML document."""
     verdict = report.verdict
     if report.tolerance is not None:
         verdict += f" (relative tolerance {report.tolerance[0]:g}, absolute {report.tolerance[1]:g})"

@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints found: values, rows for people (layers of one kind in one), and words."""
+"""Report of a comparison of two checkpoints: values, rows for people (layers of one kind in one), and words."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of
 
 
 class Outcome(Enum):
-    """What is so about a tensor, the worst first."""
+    """Results of comparing one tensor, the worst first."""
 
     ONLY_A = "only in A"
     ONLY_B = "only in B"
@@ -34,7 +34,7 @@ _COUNTED = {
     Outcome.VALUES: "with other values",
     Outcome.EQUAL: "equal in bytes",
 }
-"""What stands behind a number of tensors: 1 with other values; the others as they are."""
+"""Words after a number of tensors (1 with other values), where they are not the value itself."""
 
 _COUNT_AS_EQUAL = (Outcome.WITHIN, Outcome.EQUAL)
 _HEADS = ("outcome", "tensors", "dtype and shape", "max abs", "rel. norm", "differing")
@@ -82,7 +82,10 @@ class TensorDiff(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDiff(Serialized):
-    """One model: its label on each side (None: only on the other), what was done to keys (``names``), its tensors."""
+    """Comparison of one model.
+
+    ``a``, ``b``: its label on each side, None where only the other side has it. ``names``: how keys were matched.
+    """
 
     json_keys: ClassVar = "index a b names tensors"
 
@@ -93,7 +96,7 @@ class ModelDiff(Serialized):
     tensors: tuple[TensorDiff, ...]
 
     def count(self, outcome: Outcome) -> int:
-        """How many tensors have this outcome."""
+        """Return how many tensors have this outcome."""
         return sum(one.outcome is outcome for one in self.tensors)
 
     def lines(self, *, show_all: bool) -> Iterator[Line]:
@@ -114,9 +117,9 @@ class ModelDiff(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DiffReport(Printable, Serialized):
-    """The whole answer. ``tolerance``: relative and absolute, None without one.
+    """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
-    ``crossed``: which models stand in each other's place, in words, "" when none do. ``not_compared``: in words.
+    ``crossed``: models in each other's place, in words, "" when none do. ``not_compared``: in words.
     ``is_partial``: whether values of the models themselves are among that.
     """
 
@@ -136,7 +139,7 @@ class DiffReport(Printable, Serialized):
             yield from model.tensors
 
     def count(self, outcome: Outcome) -> int:
-        """How many tensors have this outcome."""
+        """Return how many tensors have this outcome."""
         return sum(model.count(outcome) for model in self.models)
 
     @property
@@ -146,7 +149,7 @@ class DiffReport(Printable, Serialized):
 
     @property
     def is_different(self) -> bool:
-        """Whether a tensor differs, or is on one side only, or models stand in each other's place."""
+        """Return whether a tensor differs, or is on one side only, or models are in each other's place."""
         return bool(self.crossed) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors())
 
     @property
@@ -170,7 +173,7 @@ class DiffReport(Printable, Serialized):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What must be known to read the figures, in words."""
+        """Return what must be known to read the figures, in words."""
         if any(one.tally is not None and one.dtype_a != one.dtype_b for one in self.tensors()):
             return (
                 "where dtypes differ, values were compared as float64 or complex128, integers exactly (not U64)",
@@ -236,17 +239,17 @@ class Row:
 
     @property
     def differing(self) -> int:
-        """How many elements differ."""
+        """Return how many elements differ."""
         return sum(one.tally.differing for one in self.tensors if one.tally)
 
     @property
     def apart(self) -> int:
-        """How many of those are NaN or infinite on a side."""
+        """Return how many of those are NaN or infinite on a side."""
         return sum(one.tally.apart for one in self.tensors if one.tally)
 
     @property
     def elements(self) -> int:
-        """How many elements were compared as numbers."""
+        """Return how many elements were compared as numbers."""
         return sum(one.tally.elements for one in self.tensors if one.tally)
 
 

@@ -12,12 +12,10 @@ from ckptfix.storage.paths import command
 from ckptfix.tensors.hashing import Hashed, first_place
 from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, judge
 
-# Judgements in words: which file or tensor, what happened to it, with both digests.
-
 _Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
 
 _TAIL = 64
-"""So many zero bytes at the end of something that changed are called a tail of zeros."""
+"""Zero bytes at the end of something that changed, from which on they are called a tail of zeros."""
 
 
 def describe_tensors(
@@ -50,11 +48,11 @@ def describe_files(
     recorded: Mapping[str, str],
     found: Mapping[str, Hashed],
     sizes: Mapping[str, tuple[int, int | None]],
-    whole: frozenset[str],
+    intact: frozenset[str],
 ) -> Iterator[Item]:
     """Yield an item for each judgement.
 
-    ``sizes``: path -> size now and size recorded, where known. ``whole``: files of which every tensor matches.
+    ``sizes``: path -> size now and size recorded, where known. ``intact``: files of which every tensor matches.
     """
     for one in judgements:
         have = found.get(one.key)
@@ -64,7 +62,7 @@ def describe_files(
             text = f"cannot be read: {have.problem}" if have is not None and have.problem else ""
         elif change is not None:
             text = _file_text(change, one, recorded, have, sizes.get(one.key, (0, None)))
-            if one.key in whole and change in (Change.CHANGED, Change.ZERO_TAIL):
+            if one.key in intact and change in (Change.CHANGED, Change.ZERO_TAIL):
                 text += "; every tensor in it matches, so the difference is in its header or between tensors"
         yield Item(
             kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text,
@@ -120,7 +118,7 @@ def _file_text(
 
 
 def _elsewhere(change: _Elsewhere, other: object, digests: str) -> str:
-    """Say what is the same for files and tensors: what came to stand in another's place, or in none."""
+    """Describe what is the same for files and tensors: one in another's place, one missing, or one more."""
     match change:
         case Change.SWAPPED:
             return f"swapped with {other}: each holds what was recorded of the other"
@@ -138,8 +136,6 @@ def _digests(have: Hashed | None, want: str) -> str:
     return f"sha256 {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
 
 
-# Every file and tensor of a checkpoint beside what its manifest recorded.
-
 _NO_DIGEST = "no digest was recorded"
 
 
@@ -147,8 +143,8 @@ def compare(contents: Contents, recorded: Recorded, hashed: Mapping[str | Place,
     """Yield an item for every file and every tensor that is there or was recorded."""
     tensors = list(_tensor_judgements(contents, recorded, hashed))
     homes = tensor_homes(contents)
-    whole = _whole_files(tensors, homes)
-    files = list(_file_items(contents, recorded, hashed, whole))
+    intact = _intact_files(tensors, homes)
+    files = list(_file_items(contents, recorded, hashed, intact))
     yield from files
     outcomes = {item.name: item.outcome for item in files}
     digests = recorded.digests(contents.weights, contents.unreadable)
@@ -236,7 +232,7 @@ def _zeros(contents: Contents, found: Mapping[Place, Hashed]) -> set[str]:
 
 
 def _file_items(
-    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed], whole: frozenset[str]
+    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed], intact: frozenset[str]
 ) -> Iterator[Item]:
     found = {
         key: one
@@ -248,7 +244,7 @@ def _file_items(
     digests = {name: one.digest for name, one in found.items()}
     judged = judge(recorded.sha256, digests, name_of=_file_name, plain=empty)
     known = [one for one in judged if one.change is not Change.EXTRA]
-    yield from describe_files(known, recorded.sha256, found, sizes, whole)
+    yield from describe_files(known, recorded.sha256, found, sizes, intact)
     told = {one.key for one in known} | {
         one.other for one in known if one.change in (Change.RENAMED, Change.MOVED)
     }
@@ -278,7 +274,10 @@ def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> I
 
 
 def _changes_a_load(name: str) -> bool:
-    """Whether a file that no save listed is read by ``load_state``. Other processes add their random states late."""
+    """Return whether a file that no save listed is read by ``load_state``.
+
+    Other processes add their random states late.
+    """
     parsed = parse_file_name(name)
     if parsed is None or parsed.is_of_trainer:
         return False
@@ -305,7 +304,7 @@ def tensor_homes(contents: Contents) -> dict[Place, str]:
     return homes
 
 
-def _whole_files(judgements: Iterable[Judgement[Place]], homes: Mapping[Place, str]) -> frozenset[str]:
+def _intact_files(judgements: Iterable[Judgement[Place]], homes: Mapping[Place, str]) -> frozenset[str]:
     """Return the files that hold tensors, all of which match."""
     outcomes: dict[str, set[Outcome]] = {}
     for one in judgements:

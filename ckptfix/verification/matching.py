@@ -16,20 +16,18 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 
-# Which model of one checkpoint is which of another.
-
 _SHOWN = 3
 BARE = KeyMap(remove=())
-"""The map that leaves every name as it is."""
+"""The map that leaves every key as it is."""
 
 
 def pair_models(
     left: Sequence[Weights], right: Sequence[Weights]
 ) -> Iterator[tuple[Weights | None, Weights | None]]:
-    """Yield models that belong together, in the order of their positions, and with None what is left of each side.
+    """Yield models that belong together, in the order of their positions, and what is left of each side with None.
 
-    Together belong those of one path in their files, then those whose names and shapes are the same, at one position or
-    where each side has them once, then those of one position, then what is left when it is one model on each side.
+    Models belong together if they have the same path in their files; else the same keys and shapes, at one position or
+    where each side has them once; else the same position; else if one model is left on each side.
     """
     one, other = list(left), list(right)
     kinds = {} if len(one) == len(other) == 1 else {id(weights): _kind(weights) for weights in (*one, *other)}
@@ -45,7 +43,7 @@ def pair_models(
 
 
 def moved(pairs: Iterable[tuple[Weights | None, Weights | None]]) -> Iterator[tuple[Weights, Weights]]:
-    """Yield those of the pairs that stand at different positions: the script that loads one would mix up the other."""
+    """Yield the pairs at different positions: a script that loads one side would mix up the other."""
     for one, other in pairs:
         if one is None or other is None or (one.path and one.path == other.path):
             continue
@@ -86,7 +84,7 @@ def _slot(weights: Weights) -> object:
 
 
 _Kind = frozenset[tuple[str, tuple[int, ...]]]
-"""The names of a model, without wrappers, with their shapes."""
+"""Keys of a model without wrappers, with their shapes."""
 
 
 def _kind(weights: Weights) -> _Kind:
@@ -120,7 +118,7 @@ def _only(side: Sequence[Weights]) -> dict[object, Weights]:
 
 
 def unwrapping(names: Iterable[str]) -> KeyMap:
-    """Return the map that takes all wrappers off, as ``repair --keys bare`` does; none where two names would meet."""
+    """Return the map that removes all wrappers, as ``repair --keys bare`` does; none where two keys would be equal."""
     names = list(names)
     outer = KeyMap(remove=common_wrappers(names))
     candidates = [outer]
@@ -131,12 +129,9 @@ def unwrapping(names: Iterable[str]) -> KeyMap:
     return next((found for found in candidates if not collisions(names, found)), BARE)
 
 
-# Which tensor of a model is which on the other side.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """A tensor by the name to show, and what it is called on each side: None where it is not there."""
+    """A tensor by the key to show, and its key on each side, None where a side does not have it."""
 
     name: str
     a: str | None = None
@@ -146,10 +141,10 @@ class Matched:
 def match_names(
     left: Mapping[str, StoredTensor], right: Mapping[str, StoredTensor]
 ) -> tuple[tuple[Matched, ...], str]:
-    """Return every name of both sides once, in order, and in words what was done to names ("" when nothing was).
+    """Return every key of both sides once, in order, and in words how keys were changed ("" when none was).
 
-    Names match as they are; where more match without the wrappers that ``prepare`` and others put around a model, those
-    are taken off the names of each side that has them.
+    Keys match as they are. Where more match without the wrappers that ``prepare`` and others put around a model, these
+    wrappers are removed from the keys of each side that has them.
     """
     maps = unwrapping(left), unwrapping(right)
     as_they_are = _matched(left, right, (BARE, BARE))

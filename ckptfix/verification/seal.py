@@ -34,11 +34,11 @@ from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SealReceipt(Printable, Serialized):
-    """What ``seal`` did. ``findings`` and ``differing`` say why nothing was written, where ``written`` is off.
+    """Receipt of ``seal``. ``findings`` and ``differing`` say why nothing was written, where ``written`` is False.
 
     ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
-    tensors got none, ``special``: what is no file and got none, with the reason.
-    ``transaction``: the number that ``undo`` takes back, of a folder with repairs that can be undone.
+    tensors got none, ``special``: what is not a file and got none, with the reason.
+    ``transaction``: its number for ``undo``, in a folder with repairs that can be undone.
     """
 
     json_keys: ClassVar = (
@@ -102,12 +102,12 @@ class SealReceipt(Printable, Serialized):
 def seal(
     path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
 ) -> SealReceipt:
-    """Write the sha256 of every file and tensor of a folder into its manifest, durably; what else it says stays.
+    """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
 
     A folder in which ``check`` finds an error, whose save was cut short, or in which something that its manifest lists
-    is gone or changed, is not sealed unless ``force`` is on; files that were added are. CRCs that its files have are
-    compared: a flipped bit is not sealed as good.
-    Where repairs can still be undone, the sealing is a step that ``undo`` takes back before them.
+    is gone or changed, is not sealed unless ``force`` is on. Added files are sealed. CRCs in files are
+    compared, so that a flipped bit is not sealed as good. Where repairs can still be undone, the seal is a step that
+    ``undo`` undoes before them.
 
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
     changed then. OSError when the folder cannot be read or written.
@@ -223,7 +223,7 @@ def _write(root: Path, manifest: Manifest) -> int | None:
         mode = stat.S_IMODE(os.stat(new).st_mode)
     finally:
         new.unlink(missing_ok=True)
-    # The files as they are before a repair need the manifest as it was then: an undo takes this one back first.
+    # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
     edit = Replace(
         path=PurePosixPath(MANIFEST),
         content=Recipe(pieces=(Literal(data),), mode=mode),

@@ -1,6 +1,4 @@
-"""Damage that shows in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never
-trained.
-"""
+"""Damage in the values of tensors: NaN, Inf, weights of zeros, lost pages, a LoRA that was never trained."""
 
 import json
 import os
@@ -32,14 +30,12 @@ if TYPE_CHECKING:
     from ckptfix.tensors.scanning import Scan, ZeroRun
 
 
-# Which zeros inside of a tensor were lost on the way to the disk, and which a model honestly has.
-
 _NEAR = 16
-"""Bytes beside a run of zeros that tell whether the zeros go on, as in a row that is zero, or a page ends there."""
+"""Bytes next to a run of zeros that show if the zeros go on, as in a row of zeros, or if a page ends there."""
 
 
 class Lost(Enum):
-    """How zeros show that they were not written. The value goes on after "zeros that"."""
+    """Signs that zeros were never written. The value continues the words "zeros that"."""
 
     PAGES = "begin and end with a page of the disk"
     ROWS = "begin inside of one row and fill others"
@@ -47,9 +43,9 @@ class Lost(Enum):
 
 
 def lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> Lost | None:
-    """Say how a run of zero pages shows that its bytes were lost; None for zeros that a model may have.
+    """Return the sign that a run of zero pages was lost; None for zeros that a model may have.
 
-    ``may_be_zero``: a tensor of that name and dtype honestly is zero as a whole in many models.
+    ``may_be_zero``: a tensor of that key and dtype is intentionally all zero in many models.
     """
     try:
         if _is_torn(tensor, run, files, may_be_zero):
@@ -60,9 +56,10 @@ def lost(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bo
 
 
 def _is_torn(tensor: StoredTensor, run: "ZeroRun", files: OpenFiles, may_be_zero: bool) -> bool:
-    """Whether zeros end where a page ends, as in a page that was never written. An honest row of zeros goes beyond.
+    """Return whether zeros end where a page ends, as in a page that was never written.
 
-    Where the tensor, or its part in that file, begins or ends inside of a page, its zeros reach that far.
+    An intentional row of zeros goes beyond. Where the tensor, or its part in that file, begins or ends inside of a
+    page, its zeros reach that far.
     """
     from ckptfix.tensors.scanning import PAGE
 
@@ -121,10 +118,7 @@ def _read(files: OpenFiles, piece: Piece, begin: int, end: int) -> bytes:
     return bytes(data)
 
 
-# Damage that shows in the values of tensors: NaN, Inf, weights of zeros, lost pages, LoRA that was never
-# trained.
-
-_HONEST_ZERO = re.compile(
+_MAY_BE_ZERO = re.compile(
     r"(bias|beta|mask|running_mean|running_var|tracked|counter|count|step|offset|zero_point|cached?|shift)",
     re.IGNORECASE,
 )
@@ -176,10 +170,10 @@ class ValueFinding(Serialized):
 
 
 def has_stepped(root: Path) -> bool:
-    """Whether the folder of a model has proof of optimizer steps: moments, or the Trainer's count. Reads headers.
+    """Return whether the folder of a model has proof of optimizer steps: moments, or the Trainer's count.
 
-    Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet. After a step they
-    have other values.
+    Reads headers. Many models begin with weights of zeros: the norms of Gemma, the zero convolutions of ControlNet.
+    After a step they have other values.
     """
     try:
         steps = json.loads((root / TRAINER_STATE).read_bytes()).get("global_step")
@@ -199,7 +193,7 @@ def has_stepped(root: Path) -> bool:
 
 
 def _has_moments(component: Component) -> bool:
-    """Whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
+    """Return whether the file of an optimizer holds more than the options that it was made with, or cannot be read."""
     if not isinstance(component.content, TorchFile):
         return True
     return any(length > _SCALAR for _, length in component.content.storage_ranges.values())
@@ -322,7 +316,7 @@ def _must_not_be_zero(tensor: StoredTensor) -> bool:
 
     name = tensor.fqn.rpartition(".")[2]
     if tensor.dtype in FLOATS:
-        return _HONEST_ZERO.search(name) is None
+        return _MAY_BE_ZERO.search(name) is None
     return tensor.dtype != "BOOL" and _WEIGHT.fullmatch(name) is not None
 
 

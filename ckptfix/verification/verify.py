@@ -25,7 +25,7 @@ from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
 
 _COVERED = ("values of tensors", "digests in ", "other files next to it")
-"""How what ``check`` leaves to ``verify`` begins: values, digests, and files that are no part of a checkpoint."""
+"""Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part of a checkpoint."""
 
 
 def verify(
@@ -116,7 +116,7 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
 
 
 def forbids_seal(finding: Finding) -> bool:
-    """Whether a folder with this should not be sealed: an error, or a save that was cut short."""
+    """Return whether a folder with this should not be sealed: an error, or a save that was cut short."""
     return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 

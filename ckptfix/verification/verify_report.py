@@ -1,6 +1,4 @@
-"""The results of ``verify``: an item for every file and tensor, what their values are, and what was not looked
-at.
-"""
+"""The report of ``verify``: an item for every file and tensor, findings about values, and what was not checked."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -17,13 +15,11 @@ from ckptfix.storage.paths import command
 from ckptfix.verification.values import ADVICE, ValueFinding
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
-# Compare digests that were recorded with those that were found, and say what happened to each thing.
-
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Outcome(Enum):
-    """What is known of one file or tensor. "Not checked" is never "match"."""
+    """Results for one file or tensor. "Not checked" is never "match"."""
 
     MATCH = "match"
     DIFFER = "differ"
@@ -31,7 +27,7 @@ class Outcome(Enum):
 
 
 class Change(Enum):
-    """What happened to a thing that does not match."""
+    """Kinds of difference of a file or tensor."""
 
     CHANGED = "changed"
     ZERO_TAIL = "zero-tail"
@@ -135,14 +131,12 @@ def _inner_names(name: str) -> Iterator[str]:
         yield name
 
 
-# What ``verify`` found: an item for every file and tensor, what the values are, and what was not looked at.
-
 _WHOLE_FILE = (Change.SWAPPED, Change.RENAMED, Change.MOVED)
-"""What happens to a file and to all tensors in it at once."""
+"""Changes of a file that its tensors share."""
 
 
 class Kind(Enum):
-    """What an item is about."""
+    """Kinds of item."""
 
     FILE = "file"
     TENSOR = "tensor"
@@ -179,11 +173,11 @@ class Item(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class VerifyReport(Printable, Serialized):
-    """What ``verify`` found.
+    """Report of ``verify``.
 
     ``findings``: of the structure, as ``check`` has them. ``items``: one for every file and tensor, files first.
     ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
-    ``crossed``: which models stand there in each other's place, in words, "" when none do. ``not_checked``: in words.
+    ``crossed``: models in each other's place, in words, "" when none do. ``not_checked``: in words.
     ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
     ``no_digest``: why no digest was compared, and what to type, "" when one was.
     """
@@ -208,12 +202,12 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def is_compared(self) -> bool:
-        """Whether a digest was compared, or something that has one is gone."""
+        """Return whether a digest was compared, or something that has one is gone."""
         return any(item.outcome is not Outcome.NOT_CHECKED for item in self.items)
 
     @property
     def is_verified(self) -> bool:
-        """Whether anything was verified at all: by a digest, by another checkpoint, or by its values."""
+        """Return whether anything was verified at all: by a digest, by another checkpoint, or by its values."""
         return self.is_compared or self.against is not None or bool(self.read_values)
 
     @property
@@ -229,7 +223,7 @@ class VerifyReport(Printable, Serialized):
 
     @property
     def is_damaged(self) -> bool:
-        """Whether something differs, or an error or a warning was found."""
+        """Return whether something differs, or an error or a warning was found."""
         return bool(
             any(item.outcome is Outcome.DIFFER for item in self.items)
             or self.crossed

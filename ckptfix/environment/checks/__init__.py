@@ -1,1 +1,1 @@
-"""The checks, one module a subject. Each is a pure function of ``Facts`` that yields advice on the topics beside it."""
+"""Checks, one module per subject. Each is a pure function of ``Facts`` that yields advice on the module's topics."""

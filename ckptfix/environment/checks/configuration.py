@@ -1,4 +1,9 @@
-"""Accelerate's config, and the processes that ``accelerate launch`` starts with it."""
+"""Accelerate's config, and the processes that ``accelerate launch`` starts with it.
+
+Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/commands/launch.py`` (1.0 to 1.15), measured
+with 1.15.0. Several processes take a distributed type, or a flag for one: ``--num_processes`` alone starts one, unless
+there is no config and torch sees several devices.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +14,6 @@ from ckptfix.environment.facts import Facts
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of
 
-# The processes that ``accelerate launch`` starts on this machine, by its own rules.
-#
-# Source: ``_validate_launch_command`` and ``launch_command`` in ``accelerate/commands/launch.py`` (1.0 to
-# 1.15), measured with 1.15.0. Several processes take a distributed type, or a flag for one:
-# ``--num_processes`` alone starts one, unless there is no config and torch sees several devices.
-
 SEVERAL = ("multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """Options that make the launcher start as many processes as it is asked for."""
 
@@ -24,9 +23,9 @@ _SEVERAL = ("MULTI_", "DEEPSPEED", "FSDP", "MEGATRON")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How training starts on this machine. ``count``: of processes. ``asked``: how many the numbers ask for.
+    """Start of training on this machine. ``count``: processes here. ``asked``: processes that the numbers ask for.
 
-    ``machines``: on how many it starts. ``why``: what makes it one process although more are asked for.
+    ``machines``: machines on which it starts. ``why``: the reason for one process although more are asked for.
     """
 
     count: int
@@ -63,7 +62,7 @@ def start_of(facts: Facts) -> Start | None:
 
 
 def is_given(facts: Facts, option: str) -> bool:
-    """Whether the command gives an option of the launcher."""
+    """Return whether the command gives an option of the launcher."""
     return facts.launch is not None and facts.launch.given(option) is not None
 
 
@@ -104,8 +103,6 @@ def _why_one(facts: Facts, has_config: bool, total: int) -> str:
 def _is_sagemaker(facts: Facts) -> bool:
     return str(facts.config.values.get("compute_environment", "")).upper() == "AMAZON_SAGEMAKER"
 
-
-# Accelerate's config: is there one, can it be read, and does it use the devices that are there.
 
 NO_CONFIG = Topic(
     code="no-accelerate-config",
@@ -218,7 +215,7 @@ def variable_ignored(facts: Facts) -> Iterator[Advice]:
 
 
 def config_unreadable(facts: Facts) -> Iterator[Advice]:
-    """What ``accelerate launch`` ends with, before the script starts."""
+    """Return what ``accelerate launch`` ends with, before the script starts."""
     config = facts.config
     if not config.exists:
         return
@@ -251,7 +248,7 @@ def config_unreadable(facts: Facts) -> Iterator[Advice]:
 
 
 def _lacks_number(facts: Facts) -> bool:
-    """Whether ``accelerate launch`` ends for want of a number; without a command, one may still give it."""
+    """Return whether ``accelerate launch`` ends for want of a number; without a command, one may still give it."""
     if facts.launch is None or not facts.launch.is_accelerate or is_given(facts, "num_processes"):
         return False
     if is_given(facts, "cpu") and not facts.config.asked:
@@ -343,7 +340,7 @@ def _processes(count: int) -> str:
 
 
 def _is_python(facts: Facts) -> bool:
-    """Whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else uses more devices."""
+    """Return whether ``python SCRIPT`` starts a script that makes an Accelerator, and nothing else uses devices."""
     uses = facts.script.uses if facts.script is not None else None
     if facts.launch is None or not facts.launch.is_python or uses is None:
         return False

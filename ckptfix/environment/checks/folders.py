@@ -1,4 +1,4 @@
-"""What of a folder ``torch.load`` refuses, or takes without a look. Pickles are read by their opcodes alone."""
+"""Files of a folder that ``torch.load`` refuses, or loads without a check. Pickles are read by their opcodes alone."""
 
 from collections.abc import Iterator
 from itertools import groupby

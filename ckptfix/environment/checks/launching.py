@@ -1,4 +1,4 @@
-"""The command line: whose an option is depends on whether it stands before the script's name or behind it."""
+"""The command line: an option before the script's name belongs to the launcher, one after it to the script."""
 
 import shlex
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ def _reordered(launch: Launch, moved: tuple[Option, ...]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for the shell; of a variable that is set, the value alone: the name must stand bare."""
+    """Quote a word for the shell; of a variable that is set, quote the value alone: a quoted name sets nothing."""
     name, equals, value = word.partition("=")
     return f"{name}={shlex.quote(value)}" if equals and name.isidentifier() else shlex.quote(word)
 

@@ -1,4 +1,4 @@
-"""What makes copies between two devices wrong, and what hides that they are.
+"""Causes of wrong copies between two devices, and settings that hide them.
 
 NCCL checks nothing of a plain ``tensor.to("cuda:1")``: its settings steer its own transfers. Sources: NCCL's user guide
 ("Environment Variables", and "Troubleshooting" on ACS and the IOMMU), Linux ``iommu=`` in
@@ -51,7 +51,7 @@ _STAGE = 'ckptfix.devices.dispatch_model(..., safe_transfers="auto") copies such
 
 
 def unhealthy(facts: Facts) -> Iterator[Advice]:
-    """What the probe found before, on this very hardware."""
+    """Yield what the probe found before, on this very hardware."""
     for found in facts.torch.verdicts or ():
         if found.verdict != "healthy":
             yield UNHEALTHY.advice(
@@ -108,7 +108,7 @@ def iommu_translates(facts: Facts) -> Iterator[Advice]:
 
 
 def acs_redirects(facts: Facts) -> Iterator[Advice]:
-    """Of bridges whose registers could be read: as root."""
+    """Yield advice on bridges whose registers could be read: as root."""
     bridges = facts.machine.bus.redirecting
     if not bridges or not _bus_pairs(facts, list(facts.machine.bus.gpus)):
         return

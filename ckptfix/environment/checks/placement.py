@@ -111,7 +111,7 @@ def missing_device(facts: Facts) -> Iterator[Advice]:
 
 
 def offloads(facts: Facts) -> Iterator[Advice]:
-    """Modules on "cpu" beside an accelerator, or on "disk", live on the meta device between forward passes."""
+    """Yield advice on modules on "cpu" next to an accelerator, or on "disk": both are offloaded to meta."""
     if facts.device_map is None:
         return
     devices = facts.device_map.devices()

@@ -1,4 +1,4 @@
-"""What a script's text shows: nothing of it is executed."""
+"""Problems that show in a script's text: nothing of it is executed."""
 
 import difflib
 from collections import defaultdict
@@ -131,7 +131,7 @@ def touched_early(facts: Facts) -> Iterator[Advice]:
 
 
 def plain_backward(facts: Facts) -> Iterator[Advice]:
-    """Of scripts that make an Accelerator."""
+    """Yield advice for scripts that make an Accelerator."""
     uses = _uses(facts)
     if uses.accelerators and uses.backwards:
         yield PLAIN_BACKWARD.advice(
@@ -175,7 +175,7 @@ def wrapped_early(facts: Facts) -> Iterator[Advice]:
 def deepspeed_models(facts: Facts) -> Iterator[Advice]:
     """``Accelerator.prepare`` raises AssertionError for two models in one call; of optimizers it keeps the last.
 
-    Of models in several calls it lets ``accelerator.backward`` speak of the first one only. That is meant where the
+    Of models in several calls ``accelerator.backward`` uses the first one only. That is meant where the
     script chooses a plugin for each (``select_deepspeed_plugin``).
     """
     uses, reasons = _uses(facts), _deepspeed(facts)

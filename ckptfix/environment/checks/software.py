@@ -45,7 +45,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def not_installed(facts: Facts) -> Iterator[Advice]:
-    """No accelerate beside this package."""
+    """Yield advice where accelerate is not installed next to ckptfix."""
     if "accelerate" not in facts.software.packages:
         yield NOT_INSTALLED.advice(
             "accelerate is not installed in this Python",
@@ -78,7 +78,7 @@ def other_python(facts: Facts) -> Iterator[Advice]:
 
 
 def python_too_old(facts: Facts) -> Iterator[Advice]:
-    """What each package says itself, against this Python and that of the command."""
+    """Compare what each package requires with this Python and that of the command."""
     pythons = [(facts.software.executable, facts.software.python)]
     if facts.software.command is not None and facts.software.command.python:
         pythons.append((facts.software.command.interpreter, facts.software.command.python))
@@ -101,7 +101,7 @@ def python_too_old(facts: Facts) -> Iterator[Advice]:
 
 
 def unmet(facts: Facts) -> Iterator[Advice]:
-    """What pip would complain of."""
+    """Yield advice on the requirements that pip would complain about."""
     for package in facts.software.packages.values():
         if package.unmet:
             yield UNMET.advice(
@@ -112,7 +112,7 @@ def unmet(facts: Facts) -> Iterator[Advice]:
 
 
 def no_compiler(facts: Facts) -> Iterator[Advice]:
-    """What is built on this machine needs a C++ compiler and Python's headers, for CUDA nvcc as well."""
+    """Look for what builds extensions: a C++ compiler and Python's headers, for CUDA nvcc as well."""
     software = facts.software
     missing = []
     if not any(name in software.compilers for name in _COMPILERS) and "CXX" not in facts.variables:

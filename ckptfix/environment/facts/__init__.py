@@ -1,6 +1,7 @@
-"""What the checks look at, gathered once: every check is a pure function of one ``Facts`` value.
+"""Facts for the checks, gathered once: every check is a pure function of one ``Facts`` value.
 
-Nothing here imports torch, accelerate or the user's code, and nothing is run. What torch says comes from ``runtime``.
+Nothing here imports torch, accelerate or the user's code, and nothing is run. What torch says is passed in by
+``devices``.
 """
 
 import os
@@ -27,10 +28,10 @@ from ckptfix.hardware import Machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of an environment. None: not asked for.
+    """Facts of an environment. None: not asked for.
 
-    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names a file that is there. ``missing_script``: the file that
-    the command starts, if it is not there.
+    ``config_variable_is_file``: ACCELERATE_CONFIG_FILE names an existing file. ``missing_script``: the file that
+    the command starts, if it does not exist.
     """
 
     software: Software

@@ -1,5 +1,7 @@
-"""Installed software: Python, packages, the ``accelerate`` command, and what its source says. Nothing is
-imported.
+"""Installed software: Python, packages, the ``accelerate`` command, and compilers. Nothing is imported.
+
+Packages are known by their metadata, commands by their first line. The names that accelerate exports, its launcher's
+options and its config's fields are read from the syntax tree of the installed source, so they fit its version.
 """
 
 import ast
@@ -13,15 +15,10 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
-# What the installed accelerate says of itself, read off its source by the syntax tree: nothing is imported.
-#
-# So the names that it exports, its launcher's options and its config's fields are those of the installed
-# version.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccelerateSource:
-    """What the installed accelerate says of itself; empty where its source was not found.
+    """Names and options of the installed accelerate; empty where its source was not found.
 
     ``names``: what can be imported from it. ``modules``: the same of those of its modules that were asked for, by their
     names below accelerate ("utils.modeling"); "*" among the names: not all of them are known. ``options``: launch's
@@ -47,7 +44,7 @@ class AccelerateSource:
         return ""
 
     def known_beside(self, name: str) -> frozenset[str]:
-        """Return the names that stand beside the last part of a dotted name."""
+        """Return the names next to the last part of a dotted name."""
         parent = name.rpartition(".")[0]
         return self.modules.get(parent, frozenset()) if parent else self.names
 
@@ -157,11 +154,6 @@ def _fields(path: Path, classes: tuple[str, ...]) -> frozenset[str]:
     )
 
 
-# Python, the installed packages, the ``accelerate`` command on the PATH, and what compiles. Nothing is
-# imported.
-#
-# Packages are known by their metadata, commands by their first line.
-
 PACKAGES = (
     "ckptfix", "torch", "accelerate", "transformers", "safetensors", "huggingface_hub", "tokenizers", "numpy", "peft",
     "deepspeed", "bitsandbytes", "flash_attn",
@@ -198,7 +190,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Python and what is installed.
+    """Python and its packages.
 
     ``requirements_read``: whether requirements could be compared at all. ``command``: ``accelerate`` on the PATH.
     ``beside``: the one in the folder of this Python, "" when it has none.
@@ -227,7 +219,7 @@ def release(text: str) -> Version:
 
 
 def read_software(environment: Mapping[str, str]) -> Software:
-    """Return what is installed beside this package, and what the PATH holds."""
+    """Return what is installed next to ckptfix, and what the PATH holds."""
     packages, requirements_read = _packages()
     search = environment.get("PATH", os.defpath)
     found = {name: path for name in COMPILERS if (path := shutil.which(name, path=search))}

@@ -1,4 +1,8 @@
-"""The launch command, environment variables and config files that change what a launch does."""
+"""The launch command, environment variables and config files that change what a launch does. Nothing is run.
+
+Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config is and what it may hold;
+NCCL's user guide, "Environment Variables", for its files.
+"""
 
 import json
 import os
@@ -11,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.errors import UsageError
-
-# The command that training is started with, given as text and never run.
 
 _WRAPPERS = frozenset((
     "caffeinate", "chrt", "command", "conda", "env", "exec", "hatch", "ionice", "mamba", "micromamba", "nice", "nohup",
@@ -35,7 +37,7 @@ _NO_VALUE = frozenset({"h", "help", "q", "quiet", "m", "module"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option as it stands in a command. ``name``: without dashes, with underscores. ``value``: None without one."""
+    """An option of a command. ``name``: without dashes, with underscores. ``value``: None without one."""
 
     text: str
     name: str
@@ -44,7 +46,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A command line, split where the training script stands.
+    """A command line, split at the training script.
 
     ``launcher``: "accelerate launch", or the program that it starts instead. ``prefix``: the words before it, which set
     variables or start it (``nohup``, ``uv run``); ``variables``: what they set. ``before``: the launcher's options.
@@ -63,24 +65,24 @@ class Launch:
 
     @property
     def is_accelerate(self) -> bool:
-        """Whether ``accelerate launch`` starts it."""
+        """Return whether ``accelerate launch`` starts it."""
         return self.launcher == "accelerate launch"
 
     @property
     def is_python(self) -> bool:
-        """Whether Python itself starts a script, and no module such as ``torch.distributed.run``."""
+        """Return whether Python itself starts a script, and no module such as ``torch.distributed.run``."""
         rest = _behind_python(list(self.words[1:]))
         return bool(_PYTHON.fullmatch(self.launcher)) and bool(rest) and not rest[0].startswith("-")
 
     def given(self, name: str) -> str | None:
-        """Return the value that an option of the launcher was given, "" for one without, None when it is not there."""
+        """Return the value of an option of the launcher, "" for one without a value, None for an absent option."""
         return next((option.value or "" for option in reversed(self.before) if option.name == name), None)
 
 
 def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
     """Split a command line. ``options``: those of ``accelerate launch`` -> whether a value follows; none: not known.
 
-    Raises UsageError when the text is no command line.
+    Raises UsageError when the text is not a command line.
     """
     prefix, words = _words(command)
     launcher, rest = _launcher(words)
@@ -94,15 +96,15 @@ def read_launch(command: str, options: Mapping[str, bool]) -> Launch:
 def variables_of(command: str) -> dict[str, str]:
     """Return the variables that a command line sets for the command in it.
 
-    Raises UsageError when the text is no command line.
+    Raises UsageError when the text is not a command line.
     """
     return _variables(_words(command)[0])
 
 
 def script_of(command: str) -> str | None:
-    """Return the script that a command line names, if it is there: behind ``-m`` stands a module, and no file.
+    """Return the script that a command line names, if it exists: after ``-m`` comes a module, not a file.
 
-    Raises UsageError when the text is no command line.
+    Raises UsageError when the text is not a command line.
     """
     return next((word for word in _scripts(_words(command)[1]) if os.path.isfile(word)), None)
 
@@ -253,12 +255,6 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and not word.lstrip("-")[:1].isdigit()
 
 
-# Settings that change what accelerate, torch and NCCL do: environment variables, NCCL's files, accelerate's
-# config.
-#
-# Sources: ``accelerate/commands/config/config_args.py`` (1.0 to 1.15) for where the config lies and what it
-# may hold; NCCL's user guide, "Environment Variables", for its files.
-
 VARIABLES = (
     "ACCELERATE_CONFIG_FILE", "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "HF_HOME", "XDG_CACHE_HOME",
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
@@ -272,7 +268,7 @@ _MAX_FILE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclSetting:
-    """A setting of NCCL, and where it stands: "the environment" or a path."""
+    """A setting of NCCL, and where it was found: "the environment" or a path."""
 
     name: str
     value: str
@@ -300,7 +296,7 @@ class AccelerateConfig:
 
     @property
     def processes_here(self) -> int | None:
-        """How many processes it starts on this machine, None when it does not say."""
+        """Return how many processes it starts on this machine, None when it does not say."""
         total, machines = self.values.get("num_processes"), self.values.get("num_machines", 1)
         if not isinstance(total, int) or isinstance(total, bool) or total < 1:
             return None
@@ -313,7 +309,7 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_nccl(environment: Mapping[str, str], *, root: Path = Path("/")) -> tuple[NcclSetting, ...]:
-    """Return NCCL's settings about peer copies; of one that stands in several places, the one that counts.
+    """Return NCCL's settings about P2P copies; of a setting in several places, the one that counts.
 
     The environment goes before ``~/.nccl.conf`` (or ``NCCL_CONF_FILE``), and that before ``/etc/nccl.conf``.
     """
@@ -331,7 +327,7 @@ def read_nccl(environment: Mapping[str, str], *, root: Path = Path("/")) -> tupl
 
 
 def default_config_path(environment: Mapping[str, str]) -> str:
-    """Return where accelerate looks for its config when none is given."""
+    """Return the path where accelerate looks for its config by default."""
     cache = environment.get("XDG_CACHE_HOME", os.path.join(environment.get("HOME", "~"), ".cache"))
     home = os.path.expanduser(environment.get("HF_HOME", os.path.join(cache, "huggingface")))
     return os.path.join(home, "accelerate", "default_config.yaml")

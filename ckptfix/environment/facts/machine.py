@@ -20,7 +20,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairVerdict:
-    """What the probe said of the copies of one ordered pair: its verdict and kind of damage, in the probe's words."""
+    """Verdict of the probe on the copies of one ordered pair: verdict and kind of damage, in the probe's words."""
 
     pair: Pair
     verdict: str
@@ -29,7 +29,7 @@ class PairVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """What torch said in a process of its own.
+    """Answers of torch from a process of its own.
 
     ``problem``: why it did not say all, "" when it did; ``stage``: what it was doing then ("import", "devices", ...).
     ``builds``: what it was built for ("cuda 12.8", "hip 6.2", "xpu"), () for a CPU build. ``kind``: the type of the
@@ -48,7 +48,7 @@ class Torch:
 
     @property
     def count(self) -> int:
-        """How many devices torch can use."""
+        """Return how many devices torch can use."""
         return len(self.devices)
 
 

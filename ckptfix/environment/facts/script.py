@@ -1,4 +1,9 @@
-"""A training script or notebook, read by its syntax tree and never executed."""
+"""A training script or notebook, read by its syntax tree and never executed.
+
+In a cell of a notebook IPython's magics, shell commands and questions become Python statements on the same lines, so
+that every line keeps its number. They are IPython's only at the begin of a statement: in a text, or in brackets, ``%``
+and ``!`` are Python's.
+"""
 
 import ast
 import json
@@ -10,12 +15,6 @@ from pathlib import Path
 
 from ckptfix.environment.facts.script_prepares import Place, Uses
 from ckptfix.environment.facts.script_scan import Scan
-
-# A cell of a notebook as Python: IPython's magics, shell commands and questions become statements of the
-# same lines.
-#
-# Only at the begin of a statement are these IPython's: in a text, or in brackets, ``%`` and ``!`` are
-# Python's. The number of lines stays, so that every line keeps its number.
 
 _RUNS_PYTHON = frozenset(
     {"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug", "snakeviz"}
@@ -36,7 +35,7 @@ _STRING = re.compile(r"('''|\"\"\"|'|\")")
 
 
 def python_of(cell: str) -> str | None:
-    """Return a cell's Python, None for a cell that is no Python of the notebook: another language, a file to write."""
+    """Return a cell's Python, None for another cell: another language, a file to write."""
     lines = _without_prompts(cell.split("\n"))
     begin = next((place for place, line in enumerate(lines) if line.strip()), len(lines))
     while begin < len(lines) and lines[begin].lstrip().startswith("%%"):
@@ -71,7 +70,7 @@ def _translated(lines: list[str]) -> str:
 
 
 def _statement(line: str) -> str | None:
-    """Return the Python that stands for a line of IPython's, None for a line of Python."""
+    """Return the Python that replaces a line of IPython, None for a line of Python."""
     text = line.lstrip()
     indent = line[: len(line) - len(text)]
     if "#" not in text and _ASKS.fullmatch(line):
@@ -86,7 +85,7 @@ def _statement(line: str) -> str | None:
 
 
 class _State:
-    """Whether a line begins a statement: outside of brackets and texts, behind no backslash."""
+    """Scanner that knows if a line begins a statement: outside of brackets and texts, not after a backslash."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -95,7 +94,7 @@ class _State:
 
     @property
     def is_free(self) -> bool:
-        """Whether the next line begins a statement."""
+        """Return whether the next line begins a statement."""
         return not (self.depth or self.quote or self.goes_on)
 
     def read(self, line: str) -> None:
@@ -154,15 +153,13 @@ def _is_python(text: str) -> bool:
     return True
 
 
-# A training script or notebook, read by its syntax tree and never executed.
-
 _MAX_SOURCE = 16 << 20
 _MAX_TEXT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What a script does, as far as its text shows. ``problem``: why it, or a part of it, could not be read."""
+    """Actions of a script, as far as its text shows. ``problem``: why it, or a part of it, could not be read."""
 
     path: str
     uses: Uses
@@ -172,7 +169,7 @@ class Script:
 def read_script(path: str) -> Script:
     """Return what a ``.py`` file or an ``.ipynb`` notebook does.
 
-    Raises OSError when the file cannot be read. Text that is no Python gives a Script with a problem.
+    Raises OSError when the file cannot be read. Text that is not Python gives a Script with a problem.
     """
     source = Path(path)
     if source.stat().st_size > _MAX_SOURCE:

@@ -1,12 +1,16 @@
-"""Models that a script passes to ``prepare()`` twice, or wraps before: its statements followed in their order."""
+"""Models that a script passes to ``prepare()`` twice, or wraps before: its statements followed in their order.
+
+A variable holds a model, an optimizer or neither, by what made it and by its name. Two calls count where one is on
+every way to the other: calls in two branches, or under two conditions that may exclude each other, do not. Names are
+followed through assignments, attributes and wrappers, from ``__init__`` into the other methods of a class, but not into
+functions that are called.
+"""
 
 import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
-
-# What a variable of a script holds: a model, an optimizer or neither, by what made it and by its name.
 
 _MODEL_NAME = re.compile(
     r"(^|_)(model|net|network|teacher|student|generator|discriminator|actor|critic|unet|vae|policy)(_|\d|$)",
@@ -18,12 +22,12 @@ _MODEL_CLASS = re.compile(r"(Model|Net|Network|Module|ForCausalLM|For[A-Z]\w+|LM
 
 
 def is_module_class(name: str, modules: Collection[str]) -> bool:
-    """Whether a class is one of modules. ``modules``: those of the script's own classes that are."""
+    """Return whether a class is one of modules. ``modules``: those of the script's own classes that are."""
     return name in modules or name.startswith("torch.nn.") or bool(_MODEL_CLASS.search(name))
 
 
 def is_model(variable: str, maker: str, modules: Collection[str]) -> bool:
-    """Whether a variable holds a model. ``maker``: the full name of what was called to make it, "" for unknown."""
+    """Return whether a variable holds a model. ``maker``: the full name of the called maker, "" for unknown."""
     owner, _, last = maker.rpartition(".")
     if is_optimizer(variable, maker) or maker.startswith(("torch.optim.", "torch.utils.data.")):
         return False
@@ -35,7 +39,7 @@ def is_model(variable: str, maker: str, modules: Collection[str]) -> bool:
 
 
 def may_be_model(variable: str, maker: str, modules: Collection[str]) -> bool:
-    """Whether a variable can hold a model: it does, or nothing says that it holds anything else."""
+    """Return whether a variable can hold a model: it does, or nothing says that it holds anything else."""
     if is_model(variable, maker, modules):
         return True
     is_other = is_optimizer(variable, maker) or maker.startswith(("torch.optim.", "torch.utils.data."))
@@ -43,14 +47,11 @@ def may_be_model(variable: str, maker: str, modules: Collection[str]) -> bool:
 
 
 def is_optimizer(variable: str, maker: str) -> bool:
-    """Whether a variable holds an optimizer."""
+    """Return whether a variable holds an optimizer."""
     if maker.startswith("torch.optim.lr_scheduler."):
         return False
     return maker.startswith("torch.optim.") or bool(_OPTIMIZER_NAME.search(variable.rpartition(".")[2]))
 
-
-# Single expressions and blocks of a syntax tree: what they hold, and whether they reckon with a missing
-# name.
 
 _MISSING = frozenset({"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"})
 """Whoever catches one of these, or asks one of the following, knows that a name may not be there."""
@@ -59,20 +60,20 @@ _ASKS = ("version", "TYPE_CHECKING", "hasattr", "available", "find_spec")
 
 
 def catches(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler catches what a missing name raises."""
+    """Return whether a handler catches what a missing name raises."""
     caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(error is None or _last_name(error) in _MISSING for error in caught)
 
 
 def suppresses(context: ast.expr) -> bool:
-    """Whether a ``with`` is one of ``contextlib.suppress`` for what a missing name raises."""
+    """Return whether a ``with`` is one of ``contextlib.suppress`` for what a missing name raises."""
     if not isinstance(context, ast.Call) or _last_name(context.func) != "suppress":
         return False
     return any(_last_name(error) in _MISSING for error in context.args)
 
 
 def asks_first(test: ast.expr) -> bool:
-    """Whether an ``if`` asks for a version, or for what is there."""
+    """Return whether an ``if`` asks for a version, or for what is there."""
     return any(word in ast.unparse(test) for word in _ASKS)
 
 
@@ -100,12 +101,9 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-# What a script uses of accelerate and torch, as values.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A line of a script. ``order``: to tell which of two comes first. ``where``: in words. ``text``: the line."""
+    """A line of a script. ``order``: sorts places. ``where``: in words. ``text``: the line."""
 
     order: tuple[int, int]
     where: str
@@ -117,7 +115,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A call of ``prepare``: on which name, and the names of models and optimizers among what it is given."""
+    """A call of ``prepare``: the name of the accelerator, and the names of models and optimizers in its arguments."""
 
     place: Place
     accelerator: str
@@ -127,7 +125,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTwice:
-    """A model that is given to ``prepare`` again: the name in the second call, and both calls."""
+    """A model that is passed to ``prepare`` twice: the name in the second call, and both calls."""
 
     name: str
     first: Place
@@ -136,7 +134,7 @@ class PreparedTwice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrappedEarly:
-    """A model that is wrapped in DDP or DataParallel, and then given to ``prepare``."""
+    """A model that is wrapped in DDP or DataParallel, and then passed to ``prepare``."""
 
     name: str
     wrapped: Place
@@ -145,7 +143,7 @@ class WrappedEarly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """What a script uses, each with its places.
+    """Names and calls that a script uses, each with its places.
 
     ``taken``: names taken from accelerate. ``made_early`` and ``touched_early``: accelerators and devices at module
     level. ``launches``: ``notebook_launcher`` with more than one process. ``backwards``: ``loss.backward()``.
@@ -175,13 +173,6 @@ class Uses:
     is_guarded: bool = False
 
 
-# Models that a script gives to ``prepare()`` twice, or wraps before: its statements followed in their
-# order.
-#
-# Two calls count where one is on every way to the other: calls in two branches, or under two conditions
-# that may exclude each other, do not. Names are followed through assignments, attributes and wrappers, from
-# ``__init__`` into the other methods of a class, but not into functions that are called.
-
 Path: TypeAlias = tuple[int, ...]
 """The branches around a statement, the outermost first."""
 
@@ -189,7 +180,7 @@ _PREPARES = ("prepare", "prepare_model")
 _RESETS = ("free_memory", "clear")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "DDP", "DP")
 _KEEPERS = ("compile", "unwrap_model", "extract_model_from_parallel")
-"""Functions that return the object that they are given, or one around it."""
+"""Functions that return their argument, or an object around it."""
 
 _RETURNS_ITSELF = ("to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16", "requires_grad_")
 _LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue)
@@ -198,7 +189,7 @@ _EXITS = ("sys.exit", "exit", "quit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """What is known of an object: where it was prepared, by which accelerator; or wrapped, without an ``owner``."""
+    """Known facts of an object: where it was prepared, by which accelerator; or wrapped, without an ``owner``."""
 
     place: Place
     owner: str
@@ -210,7 +201,7 @@ _Marks: TypeAlias = dict[str, _Mark]
 
 @dataclass
 class PrepareFlow:
-    """Follows the statements of one or several trees. ``resolve``: the full name of what an expression stands for.
+    """Follower of the statements of one or several trees. ``resolve``: the full name of an expression.
 
     ``is_accelerator``: whether an expression is an Accelerator, as far as its text shows. ``is_model``: whether a
     variable may hold a model.
@@ -415,7 +406,7 @@ class PrepareFlow:
         return found
 
     def _follows(self, before: _Mark, place: Place, path: Path) -> bool:
-        """Whether the earlier call is on every way to this one, or this one on every way from the earlier."""
+        """Return whether the earlier call is on every way to this one, or this one on every way from the earlier."""
         if before.place == place:
             return self._again is None or self._again == path
         if self._again is not None:

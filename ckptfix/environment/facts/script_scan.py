@@ -1,4 +1,4 @@
-"""What a script uses of accelerate and torch, found in its syntax tree.
+"""Uses of accelerate and torch in a script, found in its syntax tree.
 
 Names are followed through imports and plain assignments only. What a function does that is called from elsewhere, or
 what a name holds after a branch, is not known: the checks say so.
@@ -41,8 +41,10 @@ _QUERIES = frozenset((
     "seed_all", "empty_cache", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
     "get_arch_list",
 ))  # fmt: skip
-"""What of ``torch.cuda`` a script may use without claiming a device for the process: it waits until CUDA is started, or
-does without (``torch/cuda/__init__.py``, ``memory.py`` and ``random.py`` of 2.13)."""
+"""Names of ``torch.cuda`` that a script may use without claiming a device for the process.
+
+They wait until CUDA is started, or do without (``torch/cuda/__init__.py``, ``memory.py`` and ``random.py`` of 2.13).
+"""
 
 _SEVERAL = ("auto", "balanced", "balanced_low_0", "sequential")
 """Words for maps that may name several devices; transformers makes any other word a map with one entry."""
@@ -121,7 +123,7 @@ class Scan(ast.NodeVisitor):
             self._take(alias.name, node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Remember what a name stands for, and what is taken from accelerate itself."""
+        """Remember the meaning of a name, and what is taken from accelerate itself."""
         if node.level or node.module is None:
             return
         self._take(node.module, node)
@@ -176,7 +178,7 @@ class Scan(ast.NodeVisitor):
     visit_Lambda = visit_FunctionDef
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Note the script's own modules; a class's body runs where it stands."""
+        """Note the script's own modules; a class's body runs at its definition."""
         for base in node.bases:
             name = self._name(base)
             if is_module_class(name, self._modules):
@@ -259,7 +261,7 @@ class Scan(ast.NodeVisitor):
         )
 
     def _moves(self, function: ast.Attribute, arguments: list[ast.expr]) -> bool:
-        """Whether a method puts a tensor or a module on a device."""
+        """Return whether a method puts a tensor or a module on a device."""
         if function.attr == "to":
             return any(self._is_cuda(argument) for argument in arguments)
         return function.attr == "cuda" and self._name(function) != "torch.cuda"
@@ -270,7 +272,7 @@ class Scan(ast.NodeVisitor):
         return name != "torch.device" and "device" in words and self._is_cuda(words["device"])
 
     def _is_cuda(self, node: ast.expr) -> bool:
-        """Whether an expression is a CUDA device or its name, in one of its branches."""
+        """Return whether an expression is a CUDA device or its name, in one of its branches."""
         if isinstance(node, ast.IfExp):
             return self._is_cuda(node.body) or self._is_cuda(node.orelse)
         if isinstance(node, ast.Call) and self._name(node.func) == "torch.device":
@@ -284,7 +286,7 @@ class Scan(ast.NodeVisitor):
         return (isinstance(text, str) and text.startswith("cuda")) or variable(node) in self._devices
 
     def _is_single_map(self, node: ast.expr) -> bool:
-        """Whether a device map surely has at most one entry, which ``Accelerator.prepare`` takes for training."""
+        """Return whether a device map has one entry at most: ``Accelerator.prepare`` then takes it for training."""
         if isinstance(node, ast.Dict):
             return len(node.keys) == 1 and node.keys[0] is not None
         if isinstance(node, ast.Constant):
@@ -301,7 +303,7 @@ class Scan(ast.NodeVisitor):
             self.taken.append((name.removeprefix("accelerate."), self._locate(node.lineno)))
 
     def _is_accelerator(self, node: ast.expr) -> bool:
-        """Whether an expression is an Accelerator by what made it, or else by its name."""
+        """Return whether an expression is an Accelerator by what made it, or else by its name."""
         text = ast.unparse(node)
         maker = self._made.get(text, "")
         if maker:
@@ -324,7 +326,7 @@ class Scan(ast.NodeVisitor):
             self.follows_options = False
 
     def _name(self, node: ast.expr) -> str:
-        """Return the full name of what a name or an attribute stands for, "" for anything else."""
+        """Return the full name of a name or an attribute, "" for anything else."""
         if isinstance(node, ast.Name):
             return self._imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute):

@@ -20,19 +20,16 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile
 
-# A checkpoint folder as the doctor needs it: what ``weights_only`` refuses, the names of its model, and its
-# ties.
-
 _EMBEDDINGS = ("embed_tokens", "wte", "shared", "word_embeddings", "embed_in", "tok_embeddings")
 HEAD = "lm_head.weight"
-"""What transformers calls the weight of a language model's output layer."""
+"""Key of the weight of a language model's output layer in transformers."""
 
 _MAX_CONFIG = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Names of one and the same tensor. ``proof``: where it is seen. ``is_proven``: by the bytes, not by the names."""
+    """Keys of one tensor. ``proof``: the evidence. ``is_proven``: by the bytes, not by the keys alone."""
 
     names: tuple[str, ...]
     proof: str
@@ -41,7 +38,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassPickle:
-    """A file of a role whose honest files hold classes. ``line``: what allows them, "" when nothing does."""
+    """A file of a role whose intact files hold classes. ``line``: what allows them, "" when nothing does."""
 
     path: str
     globals: tuple[str, ...]
@@ -50,7 +47,7 @@ class ClassPickle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A checkpoint folder. ``names``: those of its first model, without wrappers. ``config``: its ``config.json``."""
+    """A checkpoint folder. ``names``: keys of its first model, without wrappers. ``config``: its ``config.json``."""
 
     path: str
     refused: tuple[Finding, ...] = ()
@@ -95,7 +92,7 @@ def read_folder(path: str) -> Folder:
 
 
 def embeds(name: str) -> bool:
-    """Whether a tensor is an input embedding, by the names that transformers gives them."""
+    """Return whether a tensor is an input embedding, by the names that transformers gives them."""
     return name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS
 
 
@@ -184,7 +181,7 @@ def _shared(file: TorchFile) -> Iterator[list[str]]:
 
 
 def _is_encoder(names: tuple[str, ...]) -> bool:
-    """Whether another head is there, so that a missing ``lm_head`` means nothing."""
+    """Return whether another head is there, so that a missing ``lm_head`` means nothing."""
     return any(name.split(".")[0] in ("classifier", "score", "pooler", "cls", "qa_outputs") for name in names)
 
 
@@ -199,16 +196,15 @@ def _config(root: Path) -> "dict[str, object] | None":
     return values if isinstance(values, dict) else None
 
 
-# A device map: which module of a model goes to which device.
-
 _MAX_FILE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMap:
-    """A device map. ``source``: where it stands. ``entries``: module name -> device, in the map's own spelling.
+    """A device map. ``source``: the file or argument that holds it.
 
-    The name "" is the whole model. A device is a number, "cpu", "disk", or a type with or without a number.
+    ``entries``: module name -> device, in the map's own spelling. The name "" means the model itself. A device is a
+    number, "cpu", "disk", or a type with or without a number.
     """
 
     source: str
