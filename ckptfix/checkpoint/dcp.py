@@ -46,7 +46,7 @@ from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.storage.transactions import journal_folders
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
-"""What torch writes first, when all data is on disk, and renames to ``.metadata``."""
+"""The file that torch writes when all data is on disk, and renames to ``.metadata``."""
 
 DATA_SUFFIX = DcpPart.DATA.value
 
@@ -102,7 +102,7 @@ class DcpFolder:
 
     @property
     def metadata_path(self) -> PurePosixPath:
-        """Where its ``.metadata`` is, or should be."""
+        """The path at which its ``.metadata`` is, or should be."""
         return self.path / METADATA_NAME
 
     @property
@@ -154,7 +154,7 @@ def rank_of(path: PurePosixPath) -> int | None:
 
 
 def holds_dcp(folder: Path) -> bool:
-    """Whether a folder holds files of a DCP save. False for one that cannot be listed."""
+    """Return whether a folder holds files of a DCP save. False for one that cannot be listed."""
     try:
         with os.scandir(folder) as listing:
             return any(belongs(entry.name) for entry in listing)
@@ -163,7 +163,7 @@ def holds_dcp(folder: Path) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder holds nothing, as one whose files were dropped or moved. False for one that cannot be listed."""
+    """Return whether a folder is empty, as one whose files were deleted or moved. False when it cannot be listed."""
     try:
         return not os.listdir(folder)
     except OSError:
@@ -171,7 +171,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def belongs(name: str) -> bool:
-    """Whether a file of this name is one that a DCP save leaves."""
+    """Return whether a file of this name is one that a DCP save leaves."""
     return parse_dcp_name(name) is not None
 
 
@@ -293,7 +293,7 @@ def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
 
 
 def _has_groups(below: Iterable[Steps], depth: int) -> bool:
-    """Whether there is a list of groups, or all of them in one item."""
+    """Return whether there is a list of groups, or all of them in one item."""
     return any(
         path[depth] == GROUPS_KEY and (len(path) == depth + 1 or type(path[depth + 1]) is int)
         for path in below
@@ -301,14 +301,14 @@ def _has_groups(below: Iterable[Steps], depth: int) -> bool:
 
 
 class _Leaves:
-    """How often each key of an item stands in all dicts, without its wrappers."""
+    """Counts of each item's key in all dicts, without its wrappers."""
 
     def __init__(self, every: Iterable[Steps]) -> None:
         self._every = every
         self._count: Counter[str] | None = None  # few folders need it
 
     def is_state(self, state: list[Steps], depth: int) -> bool:
-        """Whether these paths, with a name of a parameter at ``depth``, are an optimizer's, with no groups beside."""
+        """Return whether these paths, with the key of a parameter at ``depth``, are an optimizer's, without groups."""
         if any(len(path) < depth + 2 or path[depth - 1] != STATE_KEY for path in state):
             return False  # a value by itself, as the epoch of a sampler
         names = {str(path[depth]) for path in state}
@@ -505,7 +505,7 @@ def _unsafe(tree: PickleTree) -> tuple[str, ...]:
 
 
 class _Items:
-    """What the bytes items say: the names in them, and what they would run."""
+    """The contents of the bytes items: the keys in them, and what they would run."""
 
     def __init__(
         self, root: Path, path: PurePosixPath, metadata: DcpMetadata, files: Mapping[PurePosixPath, ShardFile]

@@ -1,4 +1,4 @@
-"""What a folder offers: the entries of every role in order, and which of them are one thing saved again."""
+"""The entries of every role of a folder, in order, and the duplicates among them."""
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
@@ -118,7 +118,7 @@ def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | 
 
 
 def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bool:
-    """Whether the files of a role are those that the manifest lists, in their sizes."""
+    """Return whether the files of a role are those that the manifest lists, in their sizes."""
     saved = {
         name: size
         for name, size in manifest.files.items()
@@ -245,7 +245,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
 
 
 def _speaks_of(recorded: ManifestEntry, label: str, tensors: Sequence[TensorInfo]) -> bool:
-    """Whether the manifest means this file as it is: a repair may have moved or renamed what was saved."""
+    """Return whether the manifest means this file as it is: a repair may have moved or renamed what was saved."""
     if recorded.file != label:
         return False
     return not recorded.keys or recorded.keys == key_fingerprint(
@@ -291,7 +291,7 @@ def _problem(component: Component) -> str:
 
 
 def _depth(entry: Entry) -> tuple[int, int]:
-    """How often an entry was prepared; ``torch.compile`` does not count, as a script may compile one of two models."""
+    """Count how often an entry was prepared, without ``torch.compile``: a script may compile one of two models."""
     chain = [segment for segment in entry.chain if segment in PREPARE_WRAPPERS]
     return len(set(chain)), len(chain)
 

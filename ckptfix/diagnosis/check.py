@@ -31,10 +31,10 @@ from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 _GENERIC = ("values of tensors", "checksums of ")
-"""How what is not checked of any folder begins; said once."""
+"""Beginnings of the words for what is not checked of any folder; said once."""
 
 _OF_FOLDER = ("other files next to it", "digests in ")
-"""How what is about the rest of a folder begins, which is beside the point for a model below."""
+"""Beginnings of the words about the rest of a folder, which do not matter for a model below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -76,7 +76,7 @@ class CheckReport(Printable, Serialized):
 
     @property
     def all_unfinished(self) -> tuple[str, ...]:
-        """What may not be read of the folder and of the models below, by paths from the folder."""
+        """The unreadable files of the folder and of the models below, by paths from the folder."""
         return self.unfinished + tuple(
             f"{report.path.relative_to(self.path)}/{words}"
             for report in self.below
@@ -85,7 +85,7 @@ class CheckReport(Printable, Serialized):
 
     @property
     def counts(self) -> str:
-        """How much was looked at, in words: files, tensors, bytes."""
+        """The number of files, tensors and bytes that were read, in words."""
         components = self.folder.components
         tensors = sum(
             len(component.tensors) for component in components if component.role is not Role.RNG_STATE

@@ -38,15 +38,12 @@ from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
 from ckptfix.tensors.opening import configured_models
 
-# Whether what a save leaves is all there: by the numbers of its ranks, by what belongs together, by its
-# siblings.
-
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; samplers and dataloaders may rightly be left out of one."""
 
 _FOREIGN = ("config.json", "adapter_config.json", "model_index.json", TRAINER_STATE)
-"""What lies next to weights that a library exported on purpose, and that nobody takes for a ``save_state``."""
+"""Files next to weights that a library exported on purpose, which nobody takes for a ``save_state``."""
 
 Part = tuple[Role, int]
 """A role and the position of an entry, or the rank of a state of generators."""
@@ -208,14 +205,14 @@ def _order(part: Part) -> tuple[int, int]:
 # Files that a copy or a save left under a name of their own when it was cut short.
 
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
-"""Where ``save_file`` of safetensors writes before it renames."""
+"""The names under which ``save_file`` of safetensors writes before it renames."""
 
 _COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
 """``.NAME.XXXXXX`` of rsync, and what downloads and atomic writers put behind a name."""
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a file of this name was to become one of a checkpoint. Not DCP's own ``.metadata.tmp``."""
+    """Return whether a file of this name was to become one of a checkpoint. Not DCP's own ``.metadata.tmp``."""
     if name == METADATA_UNFINISHED:
         return False
     match = _COPYING.fullmatch(name)
@@ -223,14 +220,11 @@ def is_unfinished(name: str) -> bool:
     return bool(_SAVING.fullmatch(name)) or parse_file_name(wanted) is not None or belongs(wanted)
 
 
-# The folder as a whole: files that the save wrote and that are gone, and what a copy that was cut short
-# leaves.
-
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
 
 
 class SaveDiagnosis(NamedTuple):
-    """What is wrong with a folder as a save, and in words what was not checked of it, and what could not be."""
+    """The findings about a folder as a save, and in words what was not checked of it, and what could not be."""
 
     findings: list[Finding]
     unchecked: list[str]
@@ -325,7 +319,7 @@ def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
 
 
 def _holds_weights(below: Path) -> bool:
-    """Whether a folder or one below it holds a file that may be weights, or nobody can tell."""
+    """Return whether a folder or one below it holds a file that may be weights, or nobody can tell."""
     refused: list[OSError] = []
     for _, folders, names in os.walk(below, onerror=refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]

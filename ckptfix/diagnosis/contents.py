@@ -22,9 +22,6 @@ from ckptfix.tensors.opening import model_folders, open_checkpoint
 from ckptfix.tensors.single_files import file_weights
 from ckptfix.tensors.stored import Format, Weights
 
-# What there is to read in a checkpoint: its files, and the tensors of its models as far as they can be
-# found.
-
 
 class FileState(NamedTuple):
     """A regular file as it was when it was listed: size in bytes, time in nanoseconds."""
@@ -207,7 +204,7 @@ def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
 
 
 def _names_weights(path: PurePosixPath) -> bool:
-    """Whether a file holds weights, by its name and by that of its folder."""
+    """Return whether a file holds weights, by its name and by that of its folder."""
     folder = parse_folder_name(path.parent.name)
     if folder is not None and folder.role is not Role.MODEL:
         return False
@@ -215,9 +212,6 @@ def _names_weights(path: PurePosixPath) -> bool:
     if name is None:
         return path.suffix == DATA_SUFFIX
     return name.role in (Role.MODEL, Role.UNKNOWN)
-
-
-# What a manifest says of a checkpoint, as far as it can be compared with what is there.
 
 
 def readable_manifest(root: Path) -> Manifest | None:
@@ -229,7 +223,7 @@ def readable_manifest(root: Path) -> Manifest | None:
 
 
 class Recorded:
-    """What a manifest says of a folder, or of the one file in it that was asked for.
+    """The records of a manifest about a folder, or about the one file in it that was asked for.
 
     ``repaired``: files that were sealed and changed by a repair since.
     """
@@ -296,7 +290,7 @@ class Recorded:
 
 
 def _is_state(label: str) -> bool:
-    """Whether what is recorded as a model is a state by its name, as seals before 0.5.0 had ``rng_state.pth``.
+    """Return whether what is recorded as a model is a state by its name, as seals before 0.5.0 had ``rng_state.pth``.
 
     Its file has a digest of its own.
     """

@@ -57,8 +57,6 @@ from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.wording import count_of, list_names
 
-# DCP folders: what is missing of them, and which are the same model again.
-
 
 def diagnose_dcp_folders(
     evidence: Evidence, states: Sequence[DcpFolder], compare: Compare, *, drop: bool
@@ -194,7 +192,7 @@ class NumberedFolder(NamedTuple):
 
     @property
     def path(self) -> PurePosixPath:
-        """Where it is."""
+        """The path of the entry from the checkpoint."""
         return self.state.path
 
 
@@ -249,11 +247,6 @@ def _match(
     return related
 
 
-# The items of DCP folders: does each tensor begin as one, and do the bytes of all have their checksums?
-#
-# Only the first bytes of a tensor are read, or with ``data`` all bytes of every item. What may stand there:
-# a zip archive of ``torch.save``, or for a tensor safetensors (``formats.dcp_items``).
-
 _ZIP = b"PK\3\4"
 _HEAD = 9  # what tells safetensors: a length of 8 bytes, and the brace behind it
 
@@ -262,6 +255,9 @@ def diagnose_items(
     root: Path, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
     """Find the files whose tensors are none, and with ``data`` those of which a byte has changed.
+
+    A tensor begins as a zip archive of ``torch.save``, or as safetensors. Only its first bytes are read, with ``data``
+    all bytes of every item.
 
     Returns these and the files that may not be read, with the reason. ``progress`` is called with byte counts. What
     is cut short or missing is left to ``diagnose_dcp_folders``.
@@ -358,13 +354,8 @@ def _changed(
             yield CrcMismatch(path=path, record=record.name, tensors=(item.fqn,))
 
 
-# Names in DCP folders: wrappers, and optimizers whose names are not those of their model.
-#
-# A model and the optimizer of the same number are judged together: loaded together, they must have the same
-# names. In an optimizer names stand twice, in its state and in the lists of its parameter groups.
-
 NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
-"""What a repair to names without any wrapper rests on."""
+"""The evidence for a repair to keys without any wrapper."""
 
 
 class _Place(NamedTuple):
@@ -375,7 +366,11 @@ class _Place(NamedTuple):
 
 
 def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
-    """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known."""
+    """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known.
+
+    A model and the optimizer of the same number are judged together: loaded together, they must have the same keys. An
+    optimizer has keys twice, in its state and in the lists of its parameter groups.
+    """
     units: dict[object, list[_Place]] = {}
     findings: list[Finding] = []
     for state in states:
@@ -432,7 +427,7 @@ def unit_of(state: DcpFolder) -> Hashable:
 
 
 def is_flat(state: DcpFolder | Component) -> bool:
-    """Whether names of FSDP's flattened parameters are in a folder or a file."""
+    """Return whether names of FSDP's flattened parameters are in a folder or a file."""
     return any(is_flat_name(name) for scope in state.scopes for name in scope.names)
 
 
@@ -514,7 +509,7 @@ def _judge(
 
 
 def _is_own_doing(place: _Place, reference: _Place) -> bool:
-    """Whether a script of somebody's own may have saved names that differ so, and reads them again.
+    """Return whether a script of somebody's own may have saved names that differ so, and reads them again.
 
     ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does not.
     Accelerate saves the model and the optimizer by functions that agree.

@@ -50,10 +50,8 @@ from ckptfix.storage.comparing import Digests
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.wording import list_names
 
-# Symbolic links inside of a checkpoint folder: which of its own files they need.
-
 _MAX_HOPS = 40
-"""How many links Linux follows for one path (path_resolution(7)); more are a loop."""
+"""Limit of the links that Linux follows for one path (path_resolution(7)); more are a loop."""
 
 
 def links_below(root: Path) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
@@ -94,9 +92,6 @@ def _places(link: str) -> Iterator[str]:
         yield here
 
 
-# From a scanned folder to findings. Reads tensor bytes only where two entries agree in names, dtypes and
-# shapes.
-
 _OF_CONTENT = (MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile)
 """The findings that say why a file is not there, or not of the size that it was saved with."""
 
@@ -109,7 +104,7 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found in a folder, most severe first, and what was not looked at, in words.
+    """The findings about a folder, most severe first, and in words what was not checked.
 
     ``unfinished``: what may not be read, each with its path, the reason, and what to type.
 

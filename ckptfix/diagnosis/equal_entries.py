@@ -25,9 +25,6 @@ from ckptfix.diagnosis.findings.duplicates import (
     SurplusStates,
 )
 
-# Numbered models: duplicates, identical copies, related models, entries moved by duplicates; gaps in any
-# role.
-
 GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
 """Roles of which Accelerate saves every entry; samplers and dataloaders may rightly skip numbers."""
 
@@ -37,7 +34,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Verdict(NamedTuple):
-    """Where two paired entries first differ, None when they are equal; ``full``: every byte was read for it."""
+    """The first difference of two paired entries, None when they are equal; ``full``: every byte was read for it."""
 
     difference: str | None
     full: bool
@@ -72,7 +69,7 @@ def diagnose_gaps(evidence: Evidence) -> list[Finding]:
 
 
 class Number(Protocol):
-    """What is said by the name of such a one."""
+    """A name that holds a position."""
 
     @property
     def index(self) -> int:
@@ -87,11 +84,11 @@ class Numbered(Protocol):
 
     @property
     def path(self) -> PurePosixPath:
-        """Where it is."""
+        """The path of the entry from the checkpoint."""
 
     @property
     def name(self) -> Number:
-        """What its name says."""
+        """The parsed name."""
 
 
 def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -> dict[PurePosixPath, int]:
@@ -271,9 +268,6 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
         expected = entry.name.index + 1
     return findings
 
-
-# Equal states of optimizers, schedulers and custom objects: which of them were saved twice, and how sure
-# that is.
 
 _INDEPENDENT = (Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 """Roles whose intentional entries often are equal, and that belong to no model."""

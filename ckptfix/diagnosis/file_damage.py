@@ -44,8 +44,6 @@ from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 
-# Single files: what could not be read, what stands after the end, checksums, and what pickles name.
-
 _TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
 """Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of
 them, and nothing reads the second but who asks for all of it."""
@@ -228,7 +226,7 @@ def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
 
 
 def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapping[str, str]) -> bool:
-    """Whether the index has the same tensors under names with another wrapper chain, as after a hand-made rename."""
+    """Return whether the index has the same tensors under keys with other wrappers, as after a manual rename."""
     if not lost:
         return False
     strip_actual, strip_listed = (

@@ -1,4 +1,4 @@
-"""What the user asked of a repair."""
+"""The policy of a repair: the options that the user chose."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Policy:
                 raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
 
     def wants(self, code: str) -> bool:
-        """Whether findings of this code may be repaired at all."""
+        """Return whether findings of this code may be repaired at all."""
         return not self.only or code in self.only
 
     @property

@@ -1,4 +1,4 @@
-"""What a path given by the user means: a whole folder, or one file in it."""
+"""Targets of a command: a whole folder, or one file in it."""
 
 import os
 from dataclasses import dataclass

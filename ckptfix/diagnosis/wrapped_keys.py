@@ -30,7 +30,7 @@ NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
 """Files whose names can carry wrappers. The state of generators, schedulers and custom objects has names of its own."""
 
 ScopeKey = tuple[PurePosixPath, tuple[str, ...], str]
-"""Which place for names is meant: the file, the path to the dict in it, the kind."""
+"""Identity of a place for keys: the file, the path to the dict in it, the kind."""
 
 
 def scope_key(component: Component, scope: NameScope) -> ScopeKey:
@@ -94,7 +94,7 @@ def diagnose_names(
 
 
 class _Nested(NamedTuple):
-    """What the names of a nested place should begin with, and what says so."""
+    """The wrappers that the keys of a nested place should begin with, and the evidence."""
 
     target: tuple[str, ...]
     evidence: str
@@ -157,7 +157,7 @@ class _Verdicts:
         return _Nested(collapse(chain), evidence, assumed=True) if evidence else None
 
     def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:
-        """Whether a model with the same names and shapes is there in fewer wrappers: this one may be its average.
+        """Return whether a model with the same keys and shapes has fewer wrappers: this one may be its average.
 
         In one file the average follows its model.
         """
@@ -191,7 +191,7 @@ class _Verdicts:
 
 
 def _are_of_one_save(group: ModelFiles, other: ModelFiles, is_before: bool) -> bool:
-    """Whether a place in ``group`` can be the average of a model in ``other``.
+    """Return whether a place in ``group`` can be the average of a model in ``other``.
 
     ``is_before``: the model comes first. They are in one file, in one list of entries, or in a file next to those.
     """

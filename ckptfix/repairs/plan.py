@@ -46,7 +46,59 @@ from ckptfix.wording import list_names
 Maps = Mapping[ScopeKey, KeyMap]
 
 
-# Why an entry is neither dropped nor moved although it could be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps in the order in which they are applied, and what stays although it could be repaired.
+
+    ``findings``: all that was found before.
+    """
+
+    folder: CheckpointFolder
+    sharded: tuple[DcpFolder, ...]
+    steps: tuple[Step, ...]
+    unplanned: tuple[Unplanned, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to do."""
+        return not self.steps
+
+
+def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
+    """Plan the repair of a diagnosed folder.
+
+    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come last, so that
+    every other step names files as the user knows them.
+    """
+    draft = Draft(diagnosis, policy)
+    dropped = plan_drops(draft)
+    plan_trims(draft, dropped)
+    maps = plan_names(draft, dropped)
+    if draft.sharded:
+        plan_dcp_names(draft, dropped)
+    plan_indexes(draft, maps)
+    plan_moves(draft, dropped)
+    _hint_at_options(draft)
+    return Plan(
+        folder=diagnosis.folder,
+        sharded=diagnosis.sharded,
+        steps=tuple(draft.steps),
+        unplanned=tuple(draft.unplanned),
+        findings=diagnosis.findings,
+    )
+
+
+def _hint_at_options(draft: Draft) -> None:
+    """Say of what was named with ``--only``, and needs the user's word besides, that it does."""
+    done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
+    for code in sorted(draft.policy.only - done):
+        paths = [finding.path for finding in draft.findings if finding.code == code]
+        if paths and CODES[code].action is Action.ASK:
+            draft.stay(code, paths, f"it needs {CODES[code].option}, too")
+
+
+# Objections to dropping or moving an entry.
 
 
 def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
@@ -114,7 +166,7 @@ def _needed(draft: Draft, paths: Sequence[PurePosixPath], dropped: PurePosixPath
     return None
 
 
-# Which entries go and which move: drops of doubles, and the numbers that change by them.
+# Entries that go, and the numbers that change by that.
 
 
 def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
@@ -221,7 +273,7 @@ def _is_one_run(
     position: Mapping[PurePosixPath, int],
     dropped: set[PurePosixPath],
 ) -> bool:
-    """Whether one entry and its copies follow one another: any may go, and none takes another model's place."""
+    """Return whether one entry and its copies follow one another: any may go, and none takes another model's place."""
     if len({finding.original for finding in copies}) != 1:
         return False
     places = sorted(position[path] for path in {copies[0].original, *(finding.path for finding in copies)})
@@ -230,7 +282,7 @@ def _is_one_run(
 
 
 def _is_wanted(draft: Draft, role: Role) -> bool:
-    """Whether equal entries of a role may go, whatever is known of them besides."""
+    """Return whether equal entries of a role may go, whatever is known of them besides."""
     kinds = (IdenticalModels,) if role is Role.MODEL else (IdenticalStates, DoubledStates, SurplusStates)
     return any(draft.policy.wants(kind.code) for kind in kinds)
 
@@ -400,7 +452,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
 
 
 def _is_one_of_several(draft: Draft, component: Component) -> bool:
-    """Whether a model of a checkpoint is looked at alone."""
+    """Return whether a model of a checkpoint is looked at alone."""
     return draft.folder.only is not None and bool(draft.folder.ranks) and component.role is Role.MODEL
 
 
@@ -499,58 +551,3 @@ def _weight_map(group: ModelFiles, maps: Maps) -> dict[str, str]:
 
 def _ranges(component: Component) -> list[tuple[int, int]]:
     return [tensor.data_offsets for tensor in component.tensors if tensor.data_offsets is not None]
-
-
-# From findings to steps. Pure: the same diagnosis and policy give the same plan, and nothing is touched.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Steps in the order in which they are applied, and what stays although it could be repaired.
-
-    ``findings``: all that was found before.
-    """
-
-    folder: CheckpointFolder
-    sharded: tuple[DcpFolder, ...]
-    steps: tuple[Step, ...]
-    unplanned: tuple[Unplanned, ...]
-    findings: tuple[Finding, ...]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.steps
-
-
-def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
-    """Plan the repair of a diagnosed folder.
-
-    Drops come first, so that a dropped file's recipe names the kept file as it was; moves come last, so that
-    every other step names files as the user knows them.
-    """
-    draft = Draft(diagnosis, policy)
-    dropped = plan_drops(draft)
-    plan_trims(draft, dropped)
-    maps = plan_names(draft, dropped)
-    if draft.sharded:
-        plan_dcp_names(draft, dropped)
-    plan_indexes(draft, maps)
-    plan_moves(draft, dropped)
-    _hint_at_options(draft)
-    return Plan(
-        folder=diagnosis.folder,
-        sharded=diagnosis.sharded,
-        steps=tuple(draft.steps),
-        unplanned=tuple(draft.unplanned),
-        findings=diagnosis.findings,
-    )
-
-
-def _hint_at_options(draft: Draft) -> None:
-    """Say of what was named with ``--only``, and needs the user's word besides, that it does."""
-    done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
-    for code in sorted(draft.policy.only - done):
-        paths = [finding.path for finding in draft.findings if finding.code == code]
-        if paths and CODES[code].action is Action.ASK:
-            draft.stay(code, paths, f"it needs {CODES[code].option}, too")

@@ -35,10 +35,10 @@ from ckptfix.wording import list_names
 # something in front of it.
 
 _GAP = "[^A-Za-z0-9]{1,4}"
-"""What may stand between two segments: a dot, one of another file's, of JSON, of a regular expression."""
+"""Characters between two segments: a dot, one of another file's, of JSON, of a regular expression."""
 
 MAX_SLICES = 1 << 22
-"""How many parts of one text are looked at; a longer one may hold anything."""
+"""Limit of the parts of one text that are compared; a longer one may hold anything."""
 
 
 class OldNames:
@@ -94,7 +94,7 @@ class OldNames:
         return self._part(_plain(text), is_name=is_name) if self._parts else None
 
     def is_whole(self, part: str) -> bool:
-        """Whether what was found is an old name, not only a part of one."""
+        """Return whether what was found is an old name, not only a part of one."""
         return part in self._whole
 
     def _longest(self, text: str, begin: int) -> str | None:
@@ -124,7 +124,7 @@ class OldNames:
         return None
 
     def _may_begin(self, text: str, begin: int, *, is_name: bool) -> bool:
-        """Whether a name at this place is neither the end of a new one nor that of another name."""
+        """Return whether a name at this place is neither the end of a new one nor that of another name."""
         if any(front and text.endswith(front, 0, begin) for front in self._fronts):
             return False
         if not is_name or begin == 0 or text[begin - 1] != ".":

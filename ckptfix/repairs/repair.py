@@ -93,7 +93,7 @@ class RepairReceipt(Printable, Serialized):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do before the script resumes, in words; empty where no entry was dropped."""
+        """The steps before the script resumes, in words; empty where no entry was dropped."""
         return _before_resuming(self.steps, self.found)
 
     def lines(self) -> Iterator[Line]:

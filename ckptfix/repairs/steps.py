@@ -19,8 +19,6 @@ from ckptfix.diagnosis.policy import Policy
 from ckptfix.reports import Serialized
 from ckptfix.wording import count_of, human_size
 
-# What a repair can do to a folder: five kinds of action, each a value that prints itself.
-
 
 class Safety(Enum):
     """SAFE: applied by default. LOSSY: only when asked for by name, for it rests on the user's knowledge."""
@@ -158,11 +156,8 @@ class Unplanned(Serialized):
         return f"{self.path}{more}: {self.code} stays: {self.reason}"
 
 
-# What the planning of every kind of step shares: the folder, what may be repaired, and the steps so far.
-
-
 class Draft:
-    """A plan in the making: the modules of this package read the diagnosis here and add steps."""
+    """Draft of a plan: the diagnosis of the folder, the findings that may be repaired, and the steps so far."""
 
     def __init__(self, diagnosis: Diagnosis, policy: Policy) -> None:
         """Start without steps."""

@@ -1,4 +1,4 @@
-"""What every finding has: a stable code, a severity, an action, its numbers and its sentence."""
+"""Base of every finding: a stable code, a severity, an action, its numbers and its sentence."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -50,17 +50,17 @@ class Finding(Serialized):
 
     @property
     def is_fixable(self) -> bool:
-        """Whether a plain repair takes it away."""
+        """True when a plain repair fixes it."""
         return self.action is Action.FIX and self.severity is not Severity.NOTE
 
     @property
     def is_salvageable(self) -> bool:
-        """Whether no repair helps, and ``salvage`` gets out the tensors that are whole."""
+        """True when no repair helps, and ``salvage`` recovers the tensors that are intact."""
         return False
 
     @property
     def advice(self) -> str:
-        """What to do next, "" where a plain repair does it. ``DIR`` stands for the checkpoint."""
+        """The next step, "" where a plain repair does it. ``DIR`` stands for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
 
     def advice_at(self, path: str) -> str:

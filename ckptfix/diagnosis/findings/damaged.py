@@ -6,15 +6,13 @@ from pathlib import PurePosixPath
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 
-# Files and indexes that are not what they should be.
-
 _READERS = {
     "a GGUF model": (".gguf", "llama.cpp or transformers (from_pretrained(FOLDER, gguf_file=NAME))"),
     "an ONNX model": (".onnx", "onnxruntime"),
     "an HDF5 file": (".h5", "h5py or Keras"),
     "a numpy array": (".npy", "numpy.load"),
 }
-"""What a file of another program is -> its suffix, and what reads it."""
+"""Description of a file of another program -> its suffix, and the program that reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +177,12 @@ class IndexMismatch(Finding):
 
     @property
     def is_fixable(self) -> bool:
-        """Whether the headers alone say what the index should be, so that a plain repair writes it."""
+        """True when the headers alone say what the index should be, so that a plain repair writes it."""
         return not self.lost and not self.doubled and self.rivals == 1
 
     @property
     def is_salvageable(self) -> bool:
-        """What the shards hold is whole."""
+        """Say that the tensors in the shards are intact."""
         return bool(self.lost)
 
     def __str__(self) -> str:
@@ -232,7 +230,7 @@ class StaleShard(Finding):
 
     @property
     def advice(self) -> str:
-        """Which of two saves is wanted only the user knows."""
+        """Ask the user, who alone knows which of two saves is wanted."""
         return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
 
 

@@ -106,7 +106,7 @@ class NestedPrefix(Finding):
     target: tuple[str, ...]
     names: int
     evidence: str = ""
-    """What the verdict rests on, besides the names."""
+    """The evidence besides the keys."""
     assumed: bool = False
     """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same."""
 
@@ -308,7 +308,7 @@ class SurplusStates(IdenticalStates):
 
     @property
     def order(self) -> str:
-        """What stock ``load_state`` puts where."""
+        """Say what stock ``load_state`` loads into which model."""
         noun = self.role.value.removesuffix("s")
         loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
         return f"load_state goes by position and takes {loads}"

@@ -251,7 +251,7 @@ class InterruptedSave(Finding):
 
     @property
     def advice(self) -> str:
-        """Which chunk is where stands in the metadata alone."""
+        """Say that only the metadata has the places of the chunks."""
         if self.mixed:
             return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         if self.leftover:
@@ -282,9 +282,9 @@ class MissingRank(Finding):
     items: int
     holds: tuple[str, ...]
     detail: str = ""
-    """What says so where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
+    """The evidence where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
     elsewhere: int = 0
-    """How many tensors the rank holds nothing of."""
+    """The number of tensors of which the rank holds nothing."""
 
     @property
     def is_salvageable(self) -> bool:
@@ -326,7 +326,7 @@ class IncompleteTensor(Finding):
 
     @property
     def advice(self) -> str:
-        """What no chunk holds is nowhere."""
+        """Say that the missing part is in no chunk."""
         return "loading leaves what was in memory there; use an older checkpoint"
 
 
@@ -344,7 +344,7 @@ class StrayShard(Finding):
 
     @property
     def advice(self) -> str:
-        """Which save is wanted only the user knows."""
+        """Ask the user, who alone knows which save is wanted."""
         return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
 
 
@@ -366,7 +366,7 @@ class FlatParameters(Finding):
 
     @property
     def advice(self) -> str:
-        """Which parameters a flat one holds is in no file."""
+        """Say that no file lists the parameters that a flat one holds."""
         return (
             "no name is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
             "and number of processes, and save again with SHARDED_STATE_DICT"
