@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from ckptfix.devices.probe import probe_peer_copies
-from ckptfix.devices.probe import trials as host_path
 from ckptfix.devices.probe.bulk import Row, next_batch, run_batch, run_large
 from ckptfix.devices.probe.cases import FULL, WINDOWED
 from ckptfix.devices.probe.payload import Memory, free_memory
 from ckptfix.devices.probe.probe_report import Verdict
-from ckptfix.devices.probe.trials import PairTrials
+from ckptfix.devices.probe.trials import PairTrials, prove
 from ckptfix.devices.torch_devices import device_count, ordered_pairs, this_machine
 from tests.simulated.simulator import running
 
@@ -29,7 +28,7 @@ two_gpus = pytest.mark.skipif(real_devices() < 2, reason=f"needs two GPUs, there
 @one_gpu
 def test_each_device_passes_its_own_round_trip() -> None:
     for index in range(device_count()):
-        assert sum(1 for _ in host_path.prove(index, 1, Memory(), lambda stage: None)) > 50
+        assert sum(1 for _ in prove(index, 1, Memory(), lambda stage: None)) > 50
         Row(WINDOWED, 1).prove(index)
 
 

@@ -1,36 +1,30 @@
-"""Many small copies, very large copies, and copies that depend on each other."""
+"""Copies made together: many small ones, large ones over several pairs, all pairs at once, and chains.
+
+Payloads of batches and large copies are windows into one long row of random bytes. The host made the row and put it on
+every device, so making and sending 64 MiB anew for each copy is saved. Each copy takes another window: no byte of it
+lies where it lay in the one before. A window is finite values of every float dtype: hardware may rewrite the bits of a
+NaN that passes a kernel.
+"""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ckptfix.devices.probe import payload
-from ckptfix.devices.probe import trials as host_path
 from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, classify, compared, free_memory, same
 from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.probe.task import Failure
-from ckptfix.devices.probe.trials import REMEMBERED, Evidence, judge
+from ckptfix.devices.probe.trials import REMEMBERED, Copy, prove_again, still_holds
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import CkptfixError
 from ckptfix.wording import human_size
-
-# Payloads that are windows into one long row of random bytes, which lies on every device: copies of more
-# than 8 MiB.
-#
-# The host made the row and put it there, and has read it back, so making and sending 64 MiB anew for each
-# copy is saved. Each copy takes another window: no byte of it lies where it lay in the one before. A window
-# is finite values of every float dtype: hardware may rewrite the bits of a NaN that passes a kernel.
-#
-# Pairs without a device in common may copy at once: all copies are queued before the host waits for the
-# first.
 
 _WINDOWS = 1 << 14
 _STEP = 64
@@ -88,7 +82,7 @@ class Row:
         size = int(self.on(index).numel())
         there = self._there[index].copy_(self.complement[:size])
         there.copy_(self.bytes[:size])
-        host_path.still_holds(index, there, self.bytes[:size])
+        still_holds(index, there, self.bytes[:size])
 
     def window(self, pair: Pair, size: int, seed: int, what: str) -> slice:
         """Return where a window of ``size`` bytes lies. Raises NoRoom when a device of the pair holds too little."""
@@ -112,18 +106,7 @@ class Row:
         return size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
-    """One copy that is under way: its ``block`` at the destination, and what a kernel behind it will have seen."""
-
-    case: Case
-    pair: Pair
-    window: slice
-    block: Any
-    seen: Any
-
-
-def queue_large(case: Case, pair: Pair, row: Row, seed: int, memory: Memory) -> Queued:
+def queue_large(case: Case, pair: Pair, row: Row, seed: int, memory: Memory) -> Copy:
     """Queue one copy of a window, poisoned before and compared behind, without waiting for it."""
     window = row.window(pair, case.size, seed, f"copies of {exact_size(case.size)}")
     to = device(pair[1])
@@ -135,34 +118,11 @@ def queue_large(case: Case, pair: Pair, row: Row, seed: int, memory: Memory) -> 
     else:
         block = memory.upload(row.complement[window], to, "block")
         block.view(payload.dtype_of(case.dtype)).copy_(laid_out(case, source))
-    return Queued(case=case, pair=pair, window=window, block=block, seen=compared(block, reference))
-
-
-def read_back(queued: Queued, memory: Memory) -> tuple[bool, Any]:
-    """Wait for a copy; return what the kernel behind it saw, and the bytes that the host reads there."""
-    in_time = bool(queued.seen)
-    return in_time, memory.on_host(queued.case.size, f"back from {queued.pair[1]}").copy_(queued.block)
-
-
-def judge_large(queued: Queued, in_time: bool, back: Any, row: Row, earlier: "deque[Any]") -> Failure | None:
-    """Return what is wrong with a copy, or None. ``earlier`` remembers what the pair carried.
-
-    Raises UnusableDevice when it is a device's exchange with the host that is wrong.
-    """
-    expected, failure = row.bytes[queued.window], None
-    if not in_time or not same(back, expected):
-        evidence = Evidence(
-            source=row.on(queued.pair[0])[queued.window],
-            sent=expected,
-            block=queued.block,
-            arrived=back,
-            reference=row.on(queued.pair[1])[queued.window],
-            expected=expected,
-        )
-        damage = judge(queued.pair, evidence, earlier=tuple(earlier))
-        failure = Failure.of(queued.pair, damage, queued.case.size, str(queued.case))
-    earlier.append(expected[:REMEMBERED].clone())
-    return failure
+    sent = row.bytes[window]
+    return Copy(
+        pair=pair, case=str(case), size=case.size, source=source, sent=sent, block=block, reference=reference,
+        expected=sent, seen=compared(block, reference),
+    )  # fmt: skip
 
 
 def run_large(
@@ -176,18 +136,20 @@ def run_large(
 ) -> tuple[Failure, ...]:
     """Make one copy over each of these pairs, which have no device in common, and return what is wrong with them.
 
-    Raises UnusableDevice, NoRoom, and whatever a copy raises.
+    All are queued before the host waits for the first. ``earlier``: gives what a pair carried before. Raises
+    UnusableDevice, NoRoom, and whatever a copy raises.
     """
     for pair in pairs:  # before anything is queued: putting the row somewhere makes the host wait
         row.window(pair, case.size, 0, f"copies of {exact_size(case.size)}")
     all_queued = threading.Barrier(len(pairs))
 
-    def copied(pair: Pair, seed: int) -> tuple[Queued, bool, Any]:
+    def copied(pair: Pair, seed: int) -> Copy:
         try:
             with bypassed(counted=False):
-                queued = queue_large(case, pair, row, seed, memory)
+                copy = queue_large(case, pair, row, seed, memory)
                 all_queued.wait(_PATIENCE)
-                return queued, *read_back(queued, memory)
+                copy.read_back(memory.on_host(case.size, f"back from {pair[1]}"))
+                return copy
         except BaseException:
             all_queued.abort()  # which ends the others' waiting
             raise
@@ -199,8 +161,11 @@ def run_large(
         with ThreadPoolExecutor(len(pairs)) as pool:  # much of it is the host's work, on bytes that came back
             done = list(pool.map(copied, pairs, seeds))
     tell(None)
-    found = (judge_large(*one, row, earlier(one[0].pair)) for one in done)
-    return tuple(failure for failure in found if failure is not None)
+    failures = []
+    for copy in done:
+        failures.append(copy.failure(tuple(earlier(copy.pair))))
+        earlier(copy.pair).append(copy.expected[:REMEMBERED].clone())
+    return tuple(failure for failure in failures if failure is not None)
 
 
 def laid_out(case: Case, window: Any) -> Any:
@@ -212,13 +177,6 @@ def laid_out(case: Case, window: Any) -> Any:
     wide[:, 0].copy_(dense)
     return wide[:, 0]
 
-
-# Many small copies over one pair, all queued before the host waits once: what a single one takes is mostly
-# waiting.
-#
-# Their payloads are slots of a window into the long row (see ``large``), with a guard behind each. Every
-# slot is poisoned before, and compared by a kernel queued right behind its own copy; the host compares them
-# all, and the guards, in the end.
 
 LARGEST = 3 << 20
 """Bytes of a batch; what is left of a section after it is the next one."""
@@ -252,9 +210,11 @@ def run_batch(
     earlier: "deque[Any]",
     most: int,
 ) -> tuple[Failure, ...]:
-    """Make these copies and return what is wrong with them, at most ``most`` of it.
+    """Make these copies, all queued before the host waits once, and return what is wrong with them: at most ``most``.
 
-    Raises UnusableDevice, NoRoom, and whatever a copy raises.
+    A single small copy takes mostly waiting. Payloads are slots of a window, with a guard behind each. Every slot is
+    poisoned before, and compared by a kernel queued right behind its own copy; the host compares them all, and the
+    guards, in the end. Raises UnusableDevice, NoRoom, and whatever a copy raises.
     """
     sizes = [case.size for case in cases]
     *starts, whole = accumulate(map(_guarded, sizes), initial=0)
@@ -280,32 +240,22 @@ def run_batch(
         for number, (case, slot) in enumerate(zip(cases, slots, strict=True)):
             if len(failures) >= most:
                 break
+            copy = Copy(
+                pair=pair, case=str(case), size=case.size, source=source[slot], sent=sent[slot], block=block[slot],
+                reference=reference[slot], expected=sent[slot], in_time=in_time[number], arrived=back[slot],
+            )  # fmt: skip
+            failure = copy.failure(carried[max(len(earlier) + number - 2, 0) : len(earlier) + number])
             guarded = slice(slot.start, slot.start + _guarded(case.size))
-            damage = None
-            if not in_time[number] or not same(back[slot], sent[slot]):
-                evidence = Evidence(
-                    source=source[slot],
-                    sent=sent[slot],
-                    block=block[slot],
-                    arrived=back[slot],
-                    reference=reference[slot],
-                    expected=sent[slot],
-                )
-                before = carried[max(len(earlier) + number - 2, 0) : len(earlier) + number]
-                damage = judge(pair, evidence, earlier=before)
-            elif not same(back[guarded], expected[guarded]):
-                host_path.prove_again(pair[1], whole)
-                beside = int((back[guarded] != expected[guarded]).sum())
-                damage = Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=beside)
-            if damage is not None:
-                failures.append(Failure.of(pair, damage, case.size, str(case)))
+            if failure is None and not same(back[guarded], expected[guarded]):
+                prove_again(pair[1], whole)
+                outside = int((back[guarded] != expected[guarded]).sum())
+                damage = Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=outside)
+                failure = Failure.of(pair, damage, case.size, copy.case)
+            failures += [] if failure is None else [failure]
     for slot in slots[-2:]:
         earlier.append(sent[slot][:REMEMBERED].clone())
     return tuple(failures)
 
-
-# Copies that depend on each other: all pairs at once in both directions, and chains through several
-# devices.
 
 _AT_ONCE = 1 << 20
 """Bytes of each copy when all pairs are at work at once."""
@@ -316,35 +266,28 @@ def all_at_once(
 ) -> tuple[Failure, ...]:
     """Queue a copy on every pair before the host waits for one of them; return those that were wrong."""
     size = _AT_ONCE + 8 * round_number
-    sent = {
-        pair: payload.random_bytes(size, payload.seed_of(seed, "at once", *pair, round_number))
-        for pair in pairs
-    }
-    sources = {pair: bits.to(device(pair[0])) for pair, bits in sent.items()}
-    references = {pair: bits.to(device(pair[1])) for pair, bits in sent.items()}
-    blocks = {pair: torch.bitwise_not(bits).to(device(pair[1])) for pair, bits in sent.items()}
     what = f"{exact_size(size)} with all {len(pairs)} pairs at once"
+    copies = []
+    for pair in pairs:
+        sent = payload.random_bytes(size, payload.seed_of(seed, "at once", *pair, round_number))
+        source, reference = (sent.to(device(index)) for index in pair)
+        copies.append(
+            Copy(
+                pair=pair, case=what, size=size, source=source, sent=sent,
+                block=torch.bitwise_not(sent).to(device(pair[1])), reference=reference, expected=sent,
+            )
+        )  # fmt: skip
     tell(what)
-    for pair in pairs:
-        blocks[pair].copy_(sources[pair], non_blocking=True)
-    seen = {pair: compared(blocks[pair], references[pair]) for pair in pairs}
-    in_time = {pair: bool(seen[pair]) for pair in pairs}
-    back = {pair: torch.bitwise_not(sent[pair]).copy_(blocks[pair]) for pair in pairs}
+    for copy in copies:
+        copy.block.copy_(copy.source, non_blocking=True)
+    for copy in copies:
+        copy.seen = compared(copy.block, copy.reference)
+    for copy in copies:
+        copy.in_time = bool(copy.seen)
+    for copy in copies:
+        copy.read_back(torch.bitwise_not(copy.sent))
     tell(None)
-    failures = []
-    for pair in pairs:
-        if in_time[pair] and same(back[pair], sent[pair]):
-            continue
-        evidence = Evidence(
-            source=sources[pair],
-            sent=sent[pair],
-            block=blocks[pair],
-            arrived=back[pair],
-            reference=references[pair],
-            expected=sent[pair],
-        )
-        failures.append(Failure.of(pair, judge(pair, evidence), size, what))
-    return tuple(failures)
+    return tuple(failure for copy in copies if (failure := copy.failure()) is not None)
 
 
 def chain(
@@ -371,8 +314,8 @@ def chain(
     tell(None)
     for pair, bits, block, seen in zip(hops, expected, blocks, back, strict=False):
         if not same(seen, ~bits):
-            host_path.prove_again(pair[0], size)
-            host_path.prove_again(pair[1], size)
+            prove_again(pair[0], size)
+            prove_again(pair[1], size)
             arrived = (~bits).copy_(block)
             damage = classify(arrived, bits, held=~bits)
             late = Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)

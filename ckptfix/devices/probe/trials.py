@@ -1,4 +1,13 @@
-"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the host's own path."""
+"""One copy over one ordered pair: poisoned before, compared twice after, and judged against the host's own path.
+
+The destination's memory first holds the complement of what will arrive, in the very block that the copy writes to: a
+caching allocator hands back blocks that still hold the right bytes, and then a copy that writes nothing looks right.
+The first comparison is a kernel, queued on the destination behind the copy before the host waits for anything: it sees
+a late arrival. The second is the host's, against the bits that it sent.
+
+All that the probe knows of a pair comes over each device's own exchange with the host, so that is proven first. When a
+copy is wrong, it is proven once more, before the pair is blamed.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,46 +25,19 @@ from ckptfix.devices.probe.task import Failure
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import CkptfixError
 
-# Side streams on any accelerator.
-
-
-def side_streams_exist() -> bool:
-    """Return whether this torch can put work on another stream of any accelerator (from 2.6 on)."""
-    return hasattr(torch, "accelerator") and hasattr(torch.Stream, "wait_stream")
-
-
-@contextmanager
-def on_side_streams(*devices: Any) -> Iterator[None]:
-    """Put what is queued on these devices in the block on a stream of its own for each.
-
-    It waits for what was queued before, and what is queued afterwards waits for it.
-    """
-    accelerator = torch.accelerator
-    current = accelerator.current_device_index()
-    usual = [accelerator.current_stream(device) for device in devices]
-    aside = [torch.Stream(device=device) for device in devices]
-    try:
-        for before, stream in zip(usual, aside, strict=True):
-            stream.wait_stream(before)
-            accelerator.set_stream(stream)  # makes its device the current one
-        accelerator.set_device_index(current)
-        yield
-    finally:
-        for before, stream in zip(usual, aside, strict=True):
-            before.wait_stream(stream)
-            accelerator.set_stream(before)
-        accelerator.set_device_index(current)
-
-
-# A device's own exchange with the host. All that the probe knows of a pair comes over it, so it is proven
-# first.
-#
-# With larger payloads it is proven where they are put on the device: see ``large.Row``.
-
 _SIZES = (65541, 1, 4097, 70001, (8 << 20) + 5, *(4096 + 5 * index for index in range(50)))
 _AGAIN = 3
 _LARGE = 1 << 20
 """Bytes from which one more round trip has to do."""
+
+REMEMBERED = 1 << 20
+"""Bytes of earlier payloads that are kept, to know them when they arrive again."""
+
+_GUARD = 64
+"""Bytes to either side of a destination that no copy may write to. Keeps every dtype aligned."""
+
+_KERNELS_BEFORE = 8
+"""An even number, so that as many complements of the payload are the payload."""
 
 
 class UnusableDevice(CkptfixError):
@@ -109,67 +91,60 @@ def _round_trip(index: int, size: int, seed: int, memory: Memory) -> None:
         )
 
 
-# A copy was seen to be wrong: is it the pair, or a device's own exchange with the host?
+@dataclass(slots=True, kw_only=True)
+class Copy:
+    """One copy that was queued, and what proves it: blocks of bytes on both devices and on the host.
 
-REMEMBERED = 1 << 20
-"""Bytes of earlier payloads that are kept, to know them when they arrive again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Blocks of bytes around one copy, on their devices and on the host.
-
-    ``source`` on the source device is what the host ``sent`` there. ``block`` is the destination, ``arrived`` what the
-    host read of it; ``reference`` on the destination device and ``expected`` on the host are what it should be.
+    ``case``: in words; ``size``: bytes of its payload. ``source`` on the source device is what the host ``sent`` there.
+    ``block`` is the destination; ``reference`` on the destination device and ``expected`` on the host are what it
+    should be. ``seen``: the comparison by a kernel queued behind the copy; ``in_time``: its result. ``arrived``: what
+    the host read of the block.
     """
 
+    pair: Pair
+    case: str
+    size: int
     source: Any
     sent: Any
     block: Any
-    arrived: Any
     reference: Any
     expected: Any
+    seen: Any = None
+    in_time: bool = False
+    arrived: Any = None
 
+    def read_back(self, memory: Any) -> None:
+        """Wait for the copy, and read what arrived into memory of the host that holds no right byte."""
+        self.in_time = bool(self.seen)
+        self.arrived = memory.copy_(self.block)
 
-def judge(
-    pair: Pair,
-    evidence: Evidence,
-    payload_of: Callable[[Any], Any] = lambda block: block,
-    earlier: Sequence[Any] = (),
-) -> Damage:
-    """Return the damage that the pair did. ``payload_of``: gives the payload's bytes in a block of the destination.
+    def failure(
+        self, earlier: Sequence[Any] = (), payload_of: Callable[[Any], Any] = lambda block: block
+    ) -> Failure | None:
+        """Return what is wrong, or None. ``payload_of``: gives the payload's bytes in a block of the destination.
 
-    Raises UnusableDevice when it is a device that lost bytes on their way from or to the host.
-    """
-    source, destination = pair
-    still_holds(source, evidence.source, evidence.sent)
-    still_holds(destination, evidence.reference, evidence.expected)
-    prove_again(destination, evidence.block.numel())
-    arrived, expected = (bits(payload_of(block)) for block in (evidence.arrived, evidence.expected))
-    damage = classify(arrived, expected, held=~expected, earlier=earlier)
-    if damage is not None:
-        return damage
-    if not same(evidence.arrived, evidence.expected):
-        beside = evidence.arrived != evidence.expected
-        return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(beside.sum()))
-    if not bool(compared(evidence.block, evidence.reference)):
-        raise UnusableDevice(destination, "its kernel finds equal bytes unequal")
-    return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)
+        ``earlier``: payloads that the pair carried before. Raises UnusableDevice when it is a device that lost bytes on
+        their way from or to the host.
+        """
+        if self.in_time and same(self.arrived, self.expected):
+            return None
+        return Failure.of(self.pair, self._damage(earlier, payload_of), self.size, self.case)
 
-
-# One copy over one ordered pair: poisoned before, compared twice after.
-#
-# The destination's memory first holds the complement of what will arrive, in the very block that the copy
-# writes to: a caching allocator hands back blocks that still hold the right bytes, and then a copy that
-# writes nothing looks right. The first comparison is a kernel, queued on the destination behind the copy
-# before the host waits for anything: it sees a late arrival. The second is the host's, against the bits
-# that it sent.
-
-_GUARD = 64
-"""Bytes to either side of a destination that no copy may write to. Keeps every dtype aligned."""
-
-_KERNELS_BEFORE = 8
-"""An even number, so that as many complements of the payload are the payload."""
+    def _damage(self, earlier: Sequence[Any], payload_of: Callable[[Any], Any]) -> Damage:
+        source, destination = self.pair
+        still_holds(source, self.source, self.sent)
+        still_holds(destination, self.reference, self.expected)
+        prove_again(destination, self.block.numel())
+        arrived, expected = (bits(payload_of(block)) for block in (self.arrived, self.expected))
+        damage = classify(arrived, expected, held=~expected, earlier=earlier)
+        if damage is not None:
+            return damage
+        if not same(self.arrived, self.expected):
+            outside = self.arrived != self.expected
+            return Damage(kind=Kind.OUTSIDE, first_offset=None, wrong_bytes=int(outside.sum()))
+        if not bool(compared(self.block, self.reference)):
+            raise UnusableDevice(destination, "its kernel finds equal bytes unequal")
+        return Damage(kind=Kind.LATE, first_offset=None, wrong_bytes=0)
 
 
 class Sent(NamedTuple):
@@ -182,12 +157,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """Where in a block of bytes the payload lands: past a guard, and in every second element where ``strided``."""
+    """The part of a block where the payload lands: past a guard, and in every second element where ``strided``."""
 
     case: Case
 
     @property
-    def whole(self) -> bool:
+    def is_all(self) -> bool:
         """Whether the copy itself makes the block, so that there is nothing beside it."""
         return self.case.route is Route.TO
 
@@ -203,11 +178,11 @@ class Landing:
     @property
     def size(self) -> int:
         """Bytes of the block; with guards, of 64-bit words."""
-        return self.case.size if self.whole else _GUARD + self._used + -self._used % 8 + _GUARD
+        return self.case.size if self.is_all else _GUARD + self._used + -self._used % 8 + _GUARD
 
     def view(self, block: Any) -> Any:
         """Return the destination in a block."""
-        elements = block if self.whole else block[_GUARD : _GUARD + self._used]
+        elements = block if self.is_all else block[_GUARD : _GUARD + self._used]
         elements = elements.view(payload.dtype_of(self.case.dtype))
         if self.case.route is Route.TRANSPOSED:
             return elements.view(*_rectangle(self.case.count))
@@ -216,12 +191,12 @@ class Landing:
     def bytes_of(self, block: Any) -> Any:
         """Return the destination's bytes in a block, as a view of uint8."""
         if not self.strided:
-            return block if self.whole else block[_GUARD : _GUARD + self._used]
+            return block if self.is_all else block[_GUARD : _GUARD + self._used]
         return block[_GUARD : _GUARD + self._used].view(self.case.count, 2, -1)[:, 0]
 
 
 class PairTrials:
-    """Copies over one ordered pair. ``tell`` is called with a case before its copy, and with None when all is back.
+    """Copies over one ordered pair. ``tell`` gets a case before its copy, and None when all bytes are back.
 
     ``earlier`` remembers what this pair carried.
     """
@@ -249,34 +224,26 @@ class PairTrials:
         address = block.data_ptr()
         self._tell(str(case))
         with self._streams(case):
-            if landing.whole:
+            if landing.is_all:
                 del block
                 block = bits(source.to(self.destination))
                 self.unpoisoned += block.data_ptr() != address
             else:
                 landing.view(block).copy_(source, non_blocking=case.route is Route.NON_BLOCKING)
             seen = compared(block, reference)
-        in_time = bool(seen)
-        back = sent.before.copy_(block)  # into host memory that holds no right byte either
+        copy = Copy(
+            pair=self.pair, case=str(case), size=case.size, source=bits(source), sent=bits(sent.source),
+            block=block, reference=reference, expected=sent.after, seen=seen,
+        )  # fmt: skip
+        copy.read_back(sent.before)
         self._tell(None)
-        failure = None
-        if not in_time or not same(back, sent.after):
-            evidence = Evidence(
-                source=bits(source),
-                sent=bits(sent.source),
-                block=block,
-                arrived=back,
-                reference=reference,
-                expected=sent.after,
-            )
-            damage = judge(self.pair, evidence, landing.bytes_of, tuple(self._earlier))
-            failure = Failure.of(self.pair, damage, case.size, str(case))
+        failure = copy.failure(tuple(self._earlier), landing.bytes_of)
         self._earlier.append(bits(landing.view(sent.after))[:REMEMBERED].clone())
         return failure
 
     def _poisoned(self, landing: Landing, before: Any) -> Any:
         """Return the destination's block; for ``to()``, one that the allocator will hand out again at once."""
-        if landing.whole:
+        if landing.is_all:
             return before.to(self.destination)
         return self._memory.upload(before, self.destination, "block")
 
@@ -319,3 +286,31 @@ def _sent(landing: Landing, seed: int, memory: Memory) -> Sent:
     before = memory.on_host(landing.size, "before").copy_(after)
     landing.bytes_of(before).bitwise_not_()
     return Sent(source, before, after)
+
+
+def side_streams_exist() -> bool:
+    """Return whether this torch can put work on another stream of any accelerator (from 2.6 on)."""
+    return hasattr(torch, "accelerator") and hasattr(torch.Stream, "wait_stream")
+
+
+@contextmanager
+def on_side_streams(*devices: Any) -> Iterator[None]:
+    """Put what is queued on these devices in the block on a stream of its own for each.
+
+    It waits for what was queued before, and what is queued afterwards waits for it.
+    """
+    accelerator = torch.accelerator
+    current = accelerator.current_device_index()
+    usual = [accelerator.current_stream(device) for device in devices]
+    aside = [torch.Stream(device=device) for device in devices]
+    try:
+        for before, stream in zip(usual, aside, strict=True):
+            stream.wait_stream(before)
+            accelerator.set_stream(stream)  # makes its device the current one
+        accelerator.set_device_index(current)
+        yield
+    finally:
+        for before, stream in zip(usual, aside, strict=True):
+            before.wait_stream(stream)
+            accelerator.set_stream(before)
+        accelerator.set_device_index(current)

@@ -1,4 +1,9 @@
-"""The process that measures: it does one task after the other, and a broken pair may hang or end it."""
+"""The process that measures, in which a broken pair may hang or end it; the one that asked goes on with the others.
+
+It reads one task for each line of its standard input, and answers in lines of JSON: ``{"stage": words}`` before
+whatever may hang, ``{"stage": null}`` after it, ``{"outcome": ...}`` at the end of the task. It never outlives whoever
+started it. ``InProcess`` does the same tasks in the caller's own process.
+"""
 
 import json
 import os
@@ -14,18 +19,14 @@ from typing import Any, TextIO
 import torch
 from typing_extensions import assert_never
 
-from ckptfix.devices.probe import bulk as together
 from ckptfix.devices.probe import payload
-from ckptfix.devices.probe import trials as host_path
-from ckptfix.devices.probe.bulk import NoRoom, Row, next_batch, run_batch, run_large
+from ckptfix.devices.probe.bulk import NoRoom, Row, all_at_once, chain, next_batch, run_batch, run_large
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.devices.probe.payload import Memory
 from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
-from ckptfix.devices.probe.trials import PairTrials, side_streams_exist
+from ckptfix.devices.probe.trials import PairTrials, UnusableDevice, prove, side_streams_exist
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Machine, Pair, device, device_type, this_machine
-
-# Does tasks in this process: in the probe's own worker, or in the caller's process when that was asked for.
 
 ENOUGH = 6
 """Failures after which a pair needs no more copies."""
@@ -64,7 +65,7 @@ class Runner:
             return progress.outcome(ending)
         except NoRoom as error:
             return progress.outcome(Ending.NO_MEMORY, stage=error.what, message=str(error))
-        except host_path.UnusableDevice as error:
+        except UnusableDevice as error:
             return progress.outcome(Ending.DONE, unusable=error.index, message=str(error))
         except Exception as error:
             ending = Ending.NO_MEMORY if no_memory(error) else Ending.RAISED
@@ -93,7 +94,7 @@ class Runner:
         match task.work:
             case Work.HOST:
                 index = task.pairs[0][0]
-                for _ in host_path.prove(index, task.seed, self._memory, self._tell):
+                for _ in prove(index, task.seed, self._memory, self._tell):
                     progress.add()
                 self._tell("host round trip of a large payload")
                 with suppress(NoRoom):  # the copies that need it will say so
@@ -103,11 +104,11 @@ class Runner:
                 return self._section(task, deadline, progress)
             case Work.TOGETHER:
                 for number in range(plan.rounds):
-                    progress.failures += together.all_at_once(task.pairs, number, task.seed, self._tell)
+                    progress.failures += all_at_once(task.pairs, number, task.seed, self._tell)
                     progress.add()
             case Work.CHAIN:
                 for size in plan.chained:
-                    progress.failures += together.chain(task.pairs, size, task.seed, self._tell)
+                    progress.failures += chain(task.pairs, size, task.seed, self._tell)
                     progress.add()
             case _:
                 assert_never(task.work)
@@ -275,14 +276,6 @@ def blinded() -> str:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         return "late arrival: CUDA_LAUNCH_BLOCKING makes every copy wait for the one before"
     return ""
-
-
-# The process that measures: a broken pair can hang or end it, and the one that asked goes on with the
-# others.
-#
-# It reads one task for each line of its standard input, and answers in lines of JSON: ``{"stage": words}``
-# before whatever may hang, ``{"stage": null}`` after it, ``{"outcome": ...}`` at the end of the task. It
-# never outlives whoever started it.
 
 
 def main() -> None:

@@ -1,14 +1,10 @@
 """Reload a checkpoint onto a device map and prove what arrives, three ways.
 
-``verifying`` is the entry. ``stored`` reads the files twice, ``planning`` and ``mapping`` decide where tensors go,
-``placing`` sends them there, ``building`` and ``filling`` make the model, ``modelling`` and ``running`` run it,
-``localising`` names the pair and the block at fault, ``report`` holds the outcome and ``page`` shows it.
+``verifying`` is the entry. ``stored_weights`` reads the files twice, ``device_maps`` and ``dispatched`` place tensors,
+``user_model`` and ``pretrained`` build the model, which ``filling`` fills. ``arrivals`` compares bytes, ``modelling``
+and ``three_way`` compare outputs and name the pair and the block at fault; ``reload_report`` holds what was proven, and
+``reload_page`` shows it.
 
 >>> report = verify_reload("./checkpoint", device_map="auto", model="mypkg.models:build")
 >>> report.status, [str(proof) for proof in report.proofs]
 """
-
-from ckptfix.devices.reload.reload_report import Divergence, Outcome, PairFacts, Proof, ReloadReport, Subject
-from ckptfix.devices.reload.verifying import verify_reload
-
-__all__ = ["Divergence", "Outcome", "PairFacts", "Proof", "ReloadReport", "Subject", "verify_reload"]

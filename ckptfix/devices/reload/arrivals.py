@@ -1,13 +1,14 @@
-"""Tensors compared with their files' bytes: after reading, after the disk, on their device, one hop further."""
+"""Tensors compared with their file's bytes: as read, after the disk, on their device, one hop further."""
 
 import hashlib
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -25,14 +26,12 @@ from ckptfix.devices.reload.device_maps import (
 )
 from ckptfix.devices.reload.filling import holds, tensors_of
 from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, hop, host_bytes
-from ckptfix.devices.reload.reload_report import Outcome, Proof, Subject
+from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import StoredTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import OperationError
 from ckptfix.wording import count_of, human_size, list_names
-
-# Counting what was proven of many tensors, and putting it into one or two lines.
 
 _SHOWN = 3
 
@@ -68,21 +67,26 @@ class Tally:
         """Count a tensor that could not be sent."""
         self.skipped.setdefault(reason, []).append(name)
 
-    def proofs(self) -> list[Proof]:
+    def proofs(self) -> Proofs:
         """Return a line for what failed, or else what arrived, and one for what was not sent."""
-        found = []
+        found = Proofs()
         total = self.right + len(self.wrong)
         if self.wrong:
             some = "; ".join(self.wrong[:_SHOWN])
             more = f"; and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
             text = f"{self.what}: {len(self.wrong)} of {count_of(total, 'tensor')} differ: {some}{more}"
-            found.append(self._proof(Outcome.FAILED, text))
+            found.add(self.subject, Outcome.FAILED, text, is_transfer=self.is_transfer)
         elif total:
             text = f"{self.what}: {count_of(total, 'tensor')} ({human_size(self.nbytes)}), {self._how()}"
-            found.append(self._proof(Outcome.PROVEN if self.nbytes else Outcome.NOT_EXERCISED, text))
+            found.add(
+                self.subject,
+                Outcome.PROVEN if self.nbytes else Outcome.NOT_EXERCISED,
+                text,
+                is_transfer=self.is_transfer,
+            )
         for reason, names in self.skipped.items():
             text = f"{self.what}: {count_of(len(names), 'tensor')} ({list_names(names)}): {reason}"
-            found.append(self._proof(Outcome.NOT_EXERCISED, text))
+            found.add(self.subject, Outcome.NOT_EXERCISED, text, is_transfer=self.is_transfer)
         return found
 
     def _how(self) -> str:
@@ -94,12 +98,6 @@ class Tally:
             return "converted to a wider dtype"
         return f"{self.converted} converted to a wider dtype, the others equal in every byte"
 
-    def _proof(self, outcome: Outcome, text: str) -> Proof:
-        return Proof(subject=self.subject, outcome=outcome, text=text, is_transfer=self.is_transfer)
-
-
-# Every tensor against its file's bytes: as a library reads it, after the disk, on its device, one hop
-# further.
 
 Progress = Callable[[int], None]
 
@@ -146,14 +144,12 @@ class Hops:
             self.wrong[pair] += 1
             self.tally.differs(name, f"{pair[0]} -> {pair[1]}: {found}")
 
-    def proofs(self) -> list[Proof]:
+    def proofs(self) -> Proofs:
         """Return the lines of the table; where there are several accelerators, there is always one."""
         found = self.tally.proofs()
         if not found and self.count > 1:
             text = f"{self.tally.what}: no tensor was on an accelerator"
-            found = [
-                Proof(subject=Subject.PEER_HOPS, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
-            ]
+            found.add(Subject.PEER_HOPS, Outcome.NOT_EXERCISED, text)
         return found
 
     def look_for_dead(self) -> None:
@@ -185,9 +181,9 @@ class FileProofs:
         )
     )
 
-    def proofs(self) -> list[Proof]:
+    def proofs(self) -> Proofs:
         """Return the lines of the table."""
-        return [*self.read.proofs(), *self.offload.proofs(), *self.placement.proofs()]
+        return Proofs([*self.read.proofs(), *self.offload.proofs(), *self.placement.proofs()])
 
 
 def prove_files(
@@ -283,12 +279,6 @@ def bytes_on(devices: Mapping[str, Device], sizes: Mapping[str, int]) -> dict[st
     return {str(place): found[place] for place in order}
 
 
-# What a dispatched model really holds: every tensor on the device that the map says, with the file's bytes.
-#
-# Tensors that a loader renamed or merged stand for no single one of the file. They are compared with the
-# loaded model's own, by a digest: a copy of them would double the memory.
-
-
 class Held(NamedTuple):
     """A tensor of a model: its name there, and where its value is; None when no hook keeps one."""
 
@@ -309,19 +299,20 @@ def remember_loaded(built: Built) -> Loaded:
     }
 
 
-def prove_held(built: Built, device_map: DeviceMap, tally: Tally, *, main: Device) -> None:
-    """Compare every tensor of a dispatched model with its file, where it is; what is offloaded on device ``main``."""
-    _prove(built, list(built.filled.names), {}, device_map, tally, main)
-
-
-def prove_loaded(built: Built, loaded: Loaded, device_map: DeviceMap, tally: Tally, *, main: Device) -> None:
-    """Compare the tensors of a dispatched model that have no name in the file with those of the loaded model."""
-    _prove(built, list(loaded), loaded, device_map, tally, main)
-
-
-def _prove(
-    built: Built, names: Sequence[str], loaded: Loaded, device_map: DeviceMap, tally: Tally, main: Device
+def prove_model(
+    built: Built,
+    names: Iterable[str],
+    device_map: DeviceMap,
+    tally: Tally,
+    *,
+    main: Device,
+    loaded: Loaded = MappingProxyType({}),
 ) -> None:
+    """Compare tensors of a dispatched model with their file, or with ``loaded``, on the device that the map says.
+
+    ``loaded``: digests of those that a loader renamed or merged, for which no single tensor of the file stands: a copy
+    of them would double the memory. What is offloaded is compared on device ``main``.
+    """
     for held in _held(built, names):
         wanted = device_of(held.name, device_map)
         value = held.value
@@ -393,7 +384,7 @@ def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Byte
     return file_bytes(stored, CHUNK)
 
 
-def _held(built: Built, wanted: Sequence[str]) -> Iterator[Held]:
+def _held(built: Built, wanted: Iterable[str]) -> Iterator[Held]:
     state = tensors_of(built.model)
     names = [name for name in wanted if name in state]
     meta = [name for name in names if state[name].is_meta]

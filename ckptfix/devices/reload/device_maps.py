@@ -15,11 +15,9 @@ from ckptfix.devices.reload.reload_report import Machine
 from ckptfix.devices.torch_devices import device_count, device_type
 from ckptfix.errors import UsageError
 
-# Device maps: read from what the user gave, or made from the names and sizes in the files' headers.
-#
-# A device is the index of an accelerator, "cpu" or "disk", as in accelerate's maps.
-
 Device = int | str
+"""The index of an accelerator, "cpu" or "disk", as in accelerate's maps."""
+
 DeviceMap = Mapping[str, Device]
 """Name of a module or tensor, "" for all -> device."""
 
@@ -169,9 +167,6 @@ def _size(given: Any, where: str) -> int:
     if size < 0:
         raise UsageError(f'max_memory of {where}: {given!r} is not a size; "4GiB" or a number of bytes is')
     return min(size, MOST)
-
-
-# The accelerators of this machine, and how much memory they and the host have free.
 
 
 def this_machine() -> Machine:

@@ -1,4 +1,7 @@
-"""One model planned onto a device map, dispatched, run, and taken back."""
+"""One model planned onto a device map, dispatched, run, and taken back.
+
+It is the same model each time, so its weights are in host memory once, whatever is tried with it.
+"""
 
 import logging
 import warnings
@@ -29,15 +32,11 @@ from ckptfix.devices.reload.device_maps import (
 )
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, taken
-from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
+from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.devices.reload.user_model import SEED, Built, Inputs, fresh
 from ckptfix.devices.torch_devices import device_count, device_type
 from ckptfix.wording import count_of, list_names
-
-# One model, dispatched and taken back: onto a device map, onto one device from host memory, onto the disk.
-#
-# It is the same model each time, so its weights are in host memory once, whatever is tried with it.
 
 Outputs = Mapping[str, torch.Tensor]
 
@@ -184,10 +183,6 @@ def quiet_accelerate() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# Where every tensor of a checkpoint goes: the map made or given, and whether it covers all and splits no
-# tie.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapPlan:
     """A device map for one model. ``devices``: tensor name -> device, for what the map covers.
@@ -298,33 +293,29 @@ def _judged(
     devices = {name: place for name in names if (place := device_of(name, device_map)) is not None}
     uncovered = [name for name in names if name not in devices]
     broken = split_ties(ties, device_map)
-    proofs = list(said)
+    proofs = Proofs(said)
     if not names:
         text = "the device map: there is no tensor that it could place"
-        proofs.append(
-            Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
-        )
+        proofs.add(Subject.DEVICE_MAP, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif uncovered:
         text = f"the map gives no device to {count_of(len(uncovered), 'tensor')}: {list_names(uncovered)}"
-        proofs.append(Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text))
+        proofs.add(Subject.DEVICE_MAP, Outcome.FAILED, text)
     else:
         text = f"the map covers every tensor: {count_of(len(names), 'name')}"
-        proofs.append(Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.PROVEN, text=text))
+        proofs.add(Subject.DEVICE_MAP, Outcome.PROVEN, text)
     for (one, here), (other, there) in broken:
         text = (
             f"the map splits tied weights: {one!r} is on {here}, {other!r} on {there}, and both are one tensor; "
             f"put both on {here}"
         )
-        proofs.append(Proof(subject=Subject.TIES, outcome=Outcome.FAILED, text=text))
+        proofs.add(Subject.TIES, Outcome.FAILED, text)
     if ties and not broken:
         text = f"tied weights stay on one device: {count_of(len(ties), 'group')} of names"
-        proofs.append(Proof(subject=Subject.TIES, outcome=Outcome.PROVEN, text=text))
+        proofs.add(Subject.TIES, Outcome.PROVEN, text)
     absent = tuple(sorted(place for place in places if isinstance(place, int) and place >= machine.count))
     for place in absent:
         text = f"device {place} of the map is not on this machine: {_tensors_on(place, devices)} not placed"
-        proofs.append(
-            Proof(subject=Subject.PLACEMENT, outcome=Outcome.NOT_EXERCISED, text=text, is_transfer=True)
-        )
+        proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     return MapPlan(
         source=source,
         device_map=device_map,

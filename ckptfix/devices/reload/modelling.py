@@ -14,8 +14,7 @@ from ckptfix.devices.reload.arrivals import (
     Loaded,
     Tally,
     hop_held,
-    prove_held,
-    prove_loaded,
+    prove_model,
     remember_loaded,
 )
 from ckptfix.devices.reload.device_maps import CPU, DISK, Device, DeviceMap, Spread, device_of
@@ -30,7 +29,7 @@ from ckptfix.devices.reload.dispatched import (
 )
 from ckptfix.devices.reload.filling import size_of, tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty
-from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Subject
+from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.three_way import Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.torch_devices import Pair, device
@@ -49,13 +48,9 @@ class ModelProof:
     ``ran``: how often the model ran each way, at most.
     """
 
-    proofs: list[Proof] = field(default_factory=list)
+    proofs: Proofs = field(default_factory=Proofs)
     runs: Runs = field(default_factory=Runs)
     ran: int = 0
-
-    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
-        """Add a line of the table."""
-        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
 
 
 def verify_model(
@@ -65,23 +60,23 @@ def verify_model(
     proof = ModelProof()
     _prove_names(proof, built)
     in_memory = Tally(subject=Subject.PLACEMENT, what="file bytes -> the model's tensors")
-    prove_held(built, {"": CPU}, in_memory, main=CPU)
+    prove_model(built, built.filled.names, {"": CPU}, in_memory, main=CPU)
     proof.proofs += in_memory.proofs()
     for text in (*built.beyond, _LOADED_FIRST):
-        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+        proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     loaded = remember_loaded(built)
     trials = _trials(built, plan, machine)
     single = _one_device(proof, built, trials, machine)
     if not plan.is_sound:
         text = "the model on its map: the map is refused"
-        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+        proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     try:
         for trial in trials:
             _on_a_map(proof, built, trial, single, loaded, machine, repeats, hops, hangs)
     except ModelLost as error:
         if not any(one.outcome is Outcome.FAILED for one in proof.proofs):  # which would be why
             text = f"the model could not be read back from its devices: {error}"
-            proof.add(Subject.PLACEMENT, Outcome.FAILED, text, is_transfer=True)
+            proof.proofs.add(Subject.PLACEMENT, Outcome.FAILED, text, is_transfer=True)
     return proof
 
 
@@ -101,24 +96,24 @@ def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machin
         else:
             _say_unreached(proof, unreached)
             return single
-    proof.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
+    proof.proofs.add(Subject.OUTPUTS, outcome, f"outputs: {reason}")
     if machine.count > 1:
         text = "direct copies against staged ones: the model is not run"
-        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+        proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     return None
 
 
 def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
-    """Name the parts of a model that no input reached: the vision tower of a model that was given tokens alone."""
+    """Name the parts of a model that no input reached, as the vision tower of one that got tokens alone."""
     if unreached is None:
         text = "which parts of the model no input reached: not known, as its weights came block by block"
-        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+        proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
     elif unreached:
         text = (
             f"parts of the model that no input reached: {list_names(unreached)}; next: give --model a factory that "
             "returns (model, inputs)"
         )
-        proof.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
+        proof.proofs.add(Subject.BEYOND, Outcome.NOT_EXERCISED, text)
 
 
 def _on_a_map(
@@ -132,7 +127,7 @@ def _on_a_map(
                 f"the model offloaded to disk: no room for {human_size(needs)} in "
                 f"{tempfile.gettempdir()}; next: set TMPDIR to a folder that has it"
             )
-            proof.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used))
+            proof.proofs.add(Subject.DISK_OFFLOAD, Outcome.NOT_EXERCISED, text, is_transfer=bool(used))
             return
         is_there = False
         try:
@@ -151,26 +146,26 @@ def _on_a_map(
             what = "cannot be read on" if is_there else "does not get onto"
             text = f"the model {what} {trial}: {in_words(error)}"
             outcome = Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED
-            proof.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
+            proof.proofs.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
 
 
 def _prove_placed(proof: ModelProof, built: Built, trial: Trial, loaded: Loaded, machine: Machine) -> None:
     """Compare what is where, and say which transfers this map cannot exercise."""
     used = trial.accelerators
     held = Tally(subject=Subject.PLACEMENT, what=f"file -> {trial} -> host", is_transfer=bool(used))
-    prove_held(built, trial.device_map, held, main=trial.main)
+    prove_model(built, built.filled.names, trial.device_map, held, main=trial.main)
     proof.proofs += held.proofs()
     renamed = Tally(
         subject=Subject.PLACEMENT, what=f"loaded model -> {trial} -> host", is_transfer=bool(used)
     )
-    prove_loaded(built, loaded, trial.device_map, renamed, main=trial.main)
+    prove_model(built, loaded, trial.device_map, renamed, main=trial.main, loaded=loaded)
     proof.proofs += renamed.proofs()
     if machine.count and not used:
         text = f"the way to an accelerator: the map has none of the model on one, but on {trial}"
-        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+        proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     elif machine.count > 1 and len(used) < 2:
         text = f"direct copies against staged ones: the map has the model on one accelerator, {trial.main}"
-        proof.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+        proof.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
 
 
 def _begin(main: Device) -> torch.device:
@@ -209,15 +204,15 @@ def _trial(built: Built, device_map: DeviceMap, *, is_asked: bool) -> Trial:
 def _prove_names(proof: ModelProof, built: Built) -> None:
     filled, kind = built.filled, type(built.model).__name__
     for text in filled.differences:
-        proof.add(Subject.NAMES, Outcome.FAILED, text)
+        proof.proofs.add(Subject.NAMES, Outcome.FAILED, text)
     for one, other in filled.untied:
         text = (
             f"{one!r} and {other!r} are one tensor in {kind}, and differ in the file: a loader that ties them loses "
             'one of them; where both are meant, set "tie_word_embeddings": false in config.json'
         )
-        proof.add(Subject.TIES, Outcome.FAILED, text)
+        proof.proofs.add(Subject.TIES, Outcome.FAILED, text)
     for text in filled.unproven:
-        proof.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
+        proof.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text)
     if not filled.differences:
         wider = f"; {len(filled.converted)} held in another dtype" if filled.converted else ""
         names = len(tensors_of(built.model))
@@ -225,7 +220,7 @@ def _prove_names(proof: ModelProof, built: Built) -> None:
             f"names and shapes: {count_of(names, 'name')} of {kind} filled by "
             f"{count_of(len(built.weights.tensors), 'tensor')}, none missing, none left over{wider}"
         )
-        proof.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
+        proof.proofs.add(Subject.NAMES, Outcome.PROVEN if names else Outcome.NOT_EXERCISED, text)
 
 
 def _no_runs(built: Built) -> str:

@@ -12,8 +12,6 @@ from torch import nn
 
 from ckptfix.devices.routing import bypassed
 
-# What a forward pass returned: taken apart into tensors, kept on the host, compared bit by bit or by size.
-
 _DEPTH = 8
 """How deep in containers tensors are looked for; a cache of keys and values is four deep."""
 
@@ -167,9 +165,6 @@ def _plain(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "", value
 
 
-# What code that is not ours raises: a factory, the module that it is in, a forward pass, accelerate's
-# hooks.
-
 ANYTHING = (Exception, SystemExit)
 """``sys.exit`` in a script that is imported as a module would end the verification with the script's own status."""
 
@@ -187,8 +182,6 @@ def one_line(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
 
-
-# Tensors against bytes: after a load, after a placement, after one hop from an accelerator to another.
 
 CHUNK = 64 << 20
 """Bytes compared at a time. Some faults begin at 32 MiB a copy, so hops must not be cut smaller than that."""

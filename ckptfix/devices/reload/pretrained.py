@@ -1,5 +1,8 @@
-"""A transformers model filled as ``from_pretrained`` fills it, and the fate of each tensor of the file. No
-remote code.
+"""A transformers model as ``from_pretrained`` builds and fills it, and the fate of each tensor. No remote code.
+
+transformers 5 keeps its table of renamings and merges at the model that it loaded. Without that table (transformers 4)
+a tensor has a place where a name differs by the base model's prefix at most. A checkpoint that transformers refuses is
+a failure, with its own words. Only where nobody says which class the weights belong to is there no verdict.
 """
 
 import copy
@@ -28,14 +31,9 @@ from ckptfix.devices.reload.filling import (
 )
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, one_line
 from ckptfix.devices.reload.stored_weights import Weights
-from ckptfix.devices.reload.user_model import Built, made_inputs, skip_keys_of, whole_blocks
+from ckptfix.devices.reload.user_model import Built, made_inputs
 from ckptfix.errors import CkptfixError
 from ckptfix.wording import count_of, human_size, list_names
-
-# The place in a transformers model of each tensor of a file: renamed, merged with others, or left out.
-#
-# transformers 5 keeps its table of renamings and merges at the model that it loaded. Without that table
-# (transformers 4) a tensor has a place where a name differs by the base model's prefix at most.
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z_])[0-9]+(?![0-9A-Za-z_])")
 
@@ -165,9 +163,6 @@ def _is_numbered(keys: Iterable[str]) -> bool:
         families.setdefault(tuple(texts), set()).add(numbers[varying[0]])
     return all(found == set(range(len(found))) for found in families.values())
 
-
-# What ``from_pretrained`` made of each tensor of a file: taken, merged, left out, reinitialized, untied,
-# rounded.
 
 _THEN = (
     "; from_pretrained fills the gap with random values, and only warns",
@@ -308,11 +303,6 @@ def _unproven(model: Any, found: Destinations, info: Mapping[str, Any]) -> list[
     return said
 
 
-# A transformers model of a checkpoint, as ``from_pretrained`` builds and fills it. No remote code.
-#
-# A checkpoint that transformers refuses is a failure, with its own words. Only where nobody says which
-# class the weights belong to is there no verdict.
-
 _UNMERGED = re.compile(
     r"^(?P<why>[^\n]*)\n\s*Error: [^\n]*destined for (?P<place>\S+?)\.? Ckpt", re.MULTILINE
 )
@@ -355,8 +345,6 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
         weights=weights,
         filled=filled,
         inputs=made_inputs(model),
-        no_split=whole_blocks(model),
-        skip_keys=skip_keys_of(model),
         beyond=tuple(_beyond(root, given)),
     )
 

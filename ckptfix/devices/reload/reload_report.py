@@ -1,4 +1,4 @@
-"""What a verification of a reload found: proofs, the matrix of ordered pairs, the first divergence.
+"""Results of a verified reload: proofs, the matrix of ordered pairs, the first divergence.
 
 A proof has one of four outcomes, and "not exercised" is never shown as anything else.
 """
@@ -63,6 +63,18 @@ class Proof(Serialized):
 
     def __str__(self) -> str:
         return f"{self.outcome.value}: {self.text}"
+
+
+_ABOUT_TRANSFERS = (Subject.PEER_PROBE, Subject.PEER_HOPS, Subject.SPLIT)
+
+
+class Proofs(list[Proof]):
+    """Lines of the table of proofs, in the order in which they came about."""
+
+    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
+        """Add a line; those about pairs of accelerators are about transfers in any case."""
+        is_transfer = is_transfer or subject in _ABOUT_TRANSFERS
+        self.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

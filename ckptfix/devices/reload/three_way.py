@@ -1,10 +1,15 @@
-"""The three-way proof: one device, the split with direct copies, the same split with staged copies; and where it
-fails.
+"""The three-way proof: one device, the split with direct copies, the same split with staged copies.
+
+Direct against staged, with one map and the same kernels, judges transfers; staged against one device judges kernels;
+staged against itself shows non-determinism. Runs that decide are never traced: reading tensors back synchronises, and
+a race does not happen while one looks. So a pair at fault is found without looking first, by letting it alone copy
+directly; only then are copies traced.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +31,12 @@ from ckptfix.devices.reload.outputs import (
     in_words,
     spread,
 )
-from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proof, Subject
+from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proofs, Subject
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.devices.transfers import safe_transfers
 from ckptfix.wording import count_of
-
-# After a direct run gave another output than a staged one: which ordered pair, and where in the model.
-#
-# Reading tensors back synchronises, and a race does not happen while one looks. So the pairs are told apart
-# first without looking, by letting one alone copy directly; only then are copies traced.
 
 
 class Moved(NamedTuple):
@@ -68,7 +68,7 @@ def localise(
     for _ in range(repeats):
         trace = _Trace()
         try:
-            with bypassed(), _blocks(model, trace), trace:
+            with bypassed(), _following_calls(model, trace.modules.append, trace.modules.pop), trace:
                 run()
         except ANYTHING:  # the copy itself, or what the model makes of wrong bytes
             ended_well = False
@@ -156,12 +156,18 @@ def _destination(func: Any, args: Sequence[Any], result: Any, place: int) -> tor
 
 
 @contextmanager
-def _blocks(model: Any, trace: _Trace) -> Iterator[None]:
-    """Have the trace know the module that runs: accelerate moves a block's arguments inside of the block's forward."""
+def _following_calls(
+    model: Any, enter: Callable[[str], None], leave: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Call ``enter`` with the name of each module before its forward, and ``leave`` behind it.
+
+    accelerate moves a block's arguments inside of the block's forward, so a copy belongs to the module entered last.
+    """
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(_entering(trace.modules, name)))
-        handles.append(module.register_forward_hook(_leaving(trace.modules)))
+        handles.append(module.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
+        if leave is not None:
+            handles.append(module.register_forward_hook(partial(_after_call, leave)))
     try:
         yield
     finally:
@@ -169,37 +175,19 @@ def _blocks(model: Any, trace: _Trace) -> Iterator[None]:
             handle.remove()
 
 
-def _entering(modules: list[str], name: str) -> Callable[..., None]:
-    def enter(module: Any, args: Any) -> None:
-        modules.append(name)
-
-    return enter
-
-
-def _leaving(modules: list[str]) -> Callable[..., None]:
-    def leave(module: Any, args: Any, output: Any) -> None:
-        modules.pop()
-
-    return leave
-
-
-def exercised(moves: Mapping[Pair, int]) -> Iterable[Pair]:
-    """Return the pairs that a forward pass copies over."""
-    return [pair for pair, count in moves.items() if count]
-
-
-# The parts of a model that a forward pass uses: a text model's vision tower gets no input, and proves
-# nothing.
+def _after_call(leave: Callable[[], object], module: Any, args: Any, output: Any) -> None:
+    leave()  # a hook that returns something replaces the output
 
 
 def unreached_parts(model: Any, inputs: Inputs, where: torch.device) -> tuple[str, ...] | None:
-    """Return the outermost modules, or the parameters, that a forward pass does not use; None where it cannot be told.
+    """Return the outermost modules, or the parameters, that a forward pass does not use; None when that is not known.
 
-    Runs the model once more: what watches it must not take part in a run that is compared.
+    A text model's vision tower gets no input, and proves nothing. Runs the model once more: what watches it must not
+    take part in a run that is compared.
     """
     watch = _Watch()
     try:
-        with _called(model, watch), watch:
+        with _following_calls(model, watch.called.add), watch:
             run(model, inputs, where)
     except ANYTHING:  # a model that does not run while it is watched, as a compiled one may
         return None
@@ -234,36 +222,11 @@ class _Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed,
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _called(model: Any, watch: _Watch) -> Iterator[None]:
-    handles = [
-        module.register_forward_pre_hook(_noting(watch.called, name))
-        for name, module in model.named_modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _noting(called: set[str], name: str) -> Callable[..., None]:
-    def note(module: Any, args: Any) -> None:
-        called.add(name)
-
-    return note
-
-
 def _around(name: str) -> list[str]:
     """Return the modules around a parameter, the outermost first."""
     steps = name.split(".")
     return [".".join(steps[:depth]) for depth in range(1, len(steps))]
 
-
-# The three-way proof: one device, the split with direct copies, the same split with staged copies.
-#
-# Direct against staged, with one map and the same kernels, tells transfers; staged against one device tells
-# kernels; staged against itself tells non-determinism. Runs that decide are never traced.
 
 _NOISE = 10.0
 """How much farther than the staged runs lie from each other a direct run must lie to be no noise."""
@@ -271,18 +234,34 @@ _NOISE = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Runs:
-    """What the runs of one split said."""
+    """Results of the runs of one split. ``moves``: copies of a forward pass by pair, of those over which any went."""
 
-    proofs: list[Proof] = field(default_factory=list)
+    proofs: Proofs = field(default_factory=Proofs)
     moves: Mapping[Pair, int] = field(default_factory=dict)
     alone_runs: int = 0
     alone_wrong: dict[Pair, int] = field(default_factory=dict)
     divergence: Divergence | None = None
 
-    def add(self, subject: Subject, outcome: Outcome, text: str) -> None:
-        """Add a line of the table."""
-        is_transfer = subject is Subject.SPLIT
-        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
+
+@dataclass(slots=True, kw_only=True)
+class Deviations:
+    """Outputs that differ from a first one: how many, the farthest of them, and what a run raised."""
+
+    first: Outputs
+    wrong: int = 0
+    worst: Spread = field(default_factory=Spread)
+    raised: str = ""
+
+    def count(self, output: Outputs) -> None:
+        """Compare one output."""
+        if not equal_bits(output, self.first):
+            self.wrong += 1
+            found = spread(output, self.first)
+            self.worst = found if self.wrong == 1 or found.relative > self.worst.relative else self.worst
+
+    def is_beyond(self, noise: Spread) -> bool:
+        """Return whether they lie farther away than runs lie from each other anyway."""
+        return self.worst.relative > _NOISE * noise.relative
 
 
 def baseline(built: Built, where: torch.device) -> tuple[Outputs | str, tuple[str, ...] | None]:
@@ -338,20 +317,20 @@ def compare_split(
         staged = _staged(runs, once, repeats)
     except ANYTHING as error:  # the model's own forward
         text = f"split: the model does not run on this map: {in_words(error)}{_hint(built, trial)}"
-        runs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED if trial.is_asked else Outcome.NOT_EXERCISED, text)
         if len(accelerators) > 1:
             text = "direct copies against staged ones: the model does not run"
-            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+            runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         return runs
     first, noise = staged
-    blocked = sorted(hangs & set(exercised(runs.moves)))
-    if not any(runs.moves.values()):
+    blocked = sorted(hangs & runs.moves.keys())
+    if not runs.moves:
         text = "direct copies against staged ones: the forward pass copies nothing between accelerators"
-        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     elif blocked:
         named = ", ".join(f"{source} -> {destination}" for source, destination in blocked)
         text = f"direct runs of the split: copies {named} do not end in the probe, and the split needs them"
-        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
     else:
         _compare_direct(runs, built, trial, once, first, noise, repeats)
     _compare_kernels(runs, first, single, noise, f"{where} alone")
@@ -360,36 +339,27 @@ def compare_split(
 
 def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Spread | None]:
     """Return the first staged output, and how far the others lie from it; None when all are equal in every bit."""
-    worst: Spread | None = None
     with safe_transfers("always") as transfers:
-        first = once()
-        runs.moves = {pair: count.staged + count.direct for pair, count in transfers.counters().items()}
+        found = Deviations(first=once())
+        runs.moves = {
+            pair: copies
+            for pair, count in transfers.counters().items()
+            if (copies := count.staged + count.direct)
+        }
         for _ in range(repeats - 1):
-            output = once()
-            if not equal_bits(output, first):
-                found = spread(output, first)
-                worst = found if worst is None or found.relative > worst.relative else worst
+            found.count(once())
         if not can_override():
             missed = "; ".join(transfers.not_covered)
             text = f"this torch lets staging reach accelerate's own moves only; direct in both runs: {missed}"
-            runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
-    return first, worst
-
-
-@dataclass(slots=True, kw_only=True)
-class _Direct:
-    """Direct runs against the first staged one: how many gave another output, how far it lay, what one raised."""
-
-    wrong: int = 0
-    worst: Spread = field(default_factory=Spread)
-    raised: str = ""
+            runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+    return found.first, found.worst if found.wrong else None
 
 
 def _compare_direct(
     runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Spread | None,
     repeats: int,
 ) -> None:  # fmt: skip
-    direct = _Direct()
+    direct = Deviations(first=first)
     for number in range(repeats):
         try:
             with bypassed():
@@ -401,18 +371,16 @@ def _compare_direct(
             direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
             if not all(answers(device(index)) for index in trial.accelerators):
                 text = f"transfer fault: {direct.raised}; staged runs did not, and a device answers no more"
-                runs.add(Subject.SPLIT, Outcome.FAILED, text)
+                runs.proofs.add(Subject.SPLIT, Outcome.FAILED, text)
                 return
             continue
-        if not equal_bits(output, first):
-            direct.wrong += 1
-            found = spread(output, first)
-            direct.worst = found if found.relative > direct.worst.relative else direct.worst
-    if not direct.raised and (direct.wrong == 0 or noise is not None) and not _is_beyond(direct, noise):
+        direct.count(output)
+    is_fault = direct.wrong > 0 if noise is None else direct.is_beyond(noise)
+    if not direct.raised and not is_fault:
         _add_no_fault(runs, direct, noise, repeats)
         return
     runs.alone_runs = repeats
-    for pair in exercised(runs.moves) if noise is None else ():
+    for pair in runs.moves if noise is None else ():
         runs.alone_wrong[pair] = alone(once, first, pair, repeats)
     suspects = [pair for pair, count in runs.alone_wrong.items() if count]
     runs.divergence = localise(built.model, once, direct.wrong, repeats, suspects)
@@ -424,21 +392,19 @@ def _compare_direct(
     else:
         text = f"transfer fault: {direct.wrong} of {many} with direct copies differ from the staged ones"
         text = f"{text} ({direct.worst})"
-    runs.add(Subject.SPLIT, Outcome.FAILED, f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies")
+    runs.proofs.add(
+        Subject.SPLIT, Outcome.FAILED, f"{text}; {runs.divergence}; next: ckptfix doctor --peer-copies"
+    )
 
 
-def _is_beyond(direct: _Direct, noise: Spread | None) -> bool:
-    return noise is not None and direct.worst.relative > _NOISE * noise.relative
-
-
-def _noisy(direct: _Direct, noise: Spread) -> str:
+def _noisy(direct: Deviations, noise: Spread) -> str:
     return f"staged runs differ among themselves ({noise}), direct ones from them ({direct.worst})"
 
 
-def _add_no_fault(runs: Runs, direct: _Direct, noise: Spread | None, repeats: int) -> None:
+def _add_no_fault(runs: Runs, direct: Deviations, noise: Spread | None, repeats: int) -> None:
     if noise is not None:
         text = f"direct against staged: non-determinism, {_noisy(direct, noise)}"
-        runs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         return
     count = sum(runs.moves.values())
     copies = "1 copy" if count == 1 else f"{count} copies"
@@ -446,20 +412,20 @@ def _add_no_fault(runs: Runs, direct: _Direct, noise: Spread | None, repeats: in
         f"direct split == staged split: {count_of(repeats, 'run')} each of {copies} between accelerators, "
         "equal in every bit"
     )
-    runs.add(Subject.SPLIT, Outcome.PROVEN, text)
+    runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
 def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread | None, one: str) -> None:
     if equal_bits(output, single):
-        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
+        runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
         return
     found = spread(output, single)
     if not found.is_within:
         text = f"the split differs from {one} by more than other kernels explain: {found}"
-        runs.add(Subject.OUTPUTS, Outcome.FAILED, text)
+        runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text)
         return
     why = "non-determinism" if noise is not None else "a difference of kernels"
-    runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split against {one}, {why}: {found}")
+    runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, f"split against {one}, {why}: {found}")
 
 
 def _compare_repeated(
@@ -470,22 +436,18 @@ def _compare_repeated(
     Of an offload that nobody asked for, another output is no fault of the checkpoint: accelerate's offload to disk
     reads freed memory for some models (MobileBERT's head).
     """
-    worst: Spread | None = None
-    wrong = 0
+    found = Deviations(first=single)
     for _ in range(repeats):
-        output = once()
-        if not equal_bits(output, single):
-            wrong += 1
-            found = spread(output, single)
-            worst = found if worst is None or found.relative > worst.relative else worst
+        found.count(once())
+    wrong, worst = found.wrong, found.worst
     many = count_of(repeats, "run")
-    if worst is None:
-        runs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit")
+    if not wrong:
+        runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: {many}, equal in every bit")
     elif worst.is_within:
         text = f"split against {one}, {wrong} of {many} differ: {worst}"
-        runs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
+        runs.proofs.add(Subject.OUTPUTS, Outcome.TOLERANCE, text)
     else:
         text = f"{wrong} of {many} of the split differ from {one} by more than other kernels explain: {worst}"
         if not is_asked:
             text += "; use no map with disk for this model, accelerate's offload computes something else"
-        runs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)
+        runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED if is_asked else Outcome.NOT_EXERCISED, text)

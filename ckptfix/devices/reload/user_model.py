@@ -17,9 +17,6 @@ from ckptfix.devices.reload.outputs import ANYTHING, in_words, tensors_in
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.errors import CkptfixError, UsageError
 
-# Inputs for one forward pass of a model: the factory's own, or made from a transformers config, from a
-# fixed seed.
-
 SEED = 20_260_731
 _BATCH, _LENGTH = 2, 12
 _LARGEST_SIDE = 4096
@@ -113,8 +110,6 @@ def _tokens(config: Any, size: int, length: int, generator: torch.Generator) -> 
     return ids
 
 
-# The model of a checkpoint, as the proofs use it, and how the user's own factory builds it.
-
 Factory = Callable[[], Any]
 """Returns a model, or (model, inputs): keyword arguments, a tuple of arguments, or one argument of its forward."""
 
@@ -123,8 +118,7 @@ Factory = Callable[[], Any]
 class Built:
     """A model with a checkpoint's weights, on the CPU. ``what``: its class, in words.
 
-    ``inputs``: or in words why there are none. ``skip_keys``: arguments that stay where they are, as transformers asks.
-    ``beyond``: what this way of building does not exercise, in words.
+    ``inputs``: or in words why there are none. ``beyond``: what this way of building does not exercise, in words.
     """
 
     model: Any
@@ -132,9 +126,25 @@ class Built:
     weights: Weights
     filled: Filled
     inputs: Inputs | str
-    no_split: tuple[str, ...]
-    skip_keys: tuple[str, ...] = ()
     beyond: tuple[str, ...] = ()
+
+    @property
+    def skip_keys(self) -> tuple[str, ...]:
+        """The arguments that the model asks to leave on the device where they are."""
+        named = getattr(self.model, "_skip_keys_device_placement", None) or ()
+        return (named,) if isinstance(named, str) else tuple(sorted(named))
+
+    @property
+    def no_split(self) -> tuple[str, ...]:
+        """The classes that a map must not split: those that the model names, else those of its lists of blocks."""
+        named = getattr(self.model, "_no_split_modules", None) or {
+            type(child).__name__
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.ModuleList)
+            for child in module
+            if any(True for _ in child.children())
+        }
+        return tuple(sorted(named))
 
 
 def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Built:
@@ -166,8 +176,6 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
         weights=weights,
         filled=filled,
         inputs=made_inputs(model) if inputs is None else given_inputs(inputs),
-        no_split=whole_blocks(model),
-        skip_keys=skip_keys_of(model),
     )
 
 
@@ -177,21 +185,6 @@ def made_inputs(model: Any) -> Inputs | str:
         return transformers_inputs(model)
     except ANYTHING as error:
         return f"no inputs could be made from its config: {in_words(error)}"
-
-
-def whole_blocks(model: Any) -> tuple[str, ...]:
-    """Return the classes that a map must not split: those that the model names, else those of its lists of blocks."""
-    named = getattr(model, "_no_split_modules", None)
-    if named:
-        return tuple(sorted(named))
-    classes = {
-        type(child).__name__
-        for module in model.modules()
-        if isinstance(module, torch.nn.ModuleList)
-        for child in module
-        if any(True for _ in child.children())
-    }
-    return tuple(sorted(classes))
 
 
 def _fitting(model: Any, found: Sequence[Weights]) -> Weights:
@@ -235,9 +228,3 @@ def _current_folder_on_path() -> Iterator[None]:
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
-
-
-def skip_keys_of(model: Any) -> tuple[str, ...]:
-    """Return the arguments that a model asks to leave on the device where they are."""
-    named = getattr(model, "_skip_keys_device_placement", None) or ()
-    return (named,) if isinstance(named, str) else tuple(sorted(named))

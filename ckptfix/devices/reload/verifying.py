@@ -16,7 +16,15 @@ from ckptfix.devices.reload.dispatched import MapPlan, Wish, plan_for_model, pla
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.modelling import ModelProof, verify_model
 from ckptfix.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config
-from ckptfix.devices.reload.reload_report import Machine, Outcome, PairFacts, Proof, ReloadReport, Subject
+from ckptfix.devices.reload.reload_report import (
+    Machine,
+    Outcome,
+    PairFacts,
+    Proof,
+    Proofs,
+    ReloadReport,
+    Subject,
+)
 from ckptfix.devices.reload.stored_weights import Weights, find_weights
 from ckptfix.devices.reload.three_way import Runs
 from ckptfix.devices.reload.user_model import Built, Factory, build_from_factory
@@ -24,8 +32,6 @@ from ckptfix.devices.torch_devices import Pair, ordered_pairs
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.paths import command
 from ckptfix.wording import count_of, list_names
-
-# What is known of every ordered pair: from the probe, the hops of this checkpoint's tensors, and the runs.
 
 _BROKEN = (Verdict.WRONG, Verdict.HANG, Verdict.UNUSABLE)
 _NEXT = "next: ckptfix doctor --peer-copies"
@@ -57,30 +63,31 @@ def pair_facts(machine: Machine, probe: ProbeReport | None, hops: Hops, runs: Ru
     return tuple(facts)
 
 
-def judge_pairs(machine: Machine, probe: ProbeReport | None) -> list[Proof]:
+def judge_pairs(machine: Machine, probe: ProbeReport | None) -> Proofs:
     """Return what the probe says, or that a machine like this one has no pair of accelerators."""
+    proofs = Proofs()
     if probe is None:
         text = (
             "copies between accelerators: this machine has one"
             if machine.count
             else "any device transfer: this machine has no accelerator"
         )
-        return [_proof(Outcome.NOT_EXERCISED, text)]
-    proofs = []
+        proofs.add(Subject.PEER_PROBE, Outcome.NOT_EXERCISED, text)
+        return proofs
     broken = [report for report in probe.pairs.values() if report.verdict in _BROKEN]
     unsure = [report.pair for report in probe.pairs.values() if report.verdict is Verdict.INCONCLUSIVE]
     unsure += [pair for pair in ordered_pairs(machine.count) if pair not in probe.pairs]
     if broken:
         named = "; ".join(str(report) for report in broken)
-        proofs.append(_proof(Outcome.FAILED, f"P2P copies in the probe: {named}; {_NEXT}"))
+        proofs.add(Subject.PEER_PROBE, Outcome.FAILED, f"P2P copies in the probe: {named}; {_NEXT}")
     if unsure:
         named = ", ".join(f"{source} -> {destination}" for source, destination in unsure)
         text = f"P2P copies {named}: the probe could not decide; {_NEXT} --budget 120"
-        proofs.append(_proof(Outcome.NOT_EXERCISED, text))
+        proofs.add(Subject.PEER_PROBE, Outcome.NOT_EXERCISED, text)
     if not broken and not unsure:
         many = count_of(len(probe.pairs), "ordered pair")
         text = f"P2P copies: what the probe sent over {many} arrived bit for bit (seed {probe.seed})"
-        proofs.append(_proof(Outcome.PROVEN, text))
+        proofs.add(Subject.PEER_PROBE, Outcome.PROVEN, text)
     return proofs
 
 
@@ -95,13 +102,6 @@ def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
     return [Proof(subject=Subject.BEYOND, outcome=Outcome.NOT_EXERCISED, text=text)]
 
 
-def _proof(outcome: Outcome, text: str) -> Proof:
-    return Proof(subject=Subject.PEER_PROBE, outcome=outcome, text=text, is_transfer=True)
-
-
-# ``verify_reload``: what loading a checkpoint onto a device map really gives, proven as far as this machine
-# can.
-
 Progress = Callable[[int], None]
 
 _LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
@@ -109,16 +109,13 @@ _LEAST_PROBE, _MOST_PROBE, _PROBE_A_PAIR = 30.0, 120.0, 5.0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
-    """What is collected on the way to a report."""
+class _Collected:
+    """The contents of a report, as far as they are known."""
 
-    proofs: list[Proof] = field(default_factory=list)
+    proofs: Proofs = field(default_factory=Proofs)
     device_map: dict[str, str] = field(default_factory=dict)
     device_bytes: dict[str, int] = field(default_factory=dict)
     source: str = ""
-
-    def add(self, subject: Subject, outcome: Outcome, text: str, *, is_transfer: bool = False) -> None:
-        self.proofs.append(Proof(subject=subject, outcome=outcome, text=text, is_transfer=is_transfer))
 
     def take(self, plan: MapPlan, weights: Weights, sizes: Mapping[str, int]) -> None:
         """Add a plan. ``sizes``: name of a tensor that it places -> bytes; one with several names counts at one."""
@@ -160,7 +157,7 @@ def verify_reload(
         raise UsageError(f"max_memory limits a map that is made; {named} is one already")
     weights, folder = find_weights(path)
     machine = this_machine()
-    found = _Found()
+    found = _Collected()
     readable = _readable(weights, folder, Path(path), found)
     facts: tuple[PairFacts, ...] = ()
     proof, what = ModelProof(), ""
@@ -178,7 +175,7 @@ def verify_reload(
             _without_model(readable, wish, machine, hops, found, read)
             if machine.count > 1:
                 text = "direct copies against staged ones: no model is run"
-                found.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+                found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
             proof, what = _with_model(built, wish, machine, hops, probe, found, repeats, read), built.what
         facts = pair_facts(machine, probe, hops, proof.runs)
@@ -211,44 +208,49 @@ def _probe(machine: Machine) -> ProbeReport | None:
 
 
 def _readable(
-    weights: Sequence[Weights], folder: CheckpointFolder, path: Path, found: _Found
+    weights: Sequence[Weights], folder: CheckpointFolder, path: Path, found: _Collected
 ) -> list[Weights]:
     """Return the weights whose files can be loaded, and add what the others fail with."""
     whole = []
     for one in weights:
         if problem := one.problem():
-            found.add(Subject.FILE_BYTES, Outcome.FAILED, problem)
+            found.proofs.add(Subject.FILE_BYTES, Outcome.FAILED, problem)
         else:
             whole.append(one)
     taken = {one.label for one in weights}  # a folder's other weights: no loader looks for them
     for other in all_state_dicts(folder) if path.is_dir() else ():
         if other.label not in taken and not other.problem:
-            found.add(
+            found.proofs.add(
                 Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{other.label}: give its path to verify it, too"
             )
     for name, kind in folder.subfolders.items():
         if kind != PLAIN_FOLDER and folder.only is None:
-            found.add(Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into")
+            found.proofs.add(Subject.FILE_BYTES, Outcome.NOT_EXERCISED, f"{name}: {kind} is not looked into")
     return whole
 
 
 def _built(
-    model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Found
+    model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Collected
 ) -> Built | None:
     try:
         return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
     except (NoModel, LoaderRefuses) as reason:
         why = str(reason)
         if isinstance(reason, LoaderRefuses):
-            found.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
+            found.proofs.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {reason}")
             why = "from_pretrained builds no model"
         next_step = f"; next: {command('verify', path)} --model module:factory"
-        found.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
+        found.proofs.add(Subject.OUTPUTS, Outcome.NOT_EXERCISED, f"outputs: {why}{next_step}")
         return None
 
 
 def _without_model(
-    weights: Sequence[Weights], wish: Wish, machine: Machine, hops: Hops, found: _Found, progress: Progress
+    weights: Sequence[Weights],
+    wish: Wish,
+    machine: Machine,
+    hops: Hops,
+    found: _Collected,
+    progress: Progress,
 ) -> None:
     files = FileProofs()
     for one in weights:
@@ -258,12 +260,12 @@ def _without_model(
             prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
         if not plan.is_sound and machine.count:
             text = "file -> device -> host: the map is refused"
-            found.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
+            found.proofs.add(Subject.PLACEMENT, Outcome.NOT_EXERCISED, text, is_transfer=True)
     found.proofs += files.proofs()
 
 
 def _with_model(
-    built: Built, wish: Wish, machine: Machine, hops: Hops, probe: ProbeReport | None, found: _Found,
+    built: Built, wish: Wish, machine: Machine, hops: Hops, probe: ProbeReport | None, found: _Collected,
     repeats: int, progress: Progress,
 ) -> ModelProof:  # fmt: skip
     files = FileProofs()
