@@ -46,7 +46,7 @@ class Distance(Enum):
 
     @property
     def passes_the_cpu(self) -> bool:
-        """Whether P2P copies over it go through the CPU: they break there most."""
+        """True if P2P copies over it go through the CPU: they break there most."""
         return self in (Distance.PHB, Distance.NODE, Distance.SYS)
 
 
@@ -68,7 +68,7 @@ class PciDevice:
 
     @property
     def is_translated(self) -> bool:
-        """Whether an IOMMU translates the device's addresses; with ``iommu=pt`` the type is ``identity`` instead."""
+        """True if an IOMMU translates the device's addresses; with ``iommu=pt`` the type is ``identity`` instead."""
         return self.iommu.startswith("DMA")
 
     def __str__(self) -> str:

@@ -1,5 +1,8 @@
-"""Accelerate's ``dispatch_model`` and ``load_checkpoint_and_dispatch`` for machines whose P2P copies may be
-broken.
+"""Accelerate's ``dispatch_model`` and ``load_checkpoint_and_dispatch`` where P2P copies may be broken.
+
+A dispatched model holds one reference to the staging of this process, forward and backward passes included, until
+``remove_safe_transfers`` or until it is collected: keep the model until its last backward pass has run. A deep copy of
+it holds none of its own.
 """
 
 import functools
@@ -19,16 +22,13 @@ from ckptfix.devices.torch_devices import device_type
 from ckptfix.devices.transfers import Mode, Transfers, acquire, mode_meant, mode_named, release, say
 from ckptfix.errors import UsageError
 
-# The current device, made to follow the blocks of a dispatched model.
-#
-# Accelerate moves tensors and never sets the current device: in a block on device 1 it is still device 0,
-# and a kernel that does not look where its tensors are launches there (unsloth #6831).
-
 
 def follow_devices(model: nn.Module) -> Callable[[], None]:
     """Make the device of each block current inside its forward, and the former one again behind it, whatever ends it.
 
-    The blocks are those to which accelerate gave a device other than that of what holds them. Returns what ends it.
+    Accelerate moves tensors and never sets the current device: a kernel that does not look where its tensors are
+    launches on device 0 from a block on device 1 (unsloth #6831). The blocks are those to which accelerate gave a
+    device other than that of what holds them. Returns what ends it.
     """
     name = device_type()
     # Weakly: what ends the guards must not keep the model.
@@ -98,16 +98,12 @@ def _index(hook: Any, name: str | None) -> int | None:
     return None
 
 
-# Accelerate's table of tied weights, cleared of addresses that no tied weight has any more.
-#
-# ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note. Once the
-# old memory is freed, a weight that is read from disk may come to lie at that very address, and is then
-# replaced by the tied weight: 6 of 20 trials with accelerate 1.15.0, without an error where the shapes
-# agree.
-
-
 def forget_freed_weights(model: nn.Module) -> None:
     """Drop the addresses of tied weights that are not held in memory; call it right after a dispatch.
+
+    ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note. Once the old memory
+    is freed, a weight that is read from disk may come to lie at that very address, and is then replaced by the tied
+    weight: 6 of 20 trials with accelerate 1.15.0, without an error where the shapes agree.
 
     Tied weights offloaded to the disk are then read once for each use, where accelerate shares them if two of them
     are on the device at a time. Those offloaded to the host keep their entries: their memory lives.
@@ -143,26 +139,18 @@ def _states(hook: Any) -> Iterator[Mapping[str, Any]]:
         yield state
 
 
-# Accelerate's ``dispatch_model`` and ``load_checkpoint_and_dispatch`` for machines whose peer copies may be
-# broken.
-#
-# A dispatched model holds one reference to the staging of this process, forward and backward passes
-# included, until ``remove_safe_transfers`` or until it is collected: keep the model until its last backward
-# pass has run. A deep copy of it holds none of its own.
-
-
-class _What(Enum):
-    """What a dispatch may begin with a model."""
+class _Effect(Enum):
+    """Something that a dispatch begins with a model."""
 
     ASKED = "a reference from dispatch_model"
     PATCHED = "a reference from the patch of accelerate"
     GUARD = "device guards"
 
 
-_Ends = dict[_What, "weakref.finalize[..., Any]"]
+_Ends = dict[_Effect, "weakref.finalize[..., Any]"]
 
 _ends: "weakref.WeakKeyDictionary[nn.Module, _Ends]" = weakref.WeakKeyDictionary()
-"""For each dispatched model, what ends that which its dispatch began."""
+"""Dispatched model -> effect of its dispatch -> what ends it."""
 
 _under_way: list[nn.Module] = []
 """Models that are being dispatched by this module, which the patch of accelerate must leave alone."""
@@ -251,7 +239,9 @@ def hold(model: nn.Module, places: Iterable[Any], mode: Mode) -> None:
     if any(model is other for other in _under_way):
         return
     meant = mode_meant(mode)
-    _replace(model, meant, _What.PATCHED, _reference(model, meant, _are_several((*places, *_places(model)))))
+    _replace(
+        model, meant, _Effect.PATCHED, _reference(model, meant, _are_several((*places, *_places(model))))
+    )
 
 
 @contextmanager
@@ -267,16 +257,18 @@ def _dispatching(model: nn.Module, mode: Mode, *, several: bool, device_guard: b
         raise
     finally:
         _under_way.remove(model)
-    _replace(model, mode, _What.ASKED, reference)
+    _replace(model, mode, _Effect.ASKED, reference)
     if device_guard:
-        _ends.setdefault(model, {})[_What.GUARD] = weakref.finalize(model, follow_devices(model))
+        _ends.setdefault(model, {})[_Effect.GUARD] = weakref.finalize(model, follow_devices(model))
 
 
-def _replace(model: nn.Module, mode: Mode, what: _What, reference: Transfers | None) -> None:
+def _replace(model: nn.Module, mode: Mode, what: _Effect, reference: Transfers | None) -> None:
     """Let the model hold this reference in place of what earlier dispatches of less standing began, and of its own."""
     ends = _ends.setdefault(model, {})
     former = [
-        ends.pop(other) for other in _What if other in ends and (other, what) != (_What.ASKED, _What.PATCHED)
+        ends.pop(other)
+        for other in _Effect
+        if other in ends and (other, what) != (_Effect.ASKED, _Effect.PATCHED)
     ]
     if reference is not None:
         ends[what] = weakref.finalize(model, release, reference)
@@ -354,23 +346,21 @@ def _accelerators(places: Iterable[Any]) -> set[int]:
     return found
 
 
-# The patch of accelerate's own dispatch, for code that calls it by itself: transformers'
-# ``from_pretrained``, PEFT.
-#
-# Whoever dispatches, under whatever name they imported the function, ``accelerate.big_modeling`` looks up
-# two functions at each call: the one that checks the map, and the one that attaches the hooks. Both get a
-# stand-in. A model that goes to one device as a whole gets no hooks, and is moved behind the first.
-
 _CHECK, _ATTACH = "check_device_map", "attach_align_device_hook_on_blocks"
 
 _patched_mode: Mode | None = None
-"""What models get that accelerate dispatches; None: nothing, the patch is off."""
+"""The mode of models that accelerate dispatches; None: the patch is off."""
 
 _originals: dict[str, Callable[..., Any]] = {}
 
 
 def patch_dispatch(mode: Mode) -> None:
     """Let every model that accelerate dispatches from now on hold a reference to safe transfers.
+
+    This is for code that calls accelerate by itself: transformers' ``from_pretrained``, PEFT. Under whatever name they
+    imported the function, ``accelerate.big_modeling`` looks up two functions at each call: the one that checks the map,
+    and the one that attaches the hooks. Both get a stand-in. A model that goes to one device as a whole gets no hooks,
+    and is moved behind the first.
 
     A second call changes the mode. It is the dispatch of a model on two or more accelerators that makes "auto" measure.
     """

@@ -1,4 +1,4 @@
-"""What torch says of itself and of its devices, asked in a process of its own: a broken driver can crash or hang it.
+"""Facts of torch and its devices, asked in a process of its own: a broken driver can crash or hang it.
 
 Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is plain values, as it
 comes out of the other process: as far as that process came, and why it came no further.

@@ -1,5 +1,12 @@
-"""The interception of copies in torch: ``aten::copy_`` below autograd, or accelerate's hooks where torch is too
-old.
+"""Interception of copies between two devices: ``aten::copy_`` below autograd, or accelerate's hooks for an older torch.
+
+``Tensor.to``, ``Module.to``, slices, storages, ``load_state_dict``, ``_foreach_copy_``, compiled code, backward passes
+and all threads end in ``aten::copy_`` (measured with torch 2.13). What does not is in ``NOT_COVERED``: NCCL, CUDA IPC,
+kernels that read another device's memory, and quantized tensors, which have a dispatch key of their own.
+
+Where torch does not let it be overridden, accelerate's own moves are staged: the inputs of each block, the output of
+the model and the weights of a dispatch pass two functions, which its hooks look up by name at each call.
+``NOT_COVERED_BY_FALLBACK`` lists what stays as it is, and every reference to staging carries that list.
 """
 
 import sys
@@ -12,13 +19,6 @@ import torch
 
 from ckptfix.devices.torch_devices import Pair, device_type
 
-# The one place in torch that every copy between two devices of an accelerator passes: ``aten::copy_`` below
-# autograd.
-#
-# ``Tensor.to``, ``Module.to``, slices, storages, ``load_state_dict``, ``_foreach_copy_``, compiled code,
-# backward passes and all threads end there (measured with torch 2.13). What does not: NCCL, CUDA IPC,
-# kernels that read another device's memory, and quantized tensors, which have a dispatch key of their own.
-
 Carry = Callable[[Pair, torch.Tensor, torch.Tensor], bool]
 """(pair, destination, source) -> whether the copy was done; if not, torch's own copy does it."""
 
@@ -30,7 +30,7 @@ NOT_COVERED = (
     "quantized tensors (QuantizedCUDA)",
     "replays of CUDA graphs captured before",
 )
-"""What goes from device to device and does not pass ``aten::copy_`` at the accelerator's key."""
+"""Copies from device to device that do not pass ``aten::copy_`` at the accelerator's key."""
 
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -114,16 +114,8 @@ def _in_front_of(original: Any, carry: Carry) -> Callable[..., Any]:
     return copy_
 
 
-# Staging of accelerate's own moves, for a torch that does not let ``aten::copy_`` be overridden.
-#
-# Accelerate moves the inputs of each block, the output of the model and the weights of a dispatch by two
-# functions, which its hooks look up by name at each call. Both get a stand-in that takes tensors to the
-# host first. All other copies stay as they are: ``NOT_COVERED`` lists them, and every reference to staging
-# carries that list.
-
-
 class Decide(Protocol):
-    """Says whether a copy has to take the way through the host, and counts it."""
+    """Decision whether a copy has to go through the host, which also counts it."""
 
     def __call__(self, pair: Pair, source: torch.Tensor, *, back: bool = False) -> bool:
         """``back``: a gradient will take the same way in the other direction."""

@@ -16,7 +16,7 @@ from accelerate.utils.offload import offload_weight
 
 
 class Slot(Protocol):
-    """Where the value of one meta tensor really is."""
+    """The real place of the value of one meta tensor."""
 
     def read(self) -> torch.Tensor:
         """Return the value that the model computes with."""

@@ -19,7 +19,7 @@ class TransferError(CkptfixError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """Which way the copies of each ordered pair go; those of a pair that is not ``staged`` go directly.
+    """Ways of the copies of each ordered pair; those of a pair that is not ``staged`` go directly.
 
     ``refused``: staged pairs whose copies raise instead. ``trusted``: staged pairs that are proven healthy, so that
     events may cross from device to device.

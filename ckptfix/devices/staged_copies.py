@@ -1,4 +1,17 @@
-"""Copies between two devices by way of host memory: no byte goes from device to device."""
+"""Copies between two devices by way of host memory: no byte goes from device to device.
+
+The blocking copy (``tensor.to("cpu")``, then on) is the reference, and the way of small tensors. From 1 MiB on, a copy
+travels in pieces through two pinned slots of 8 MiB for each ordered pair: while one is filled from the source device,
+the other is emptied to the destination, on the *current* streams of both devices, by which allocator and user code
+order everything already. Where another thread uses these slots, or no memory can be pinned, the same pieces go one by
+one: a copy never needs host memory for a whole tensor.
+
+Values are converted on the source device, whatever the size, as torch's own copy between devices does it: CPU and
+device convert NaN and values out of range differently.
+
+The order of the pieces (``pump``) knows nothing of torch: an ``Engine`` queues them, so that the tests can run this
+very code on an engine that carries them out in any order that two queues and their marks allow.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,13 +22,6 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from ckptfix.devices.torch_devices import Pair
-
-# The order of a staged copy: which piece goes when, and who waits for what.
-#
-# A copy travels in pieces through a few slots of host memory. While one slot is filled from the source
-# device, another is emptied to the destination. Nothing here knows torch: an ``Engine`` queues the pieces,
-# so that the tests can run this very code on an engine that carries them out in any order that two queues
-# and their marks allow.
 
 Mark = TypeVar("Mark")
 
@@ -28,7 +34,7 @@ class Queue(Enum):
 
 
 class Waiting(Enum):
-    """Who waits for a mark of one queue before the other goes on.
+    """The side that waits for a mark of one queue before the other goes on.
 
     HOST: the thread that queues; no event crosses from one device to another. DEVICE: the other queue itself, which
     needs such an event to work.
@@ -94,17 +100,6 @@ def _order(engine: Engine[Mark], queue: Queue, mark: Mark, waiting: Waiting) -> 
     else:
         engine.hold(queue, mark)
 
-
-# Copies between two devices by way of host memory: no byte goes from device to device.
-#
-# The blocking copy (``tensor.to("cpu")``, then on) is the reference, and the way of small tensors. From 1
-# MiB on, bytes go through two pinned slots of 8 MiB for each ordered pair, to the host and from it at the
-# same time, on the *current* streams of both devices: allocator and user code order everything by those
-# already. Where another thread uses these slots, or no memory can be pinned, the same pieces go one by one:
-# a copy never needs host memory for a whole tensor.
-#
-# Values are converted on the source device, whatever the size, as torch's own copy between devices does it:
-# CPU and device convert NaN and values out of range differently.
 
 PIECE = 8 << 20
 """Bytes of one pinned slot: at 25 GB/s a third of a millisecond, against some 10 us for a wait."""

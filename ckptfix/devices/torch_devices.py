@@ -21,7 +21,7 @@ Pair = tuple[int, int]
 
 
 _OLDER = ("cuda", "xpu")
-"""Where to look when torch has no ``torch.accelerator`` (it came with torch 2.6)."""
+"""Accelerators to look for when torch has no ``torch.accelerator`` (it came with torch 2.6)."""
 
 _ALLOCATOR = (
     "PYTORCH_ALLOC_CONF",

@@ -1,4 +1,13 @@
-"""Tensors and pickles read onto the CPU. No code of a file runs, unless the policy trusts it."""
+"""Tensors and pickles read onto the CPU. No code of a file runs, unless the policy trusts it.
+
+A pickle is read with ``torch.load(weights_only=True)``, which is told to allow the globals that can only hold data.
+Nothing is imported because a file names it, numpy and omegaconf excepted; an enum counts only when its module is loaded
+already.
+
+What holds only plain containers, plain values and dense tensors is built from the opcodes, which were parsed already to
+see that it is harmless: torch would parse them once more, in Python. With both, a load of 600 MB with AdamW takes 1.2x
+of the time of stock's, with this 0.85x.
+"""
 
 import importlib
 import os
@@ -25,13 +34,6 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import TORCH_DTYPES, PickledStorage, is_tensor, read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.paths import command
-
-# Make what a file of torch.save holds from its opcodes, which were parsed already to see that it is
-# harmless.
-#
-# ``torch.load(weights_only=True)`` would parse them once more, in Python, and takes half of its time for
-# that: with both, a load of 600 MB with AdamW takes 1.2x of the time of stock's, with this one 0.85x. Only
-# what holds plain containers, plain values and dense tensors is built here; torch reads all else.
 
 _DTYPES = {noun: getattr(torch, name) for name, noun in TORCH_DTYPES.items() if hasattr(torch, name)}
 _PLAIN_TYPES = (bool, int, float, bytes, type(None))
@@ -147,12 +149,6 @@ class _Builder:
         return self._storages[key]
 
 
-# Read tensors and pickles onto the CPU. No code of a file runs, unless the policy trusts it.
-#
-# A pickle is read with ``torch.load(weights_only=True)``, which is told to allow the globals that can only
-# hold data. Nothing is imported because a file names it, numpy and omegaconf excepted; an enum counts only
-# when its module is loaded already.
-
 Global = tuple[str, str]
 
 _NUMPY_FUNCTIONS = ("numpy._core.multiarray", "numpy.core.multiarray")
@@ -164,7 +160,7 @@ _PLAIN = frozenset(
     {("builtins", kind.__name__) for kind in (bool, dict, float, frozenset, int, list, str, tuple)}
     | {("collections", "defaultdict"), ("typing", "Any"), ("types", "NoneType")}
 )
-"""What omegaconf's containers refer to beside their own classes."""
+"""Globals that omegaconf's containers refer to besides their own classes."""
 
 _NODES_TEXT = "Any String Integer Float Boolean Bytes Path Enum InterpolationResult"
 _OMEGACONF = frozenset(

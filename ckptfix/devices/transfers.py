@@ -21,8 +21,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from ckptfix.devices import interception as fallback
-from ckptfix.devices import interception as overriding
+from ckptfix.devices.interception import (
+    NOT_COVERED,
+    NOT_COVERED_BY_FALLBACK,
+    HookPatch,
+    Override,
+    can_override,
+)
 from ckptfix.devices.routing import ROUTER, Count, Ways
 from ckptfix.devices.staged_copies import release_slots
 from ckptfix.devices.torch_devices import Pair, device_count, device_type, ordered_pairs
@@ -40,7 +45,7 @@ QUICK_PROBE = 3.0
 
 
 class Mode(Enum):
-    """Which copies are staged.
+    """Choice of the copies that are staged.
 
     AUTO: those of every ordered pair of devices that is not proven healthy. ALWAYS: those of every pair. NEVER: none
     for the one who asks; what others hold stays on.
@@ -86,7 +91,7 @@ _installed: _Installed | None = None
 _at_beginning: Mapping[Pair, Count] = {}
 _told: set[frozenset[Pair]] = set()
 _told_what_is_not_covered: set[bool] = set()
-"""Whether this was said already: of staging (False), of refusing (True)."""
+"""The warnings given already: about staging (False), about refusing (True)."""
 
 
 @contextmanager
@@ -134,10 +139,10 @@ def acquire(mode: Mode | str, *, raise_instead: bool = False, holder: str) -> Tr
         raises=raise_instead,
         pairs=_wanted(chosen),
         holder=holder,
-        not_covered=overriding.NOT_COVERED if overriding.can_override() else fallback.NOT_COVERED_BY_FALLBACK,
+        not_covered=NOT_COVERED if can_override() else NOT_COVERED_BY_FALLBACK,
         _before=ROUTER.counts.all(),
     )
-    if reference.pairs and not overriding.can_override():
+    if reference.pairs and not can_override():
         _say_what_is_not_covered(raise_instead)
     with _lock:
         _references.append(reference)
@@ -179,11 +184,7 @@ def _settle() -> None:
         _at_beginning = ROUTER.counts.all()
     ROUTER.ways = Ways(staged=staged, refused=refused, trusted=_proven() & staged if asked else frozenset())
     if staged and _installed is None:
-        _installed = (
-            overriding.Override(ROUTER.carry)
-            if overriding.can_override()
-            else fallback.HookPatch(ROUTER.takes_host)
-        )
+        _installed = Override(ROUTER.carry) if can_override() else HookPatch(ROUTER.takes_host)
     elif not staged and _installed is not None:
         if _installed.remove():
             _installed = None
@@ -258,7 +259,7 @@ def _say_what_is_not_covered(refusing: bool) -> None:
         _told_what_is_not_covered.add(refusing)
         word = "refused" if refusing else "staged"
         say(
-            f"some copies between devices are not {word}: {'; '.join(fallback.NOT_COVERED_BY_FALLBACK)}. "
+            f"some copies between devices are not {word}: {'; '.join(NOT_COVERED_BY_FALLBACK)}. "
             "A newer torch covers them: pip install -U torch"
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from ckptfix.devices.probe import measuring
 from ckptfix.devices.probe.probe_report import Verdict
-from ckptfix.devices.probe.task import Ending, Outcome, Task
+from ckptfix.devices.probe.task import Ending, Task, TaskResult
 from ckptfix.devices.torch_devices import Machine
 
 PAIRS = ((0, 1), (1, 0))
@@ -33,8 +33,8 @@ class Worker:
     def machine(self) -> Machine:
         return self._seen
 
-    def run(self, task: Task, seconds: float) -> Outcome:
-        return Outcome(ending=Ending.DONE, trials=10)
+    def run(self, task: Task, seconds: float) -> TaskResult:
+        return TaskResult(ending=Ending.DONE, trials=10)
 
     def close(self) -> None: ...
 

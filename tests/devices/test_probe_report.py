@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ckptfix.devices.probe as probe
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
-from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.probe.task import Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.torch_devices import Machine
 
 
@@ -84,12 +84,12 @@ def test_a_newer_report_of_some_pairs_renews_those() -> None:
 def test_tasks_outcomes_and_machines_survive_the_pipe() -> None:
     task = Task(work=Work.CHAIN, pairs=((0, 1), (1, 2), (2, 0)), plan="full", seed=2**62, section=3)
     failure = Failure(pair=(0, 1), kind="late", first_offset=None, wrong_bytes=0, size=1, case="c")
-    outcome = Outcome(
+    outcome = TaskResult(
         ending=Ending.RAISED, trials=3, failures=(failure,), stage="s", left_out=("a",), unpoisoned=2
     )
     machine = Machine(names=("a",), pci=("",), peer_access={(0, 1): None, (1, 0): True}, identity={"a": 1})
     assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
-    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+    assert TaskResult.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
 
 

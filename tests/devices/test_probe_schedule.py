@@ -10,8 +10,8 @@ import pytest
 from ckptfix.devices.probe.cases import FULL, PLANS, QUICK, SAMPLE, plan_for
 from ckptfix.devices.probe.measuring import Run, summarise
 from ckptfix.devices.probe.probe_report import STRICTEST, ProbeReport, Verdict
-from ckptfix.devices.probe.schedule import Found, Schedule, _in_covering_order
-from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.probe.schedule import Measurements, Schedule, _in_covering_order
+from ckptfix.devices.probe.task import Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 
@@ -30,7 +30,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class FakeBench:
     """Takes ``seconds`` for each task, and what ``answer`` says of it; DONE with 10 trials where it says nothing."""
 
-    def __init__(self, clock: Clock, answer: Callable[[Task], Outcome | None], seconds: float = 0.1) -> None:
+    def __init__(
+        self, clock: Clock, answer: Callable[[Task], TaskResult | None], seconds: float = 0.1
+    ) -> None:
         self.starting = 0.0
         self.tasks: list[Task] = []
         self.given: list[float] = []
@@ -41,11 +43,11 @@ class FakeBench:
     def machine(self) -> Machine:
         return Machine(names=("a", "b", "c"))
 
-    def run(self, task: Task, seconds: float) -> Outcome:
+    def run(self, task: Task, seconds: float) -> TaskResult:
         self.tasks.append(task)
         self.given.append(seconds)
         self._clock.now += self._seconds
-        return self._answer(task) or Outcome(ending=Ending.DONE, trials=10)
+        return self._answer(task) or TaskResult(ending=Ending.DONE, trials=10)
 
     def close(self) -> None: ...
 
@@ -58,14 +60,14 @@ def failure(pair: Pair, kind: str = "zeros", size: int = 65541) -> Failure:
 
 def probe(
     clock: Clock,
-    answer: Callable[[Task], Outcome | None] = lambda task: None,
+    answer: Callable[[Task], TaskResult | None] = lambda task: None,
     *,
     count: int = 3,
     budget: float = 30.0,
     seconds: float = 0.1,
     again: int = 0,
     known: ProbeReport | None = None,
-) -> tuple[ProbeReport, FakeBench, Found]:
+) -> tuple[ProbeReport, FakeBench, Measurements]:
     bench = FakeBench(clock, answer, seconds)
     plan = replace(plan_for(budget), again=again)
     pairs = tuple(permutations(range(count), 2))
@@ -75,7 +77,7 @@ def probe(
     return summarise(run, bench.machine(), found), bench, found
 
 
-def on(pair: Pair, work: Work, outcome: Outcome) -> Callable[[Task], Outcome | None]:
+def on(pair: Pair, work: Work, outcome: TaskResult) -> Callable[[Task], TaskResult | None]:
     return lambda task: outcome if pair in task.pairs and task.work is work else None
 
 
@@ -103,7 +105,7 @@ def test_everything_is_done_in_order_and_only_then_called_healthy(clock: Clock) 
 
 
 def test_a_failure_ends_the_work_on_its_pair_alone_and_names_it(clock: Clock) -> None:
-    wrong = Outcome(
+    wrong = TaskResult(
         ending=Ending.DONE,
         trials=7,
         failures=(*[failure((1, 2), "zeros", 1)] * 3, failure((1, 2), "shift")),
@@ -135,7 +137,7 @@ def test_a_failure_ends_the_work_on_its_pair_alone_and_names_it(clock: Clock) ->
 def test_a_bad_end_is_the_pairs_only_in_a_copy_of_it(
     clock: Clock, ending: Ending, stage: str, message: str, verdict: Verdict, kind: str
 ) -> None:
-    outcome = Outcome(ending=ending, trials=3, stage=stage, message=message)
+    outcome = TaskResult(ending=ending, trials=3, stage=stage, message=message)
     report, _, _ = probe(clock, on((0, 1), Work.SECTION, outcome))
     found = report.pairs[0, 1]
     assert (found.verdict, found.kind) == (verdict, kind)
@@ -144,7 +146,7 @@ def test_a_bad_end_is_the_pairs_only_in_a_copy_of_it(
 
 
 def test_a_device_that_fails_with_the_host_is_unusable_and_no_pair_is_blamed(clock: Clock) -> None:
-    outcome = Outcome(ending=Ending.DONE, unusable=2, message="device 2: 3 of 4.0 KiB are wrong")
+    outcome = TaskResult(ending=Ending.DONE, unusable=2, message="device 2: 3 of 4.0 KiB are wrong")
     report, bench, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
     assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
@@ -153,14 +155,14 @@ def test_a_device_that_fails_with_the_host_is_unusable_and_no_pair_is_blamed(clo
 
 
 def test_a_device_found_unusable_late_takes_back_what_its_pairs_had_proven(clock: Clock) -> None:
-    outcome = Outcome(ending=Ending.DONE, unusable=1, message="device 1: gives back other bytes")
+    outcome = TaskResult(ending=Ending.DONE, unusable=1, message="device 1: gives back other bytes")
     report, _, _ = probe(clock, on((2, 1), Work.SECTION, outcome))
     assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 1 in pair}
 
 
 @pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED])
 def test_a_bad_end_of_several_pairs_leaves_none_of_them_proven(clock: Clock, ending: Ending) -> None:
-    outcome = Outcome(ending=ending, stage="chain", message="no end")
+    outcome = TaskResult(ending=ending, stage="chain", message="no end")
     report, bench, _ = probe(clock, on((0, 1), Work.CHAIN, outcome))
     chains = [task for task in bench.tasks if task.work is Work.CHAIN and (0, 1) in task.pairs]
     assert len(chains) == 1, "the others with this pair would end badly, too"
@@ -170,7 +172,7 @@ def test_a_bad_end_of_several_pairs_leaves_none_of_them_proven(clock: Clock, end
 
 
 def test_the_budget_is_kept_and_what_it_left_out_is_said(clock: Clock) -> None:
-    def slow(task: Task) -> Outcome | None:
+    def slow(task: Task) -> TaskResult | None:
         clock.now += 1.0 if task.work is Work.SECTION and task.section else 0.0
         return None
 
@@ -189,14 +191,14 @@ def test_the_budget_is_kept_and_what_it_left_out_is_said(clock: Clock) -> None:
 
 
 def test_a_section_that_ran_out_of_time_proves_nothing(clock: Clock) -> None:
-    report, _, _ = probe(clock, on((0, 2), Work.SECTION, Outcome(ending=Ending.OUT_OF_TIME, trials=3)))
+    report, _, _ = probe(clock, on((0, 2), Work.SECTION, TaskResult(ending=Ending.OUT_OF_TIME, trials=3)))
     assert report.unproven == {(0, 2)}
     assert report.pairs[0, 2].verdict is Verdict.INCONCLUSIVE
     assert "before the time was up" in report.pairs[0, 2].detail
 
 
 def test_starting_a_worker_does_not_count(clock: Clock) -> None:
-    def starts(task: Task) -> Outcome | None:
+    def starts(task: Task) -> TaskResult | None:
         if len(bench_of.tasks) == 1:
             clock.now += 50.0
             bench_of.starting += 50.0
@@ -210,7 +212,7 @@ def test_starting_a_worker_does_not_count(clock: Clock) -> None:
 
 
 def test_a_worker_that_does_not_start_any_more_leaves_the_rest_inconclusive(clock: Clock) -> None:
-    def dies(task: Task) -> Outcome | None:
+    def dies(task: Task) -> TaskResult | None:
         if task.pairs == ((1, 0),) and task.section == 1:
             raise OperationError("the worker could not be started")
         return None
@@ -223,7 +225,7 @@ def test_a_worker_that_does_not_start_any_more_leaves_the_rest_inconclusive(cloc
 
 def test_failures_of_chains_and_of_all_at_once_name_their_pair(clock: Clock) -> None:
     late = Failure(pair=(2, 0), kind="late", first_offset=None, wrong_bytes=0, size=40, case="chain")
-    outcome = Outcome(ending=Ending.DONE, trials=1, failures=(late,))
+    outcome = TaskResult(ending=Ending.DONE, trials=1, failures=(late,))
     for work in (Work.CHAIN, Work.TOGETHER):
         report, _, _ = probe(clock, on((2, 0), work, outcome))
         assert report.unproven == {(2, 0)}
@@ -267,10 +269,10 @@ def test_a_sections_name_stands_for_its_cases() -> None:
 
 
 def test_what_was_done_is_not_done_again_and_what_was_begun_goes_on(clock: Clock) -> None:
-    def slow(task: Task) -> Outcome | None:
+    def slow(task: Task) -> TaskResult | None:
         if task.work is Work.SECTION and task.section == 1:
             clock.now += 2.0
-            return Outcome(
+            return TaskResult(
                 ending=Ending.OUT_OF_TIME, trials=40, done=task.start + 40, tried={"small dense": 40}
             )
         return None
@@ -318,7 +320,7 @@ def test_pairs_without_a_device_in_common_make_their_large_copies_at_once(clock:
 
 @pytest.mark.parametrize("ending", [Ending.HUNG, Ending.RAISED, Ending.DIED, Ending.NO_MEMORY])
 def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(clock: Clock, ending: Ending) -> None:
-    outcome = Outcome(ending=ending, stage="copy_() of 64 MiB", message="no end")
+    outcome = TaskResult(ending=ending, stage="copy_() of 64 MiB", message="no end")
     large = QUICK.sections.index(next(section for section in QUICK.sections if section.is_large))
     report, _, _ = probe(
         clock,
@@ -333,7 +335,7 @@ def test_of_pairs_that_end_badly_at_once_each_answers_for_itself(clock: Clock, e
 def test_a_wrong_copy_counts_even_where_another_pair_ends_the_task(clock: Clock, unusable: int) -> None:
     """A rare fault: the pair's next copies, alone, are all right."""
     ending = Ending.NO_MEMORY if unusable < 0 else Ending.DONE
-    outcome = Outcome(ending=ending, trials=4, failures=(failure((0, 1)),), unusable=unusable, message="x")
+    outcome = TaskResult(ending=ending, trials=4, failures=(failure((0, 1)),), unusable=unusable, message="x")
     report, _, _ = probe(
         clock, lambda task: outcome if len(task.pairs) == 2 and task.work is Work.SECTION else None,
         count=4, seconds=0.001,
@@ -350,9 +352,9 @@ def test_pairs_that_end_badly_only_together_are_not_proven(
     clock: Clock, ending: Ending, taken: float, again: int
 ) -> None:
     """Alone each of them works, or there was no time to see it (60 s)."""
-    outcome = Outcome(ending=ending, stage="copy_() of 64 MiB over 2 pairs", message="no end")
+    outcome = TaskResult(ending=ending, stage="copy_() of 64 MiB over 2 pairs", message="no end")
 
-    def ends(task: Task) -> Outcome | None:
+    def ends(task: Task) -> TaskResult | None:
         if task.work is not Work.SECTION or len(task.pairs) == 1 or (0, 1) not in task.pairs:
             return None
         if task.again < again:
@@ -369,11 +371,11 @@ def test_pairs_that_end_badly_only_together_are_not_proven(
 
 def test_a_probe_that_makes_no_copy_proves_nothing(clock: Clock) -> None:
     """All sections are done, but the pairs copied wrong or hung at once; then no worker starts any more."""
-    bad = Outcome(ending=Ending.DIED, stage="1 MiB with all pairs at once", message="killed by SIGABRT")
+    bad = TaskResult(ending=Ending.DIED, stage="1 MiB with all pairs at once", message="killed by SIGABRT")
     first, _, _ = probe(clock, lambda task: bad if task.work is Work.TOGETHER else None)
     assert first.unproven == set(first.pairs)
 
-    def ended(task: Task) -> Outcome:
+    def ended(task: Task) -> TaskResult:
         raise OperationError("the worker could not be started")
 
     second, _, _ = probe(clock, ended, known=first)
@@ -383,10 +385,10 @@ def test_a_probe_that_makes_no_copy_proves_nothing(clock: Clock) -> None:
 
 
 def test_what_time_is_left_goes_to_more_large_copies_with_other_bits(clock: Clock) -> None:
-    def counted(task: Task) -> Outcome | None:
+    def counted(task: Task) -> TaskResult | None:
         if task.work is not Work.SECTION or not FULL.sections[task.section].is_large:
             return None
-        return Outcome(ending=Ending.DONE, trials=6, tried={"large dense": 1})
+        return TaskResult(ending=Ending.DONE, trials=6, tried={"large dense": 1})
 
     report, bench, _ = probe(clock, counted, count=2, seconds=0.001, again=20)
     assert {task.again for task in bench.tasks} == set(range(21))
@@ -409,7 +411,7 @@ def test_a_device_that_never_answered_or_was_taken_away_is_not_decided(
     clock: Clock, ending: Ending, trials: int, message: str
 ) -> None:
     """Another process may have it for itself: that is of this moment, and must be asked again."""
-    outcome = Outcome(ending=ending, trials=trials, stage="host round trip of 1 B", message=message)
+    outcome = TaskResult(ending=ending, trials=trials, stage="host round trip of 1 B", message=message)
     report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.INCONCLUSIVE) == {pair for pair in report.pairs if 2 in pair}
     assert report.with_verdict(Verdict.HEALTHY) == {(0, 1), (1, 0)}
@@ -419,7 +421,7 @@ def test_a_device_that_never_answered_or_was_taken_away_is_not_decided(
 
 @pytest.mark.parametrize("ending", [Ending.RAISED, Ending.HUNG, Ending.DIED])
 def test_a_device_that_fails_after_it_answered_is_unusable(clock: Clock, ending: Ending) -> None:
-    outcome = Outcome(ending=ending, trials=1, stage="host round trip of 4.0 KiB", message="no end")
+    outcome = TaskResult(ending=ending, trials=1, stage="host round trip of 4.0 KiB", message="no end")
     report, _, _ = probe(clock, on((2, 2), Work.HOST, outcome))
     assert report.with_verdict(Verdict.UNUSABLE) == {pair for pair in report.pairs if 2 in pair}
     assert report.pairs[0, 2].detail == "device 2: host round trip of 4.0 KiB: no end"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices.reload.outputs import equal_bits, is_empty, spread, taken, tensors_in
+from ckptfix.devices.reload.outputs import deviation, equal_bits, is_empty, output_tensors, tensors_in
 from ckptfix.devices.reload.reload_report import Outcome, Subject
 from ckptfix.devices.reload.verifying import verify_reload
 from ckptfix.devices.torch_devices import device_count
@@ -41,8 +41,8 @@ def test_tensors_are_found_in_objects_of_any_class() -> None:
 
 def test_nothing_and_empty_tensors_are_empty() -> None:
     assert is_empty({})
-    assert is_empty(taken([torch.ones(0), "text", 3]))
-    assert not is_empty(taken(torch.ones(1)))
+    assert is_empty(output_tensors([torch.ones(0), "text", 3]))
+    assert not is_empty(output_tensors(torch.ones(1)))
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
@@ -58,17 +58,17 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch says of each that it is new or going
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_of_other_layouts_are_compared_by_their_parts(layout: str) -> None:
-    one, other = taken(LAYOUTS[layout]()), taken(LAYOUTS[layout]())
+    one, other = output_tensors(LAYOUTS[layout]()), output_tensors(LAYOUTS[layout]())
     assert not is_empty(one)
     assert equal_bits(one, other)
     place = list(other)[-1]
     other[place] = torch.zeros_like(other[place])
     assert not equal_bits(one, other)
-    assert spread(one, other).difference > 0
+    assert deviation(one, other).difference > 0
 
 
 def test_complex_outputs_have_a_distance() -> None:
     one = torch.tensor([1 + 2j])
-    assert spread({"a": one}, {"a": one * (1 + 1e-6)}).is_within
-    assert not spread({"a": one}, {"a": one * 2}).is_within
-    assert spread({"a": one}, {"a": one.to(torch.complex128)}).difference == inf
+    assert deviation({"a": one}, {"a": one * (1 + 1e-6)}).is_within
+    assert not deviation({"a": one}, {"a": one * 2}).is_within
+    assert deviation({"a": one}, {"a": one.to(torch.complex128)}).difference == inf

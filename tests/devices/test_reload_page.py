@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ckptfix.devices.reload.reload_page import html_page
 from ckptfix.devices.reload.reload_report import (
+    Accelerators,
     Divergence,
-    Machine,
     Outcome,
     PairFacts,
     Proof,
@@ -48,7 +48,7 @@ class Page(HTMLParser):
 def report() -> ReloadReport:
     return ReloadReport(
         path=Path("folder") / EVIL,
-        machine=Machine(accelerator="cuda", names=("Card", "Card", "Card")),
+        machine=Accelerators(accelerator="cuda", names=("Card", "Card", "Card")),
         model=f"Model {EVIL}",
         map_source=EVIL,
         device_map={f"layers.{number}": str(number // 2) for number in range(6)} | {EVIL: "cpu"},
@@ -127,7 +127,9 @@ def test_colours_follow_the_outcome_of_each_pair() -> None:
 
 
 def test_a_machine_without_accelerators_has_no_matrix() -> None:
-    page = Page(html_page(replace(report(), pairs=(), divergence=None, machine=Machine(accelerator=None))))
+    page = Page(
+        html_page(replace(report(), pairs=(), divergence=None, machine=Accelerators(accelerator=None)))
+    )
     assert "Copies between accelerators" not in page.text
     assert "CPU only" in page.text
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import Hops, Tally
-from ckptfix.devices.reload.reload_report import Machine, Outcome, Subject
+from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Subject
 from ckptfix.devices.reload.verifying import judge_pairs, verify_reload
 from ckptfix.devices.torch_devices import Pair, device_count
 from tests.devices.reload_models import Head, eights, save_model
@@ -53,7 +53,7 @@ def test_no_hop_is_said_where_there_are_two_accelerators(count: int) -> None:
 @pytest.mark.parametrize("answered", [[], [(0, 1)]])
 def test_pairs_that_the_probe_left_out_are_not_proven(answered: list[Pair]) -> None:
     pairs = {pair: PairReport(pair=pair, verdict=Verdict.HEALTHY, seed=1) for pair in answered}
-    machine = Machine(accelerator="cuda", names=("Card", "Card"))
+    machine = Accelerators(accelerator="cuda", names=("Card", "Card"))
     (proof,) = judge_pairs(machine, ProbeReport(pairs=pairs, seed=1))
     assert proof.outcome is Outcome.NOT_EXERCISED
     assert "1 -> 0" in proof.text

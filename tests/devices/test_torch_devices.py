@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.devices import interception as overriding
-from ckptfix.devices import transfers
+from ckptfix.devices import interception, transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.torch_devices import device, device_count, device_type, ordered_pairs
 from ckptfix.devices.transfers import Mode, safe_transfers, staged_pairs
@@ -32,7 +31,7 @@ def test_without_an_accelerator() -> None:
     with pytest.raises(RuntimeError, match="no accelerator on this machine"):
         device(0)
     with pytest.raises(RuntimeError, match="cannot be overridden"):
-        overriding.Override(lambda *_: False)
+        interception.Override(lambda *_: False)
 
 
 def test_a_torch_older_than_its_accelerator_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +78,8 @@ def test_numbers_that_torch_hands_to_the_override(monkeypatch: pytest.MonkeyPatc
         asked.append(arguments)
         return False
 
-    monkeypatch.setattr(overriding, "device_type", lambda: "cpu")
-    override = overriding.Override(ask)
+    monkeypatch.setattr(interception, "device_type", lambda: "cpu")
+    override = interception.Override(ask)
     try:
         found = [tensor.ne(number) for tensor in tensors], [tensor + number for tensor in tensors]
     finally:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices import interception as overriding
 from ckptfix.devices import probe, routing, transfers
 from ckptfix.devices import staged_copies as staging
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
@@ -188,7 +187,7 @@ def test_a_failed_installation_leaves_no_reference(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(overriding, "Override", fail)
+        patch.setattr(transfers, "Override", fail)
         with pytest.raises(RuntimeError, match="no"), safe_transfers("always"):
             pass
     with safe_transfers("always"):

@@ -112,7 +112,7 @@ def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
 
 
 _measured_here: dict[str, ProbeReport] = {}
-"""What was known after ``unproven_pairs`` measured in this process, by machine."""
+"""Machine -> the report after ``unproven_pairs`` measured in this process."""
 
 
 def _with(known: ProbeReport | None, newer: ProbeReport, machine: Machine) -> ProbeReport:

@@ -33,7 +33,7 @@ _LARGEST = 4 << 20
 """Bytes. Ours have a few thousand, and some 100,000 for 16 devices that many processes measured."""
 
 _PASSING = ("boot", "drivers")
-"""What is gone for good once it is another."""
+"""Parts of an identity that never come back once they have changed."""
 
 _TRIES = 5
 """Times to look for files anew, when one was replaced between finding and reading it."""

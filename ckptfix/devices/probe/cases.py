@@ -1,4 +1,4 @@
-"""What is sent over an ordered pair: the ways of asking for a copy, the sizes and dtypes, and two plans of them.
+"""Copies that are made over an ordered pair: ways of asking for one, sizes and dtypes, and the plans of them.
 
 torch has two engines for a copy from device to device. Equal dtypes and dense, equal layouts go as one memcpy;
 anything else goes, with peer access, as a kernel that writes into the other device's memory. Either may be broken
@@ -80,7 +80,7 @@ class Section:
 
     @property
     def is_large(self) -> bool:
-        """Whether all copies are large: then several pairs without a device in common may make them at once."""
+        """True if all copies are large: then several pairs without a device in common may make them at once."""
         return all(case.size >= WINDOWED for case in self.cases)
 
 

@@ -1,4 +1,8 @@
-"""One probe from beginning to end: the worker started, watched and ended, and its findings summed up."""
+"""One probe from beginning to end: the worker started, watched and ended, and its results summed up.
+
+A worker that hung, died or met an error is not asked again: its devices may be lost to it. The next task gets a new
+worker.
+"""
 
 import json
 import os
@@ -17,17 +21,12 @@ from typing import IO, Any
 from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
 from ckptfix.devices.probe.hints import hints
 from ckptfix.devices.probe.probe_report import STRICTEST, PairReport, ProbeReport, Verdict, seconds_since_boot
-from ckptfix.devices.probe.schedule import Bench, Found, Schedule
-from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Outcome, Task
+from ckptfix.devices.probe.schedule import Bench, Measurements, Schedule
+from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Task, TaskResult
 from ckptfix.devices.probe.worker import InProcess, blinded
 from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 from ckptfix.wording import count_of
-
-# The side that asks: starts the worker, hands it tasks, and ends it when it hangs.
-#
-# A worker that hung, died or met an error is not asked again: its devices may be lost to it. The next task
-# gets a new worker.
 
 STARTING = 180.0
 """Seconds that a worker may take to import torch and to initialise the devices: some file systems are slow."""
@@ -90,7 +89,7 @@ class Watched:
             raise OperationError(f"the probe's worker ended before it was ready: {how}")
         return Machine.from_json(ready["ready"])
 
-    def run(self, task: Task, seconds: float) -> Outcome:
+    def run(self, task: Task, seconds: float) -> TaskResult:
         """Do a task in a worker. Raises OperationError when none can be started."""
         if self._process is None:
             self.machine()
@@ -105,7 +104,7 @@ class Watched:
             self.close()
         return outcome
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> TaskResult:
         stage = ""
         trials = 0
         while True:
@@ -113,13 +112,15 @@ class Watched:
                 patience = self._patience * (1 if stage else 4)
                 answer = self._answers.get(timeout=patience)
             except queue.Empty:
-                return Outcome(
+                return TaskResult(
                     ending=Ending.HUNG, trials=trials, stage=stage, message=f"no end after {patience:.1f} s"
                 )
             if answer is None:
-                return Outcome(ending=Ending.DIED, trials=trials, stage=stage, message=self._how_it_ended())
+                return TaskResult(
+                    ending=Ending.DIED, trials=trials, stage=stage, message=self._how_it_ended()
+                )
             if "outcome" in answer:
-                return Outcome.from_json(answer["outcome"])
+                return TaskResult.from_json(answer["outcome"])
             stage = answer["stage"] or ""
             trials += not stage
 
@@ -167,8 +168,6 @@ def _read(stream: IO[bytes] | None, answers: "queue.Queue[dict[str, Any] | None]
     answers.put(None)
 
 
-# From what a probe knows to its report: what was exercised, and what was not, in words.
-
 _SHOWN = 4
 _CONFIDENCE = 0.99
 _OTHER_WAYS = "NCCL, CUDA IPC, and kernels of other libraries that read the memory of a peer"
@@ -176,7 +175,7 @@ _OTHER_WAYS = "NCCL, CUDA IPC, and kernels of other libraries that read the memo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How a probe was run. ``blind``: what in the environment hid faults from it."""
+    """Circumstances of a probe. ``blind``: what in the environment hid faults from it."""
 
     plan: Plan
     budget: float
@@ -187,7 +186,7 @@ class Run:
     blind: str = ""
 
 
-def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
+def summarise(run: Run, machine: Machine, found: Measurements) -> ProbeReport:
     """Return the report of a probe; hints are for others to add."""
     now = seconds_since_boot()
     pairs = {
@@ -215,7 +214,7 @@ def summarise(run: Run, machine: Machine, found: Found) -> ProbeReport:
     )
 
 
-def _exercised(run: Run, found: Found) -> Iterator[str]:
+def _exercised(run: Run, found: Measurements) -> Iterator[str]:
     trips = [count for count in found.round_trips.values() if count]
     if trips:
         yield f"the way from the host and back of {count_of(len(trips), 'device')}, {max(trips)} times each"
@@ -232,7 +231,7 @@ def _exercised(run: Run, found: Found) -> Iterator[str]:
         yield f"{count_of(found.chains, 'chain')} through {'two' if found.triples == 2 else 'three'} devices"
 
 
-def _not_exercised(run: Run, found: Found, pairs: Mapping[Pair, PairReport]) -> Iterator[str]:
+def _not_exercised(run: Run, found: Measurements, pairs: Mapping[Pair, PairReport]) -> Iterator[str]:
     verdicts = {pair: pairs[pair].verdict for pair in pairs}
     if found.stopped:
         yield found.stopped
@@ -292,8 +291,6 @@ def _pairs(pairs: Iterable[Pair]) -> str:
     more = f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else ""
     return ", ".join(some[:_SHOWN]) + more
 
-
-# One probe from beginning to end: in a worker or in this process, over the pairs that are asked for.
 
 _LEAST_PATIENCE, _MOST_PATIENCE = 5.0, 20.0
 """Seconds of silence after which a copy counts as hanging; within them, a sixth of the budget."""

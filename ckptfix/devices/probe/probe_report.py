@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ SAMPLED = "sample"
 
 
 class Verdict(Enum):
-    """What the copies of one ordered pair of devices are.
+    """State of the copies of one ordered pair of devices.
 
     HEALTHY: every copy that the plan holds was made and arrived bit for bit; no more than that. WRONG: a copy delivered
     other bytes, delivered them late, raised, or killed the process. HANG: a copy did not end. INCONCLUSIVE: not all of
@@ -164,19 +164,9 @@ class PairReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {
+            **asdict(self),
             "pair": list(self.pair),
             "verdict": self.verdict.value,
-            "kind": self.kind,
-            "first_offset": self.first_offset,
-            "trials": self.trials,
-            "failures": self.failures,
-            "seed": self.seed,
-            "detail": self.detail,
-            "peer_access": self.peer_access,
-            "plan": self.plan,
-            "blind": self.blind,
-            "done": dict(self.done),
-            "tried": {seed: dict(counts) for seed, counts in self.tried.items()},
             "began": round(self.began, 3),
             "measured": round(self.measured, 3),
         }
@@ -270,7 +260,7 @@ class ProbeReport:
 
     def _lines(self) -> Iterable[str]:
         if self.pairs:
-            yield from _matrix(self.pairs)
+            yield from matrix({pair: one.kind or one.verdict.value for pair, one in self.pairs.items()})
             yield from (
                 str(report) for report in self.pairs.values() if report.verdict is not Verdict.HEALTHY
             )
@@ -318,12 +308,12 @@ def _counts(values: Mapping[str, Any]) -> dict[str, int]:
     return {str(name): int(count) for name, count in values.items()}
 
 
-def _matrix(pairs: Mapping[Pair, PairReport]) -> Iterable[str]:
-    indexes = sorted({index for pair in pairs for index in pair})
-    words = {pair: report.kind or report.verdict.value for pair, report in pairs.items()}
-    corner = "from \\ to"
-    width = max(len(word) for word in (*words.values(), corner)) + 2
-    yield corner.ljust(width) + "".join(f"{index}".ljust(width) for index in indexes).rstrip()
+def matrix(words: Mapping[Pair, str]) -> Iterable[str]:
+    """Yield the lines of a table of words for ordered pairs: rows copy to columns."""
+    indexes = sorted({index for pair in words for index in pair})
+    head = "from \\ to  "
+    width = max(9, *(len(word) + 2 for word in words.values()))
+    yield head + "".join(f"{index}".ljust(width) for index in indexes).rstrip()
     for source in indexes:
         cells = (words.get((source, index), "-").ljust(width) for index in indexes)
-        yield f"{source}".ljust(width) + "".join(cells).rstrip()
+        yield f"{source}".ljust(len(head)) + "".join(cells).rstrip()

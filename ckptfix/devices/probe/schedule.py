@@ -1,4 +1,11 @@
-"""The order in which a probe does its work within its budget, and the verdict on each pair that follows."""
+"""The order in which a probe does its work within its budget, and the verdict on each pair that follows.
+
+Every device is proven first, then all pairs get a first look, and then they are finished, some at a time: where the
+time is too short for all, some are settled, and the next probe goes on where this one ended. Pairs that have no device
+in common make their large copies at once. What needs several pairs comes then; the full plan keeps a fifth of the time
+for it, and what is left of that goes to pairs again. Large copies are then made once more, with other bits, until half
+of the time is spent.
+"""
 
 import time
 from collections import Counter
@@ -10,17 +17,15 @@ from typing import Protocol
 
 from ckptfix.devices.probe.cases import Plan, Section
 from ckptfix.devices.probe.probe_report import SAMPLED, Kind, PairReport, ProbeReport, Verdict
-from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.torch_devices import Machine, Pair
 from ckptfix.errors import OperationError
 
-# What is known of each pair while a probe runs, and the verdict that follows from it.
-
 _TELLING = 4 * 4096
-"""Bytes from which the kind of damage can be told for certain: in fewer, two lost pages are one."""
+"""Bytes from which the kind of damage is certain: in fewer, two lost pages are one."""
 
 KILLED = "SIGKILL"
-"""What the kernel ends a process with when the host has no memory left: no evidence against a pair."""
+"""The signal with which the kernel ends a process when the host has no memory left: no evidence against a pair."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +49,7 @@ class PairRecord:
 
     @property
     def open(self) -> bool:
-        """Whether more copies over this pair would tell more."""
+        """True if more copies over this pair would tell more."""
         return not self.failures and self.ended is None and not self.doubt
 
     def __post_init__(self) -> None:
@@ -66,7 +71,7 @@ class PairRecord:
         """
         return self.trials > 0 and self.finished(plan)
 
-    def add(self, outcome: Outcome, section: Section) -> None:
+    def add(self, outcome: TaskResult, section: Section) -> None:
         """Take in what became of one section."""
         self.add_failures(outcome)
         self.tried.update(outcome.tried)
@@ -80,12 +85,12 @@ class PairRecord:
             case Ending.RAISED | Ending.DIED | Ending.HUNG:
                 self._ended_badly(outcome)
 
-    def add_failures(self, outcome: Outcome) -> None:
+    def add_failures(self, outcome: TaskResult) -> None:
         """Take in the copies that this pair made in a task, and those of them that were wrong."""
         self.trials += outcome.trials
         self.failures += [failure for failure in outcome.failures if failure.pair == self.pair]
 
-    def _ended_badly(self, outcome: Outcome) -> None:
+    def _ended_badly(self, outcome: TaskResult) -> None:
         if not outcome.stage or KILLED in outcome.message:
             self.doubt = f"{outcome.stage or 'between two copies'}: {outcome.message}"
             return
@@ -160,17 +165,8 @@ class PairRecord:
         return next(failure for failure in told if failure.kind == kind)
 
 
-# In which order a probe does its work, and when it stops: the budget is kept, and what it left out is
-# known.
-#
-# Every device is proven first, then all pairs get a first look, and then they are finished, some at a time:
-# where the time is too short for all, some are settled, and the next probe goes on where this one ended.
-# Pairs that have no device in common make their large copies at once. What needs several pairs comes then;
-# the full plan keeps a fifth of the time for it, and what is left of that goes to pairs again. Large copies
-# are then made once more, with other bits, until half of the time is spent.
-
 _FOR_MORE = 0.5
-"""Of the time, what may have gone by when large copies are made once more: nobody waits long for a healthy answer."""
+"""The share of the time after which large copies are not repeated: nobody waits long for a healthy answer."""
 
 _WHERE_IT_WORKS = (
     ". If only one process may use the device, measure in that one: probe_peer_copies(in_process=True), or before it "
@@ -179,14 +175,14 @@ _WHERE_IT_WORKS = (
 
 
 class Bench(Protocol):
-    """Where tasks are done: in a worker, or in this process. ``starting``: seconds that starting took so far."""
+    """A place where tasks are done: a worker, or this process. ``starting``: seconds that starting took so far."""
 
     starting: float
 
     def machine(self) -> Machine:
         """Return the devices. Raises OperationError when that cannot be found out."""
 
-    def run(self, task: Task, seconds: float) -> Outcome:
+    def run(self, task: Task, seconds: float) -> TaskResult:
         """Do a task. Raises OperationError when nothing can be done any more."""
 
     def close(self) -> None:
@@ -194,10 +190,11 @@ class Bench(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """What a probe knows in the end. ``unusable``: what is wrong, by device. ``triples``: chains there are in all.
+class Measurements:
+    """Results of a probe before they become verdicts.
 
-    ``proven``: devices whose exchange with the host was proven by this probe.
+    ``unusable``: what is wrong, by device. ``triples``: the number of all chains. ``proven``: devices whose exchange
+    with the host was proven by this probe.
     """
 
     records: dict[Pair, PairRecord]
@@ -237,7 +234,7 @@ class Schedule:
         self._proven = frozenset() if known is None else frozenset(known.hosts)
         records = [PairRecord(pair=pair, earlier=before.get(pair)) for pair in pairs]
         records.sort(key=lambda record: (-sum(record.done.values()), record.pair))
-        self.found = Found(records={record.pair: record for record in records})
+        self.found = Measurements(records={record.pair: record for record in records})
         self._bench = bench
         self._plan = plan
         self._budget = budget
@@ -250,7 +247,7 @@ class Schedule:
         """Seconds of measuring; starting a worker does not count."""
         return time.monotonic() - self._began - (self._bench.starting - self._starting_before)
 
-    def run(self) -> Found:
+    def run(self) -> Measurements:
         """Do what the budget allows."""
         try:
             for index in sorted({index for pair in self.found.records for index in pair} - self._proven):
@@ -265,7 +262,7 @@ class Schedule:
             return self.stopped(str(error))
         return self.found
 
-    def stopped(self, reason: str) -> Found:
+    def stopped(self, reason: str) -> Measurements:
         """Return what is known when nothing more can be done."""
         self.found.stopped = reason
         for record in self.found.records.values():
@@ -285,7 +282,7 @@ class Schedule:
         start: int = 0,
         again: int = 0,
         share: float = 1.0,
-    ) -> Outcome:
+    ) -> TaskResult:
         task = Task(
             work=work,
             pairs=pairs,
@@ -388,7 +385,7 @@ class Schedule:
                 self._take_in(outcome, hops)
                 self.found.chains += outcome.ending is Ending.DONE
 
-    def _take_in(self, outcome: Outcome, pairs: tuple[Pair, ...]) -> None:
+    def _take_in(self, outcome: TaskResult, pairs: tuple[Pair, ...]) -> None:
         """Note what copies that depend on each other showed: a failure names its pair, a bad end does not."""
         if outcome.ending is Ending.NO_MEMORY:
             self.found.left_out[f"{outcome.stage or 'several pairs at once'}: {outcome.message}"] = None

@@ -1,4 +1,4 @@
-"""What is asked of the process that measures, and what it answers: values, and their JSON. Free of torch."""
+"""Tasks for the process that measures, and their results: values, and their JSON. Free of torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task:
 
 
 class Ending(Enum):
-    """How a task ended. Only after DONE does the absence of failures prove anything."""
+    """End of a task. Only after DONE does the absence of failures prove anything."""
 
     DONE = "done"
     OUT_OF_TIME = "out of time"
@@ -88,8 +88,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a task.
+class TaskResult:
+    """Result of a task.
 
     ``trials``: copies made and compared, for each pair. ``unusable``: the device whose exchange with the host was
     found wrong, -1 for none. ``stage``: the copy that was under way when it ended badly; "" when none was.
@@ -114,7 +114,7 @@ class Outcome:
         return {**asdict(self), "ending": self.ending.value}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, values: Mapping[str, Any]) -> TaskResult:
         """Return the outcome that ``to_json`` gave."""
         failures = tuple(
             Failure(**{**item, "pair": (int(item["pair"][0]), int(item["pair"][1]))})

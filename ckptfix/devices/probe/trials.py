@@ -163,12 +163,12 @@ class Landing:
 
     @property
     def is_all(self) -> bool:
-        """Whether the copy itself makes the block, so that there is nothing beside it."""
+        """True if the copy itself makes the block, so that there is nothing beside it."""
         return self.case.route is Route.TO
 
     @property
     def strided(self) -> bool:
-        """Whether elements that are not written lie between those that are."""
+        """True if elements that are not written lie between those that are."""
         return self.case.route is Route.STRIDED_DESTINATION
 
     @property

@@ -23,7 +23,7 @@ from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.bulk import NoRoom, Row, all_at_once, chain, next_batch, run_batch, run_large
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.devices.probe.payload import Memory
-from ckptfix.devices.probe.task import Ending, Failure, Outcome, Task, Work
+from ckptfix.devices.probe.task import Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.probe.trials import PairTrials, UnusableDevice, prove, side_streams_exist
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Machine, Pair, device, device_type, this_machine
@@ -52,7 +52,7 @@ class Runner:
         self._earlier: defaultdict[Pair, deque[Any]] = defaultdict(lambda: deque(maxlen=_KEPT_PAYLOADS))
         self._supported: dict[tuple[int, str], bool] = {}
 
-    def run(self, task: Task, seconds: float) -> Outcome:
+    def run(self, task: Task, seconds: float) -> TaskResult:
         """Do a task and return what became of it; whatever it raises is in the outcome.
 
         A section ends after ``seconds``; other tasks are short and are done as a whole.
@@ -217,7 +217,7 @@ def _copy_on(index: int, dtype: str) -> None:
 
 @dataclass(slots=True)
 class _Progress:
-    """What a task has shown so far; outlives the exception that ends it."""
+    """Results of a task so far, which outlive the exception that ends it."""
 
     trials: int = 0
     failures: list[Failure] = field(default_factory=list)
@@ -236,9 +236,9 @@ class _Progress:
         """Return how many copies over a pair were wrong."""
         return sum(failure.pair == pair for failure in self.failures)
 
-    def outcome(self, ending: Ending, **more: Any) -> Outcome:
+    def outcome(self, ending: Ending, **more: Any) -> TaskResult:
         """Return what became of the task."""
-        return Outcome(
+        return TaskResult(
             ending=ending,
             trials=self.trials,
             failures=tuple(self.failures),
@@ -262,7 +262,7 @@ class InProcess:
         """Return the devices that this process sees."""
         return this_machine()
 
-    def run(self, task: Task, seconds: float) -> Outcome:
+    def run(self, task: Task, seconds: float) -> TaskResult:
         """Do a task."""
         return self._runner.run(task, seconds)
 

@@ -27,7 +27,7 @@ from ckptfix.devices.reload.device_maps import (
 from ckptfix.devices.reload.filling import holds, tensors_of
 from ckptfix.devices.reload.outputs import CHUNK, Bytes, Mismatch, first_mismatch, hop, host_bytes
 from ckptfix.devices.reload.reload_report import Outcome, Proofs, Subject
-from ckptfix.devices.reload.stored_weights import StoredTensor, Weights, file_bytes
+from ckptfix.devices.reload.stored_weights import FileTensor, Weights, file_bytes
 from ckptfix.devices.reload.user_model import Built
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import OperationError
@@ -167,7 +167,7 @@ class Hops:
 
 @dataclass(slots=True, kw_only=True)
 class FileProofs:
-    """What is proven of the files themselves, model class or not."""
+    """Proofs of the files themselves, with a model class or without."""
 
     read: Tally = field(
         default_factory=lambda: Tally(subject=Subject.FILE_BYTES, what="file bytes -> tensors")
@@ -248,7 +248,7 @@ def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally
 
 
 def _onto_a_device(
-    name: str, value: torch.Tensor, place: Device, weights: Weights, stored: StoredTensor, tally: Tally, hops: Hops
+    name: str, value: torch.Tensor, place: Device, weights: Weights, stored: FileTensor, tally: Tally, hops: Hops
 ) -> None:  # fmt: skip
     index = place if isinstance(place, int) else 0
     if index >= hops.count:
@@ -279,7 +279,7 @@ def bytes_on(devices: Mapping[str, Device], sizes: Mapping[str, int]) -> dict[st
     return {str(place): found[place] for place in order}
 
 
-class Held(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor of a model: its name there, and where its value is; None when no hook keeps one."""
 
     name: str
@@ -331,7 +331,7 @@ def prove_model(
             tally.differs(held.name, f"on {wanted}: {found}")
 
 
-def hop_held(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
+def hop_model(built: Built, loaded: Loaded, hops: Hops, main: Device) -> None:
     """Copy every tensor of a dispatched model to another accelerator, and compare it there.
 
     It begins where it is; what is offloaded begins on ``main``, as in a forward pass. Without an accelerator in the
@@ -384,15 +384,15 @@ def expected_bytes(built: Built, name: str, dtype: torch.dtype) -> Iterator[Byte
     return file_bytes(stored, CHUNK)
 
 
-def _held(built: Built, wanted: Iterable[str]) -> Iterator[Held]:
+def _held(built: Built, wanted: Iterable[str]) -> Iterator[PlacedTensor]:
     state = tensors_of(built.model)
     names = [name for name in wanted if name in state]
     meta = [name for name in names if state[name].is_meta]
     slots: Mapping[str, Slot] = find_slots(built.model, meta, torch.device(CPU))[0] if meta else {}
     for name in names:
         if not state[name].is_meta:
-            yield Held(name, state[name].detach())
+            yield PlacedTensor(name, state[name].detach())
         else:
             slot = slots.get(name)
             is_kept = slot is not None and not isinstance(slot, EmptySlot)
-            yield Held(name, slot.read() if is_kept and slot is not None else None)
+            yield PlacedTensor(name, slot.read() if is_kept and slot is not None else None)

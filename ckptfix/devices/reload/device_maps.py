@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptfix.devices.reload.reload_report import Machine
+from ckptfix.devices.reload.reload_report import Accelerators
 from ckptfix.devices.torch_devices import device_count, device_type
 from ckptfix.errors import UsageError
 
@@ -169,14 +169,14 @@ def _size(given: Any, where: str) -> int:
     return min(size, MOST)
 
 
-def this_machine() -> Machine:
+def find_accelerators() -> Accelerators:
     """Return what torch finds here. Touches no device's memory."""
     name = device_type()
     if name is None:
-        return Machine(accelerator=None)
+        return Accelerators(accelerator=None)
     module = torch.get_device_module(name)
     ask = getattr(module, "get_device_name", None)
-    return Machine(
+    return Accelerators(
         accelerator=name,
         names=tuple(str(ask(index)) if ask is not None else name for index in range(device_count())),
     )
@@ -194,18 +194,18 @@ def free_memory() -> dict[Device, int]:
 
 
 def has_room(where: torch.device, nbytes: int) -> bool:
-    """Whether an accelerator has room for these bytes and half as much again for what is computed with them."""
+    """Return whether an accelerator has room for these bytes and half as much again for what is computed with them."""
     free = free_memory().get(int(where.index or 0), 0)
     return nbytes + nbytes // 2 < free
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a device has no room; its class changed between versions of torch."""
+    """Return whether an error means that a device has no room; its class changed between versions of torch."""
     return "out of memory" in str(error).lower()
 
 
 def answers(where: torch.device) -> bool:
-    """Whether a device still computes: after a device-side assertion every call on it fails."""
+    """Return whether a device still computes: after a device-side assertion every call on it fails."""
     try:
         return bool(torch.ones(4, device=where).sum().item() == 4)
     except RuntimeError:

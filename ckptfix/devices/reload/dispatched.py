@@ -31,8 +31,8 @@ from ckptfix.devices.reload.device_maps import (
     spread_blocks,
 )
 from ckptfix.devices.reload.filling import tensors_of
-from ckptfix.devices.reload.outputs import ANYTHING, in_words, taken
-from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Proofs, Subject
+from ckptfix.devices.reload.outputs import ANYTHING, in_words, output_tensors
+from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.devices.reload.user_model import SEED, Built, Inputs, fresh
 from ckptfix.devices.torch_devices import device_count, device_type
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def main(self) -> Device:
-        """Where inputs go and outputs come from: the first accelerator, else the CPU."""
+        """The device of inputs and outputs: the first accelerator, else the CPU."""
         return min(self.accelerators, default=CPU)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ def run(model: Any, inputs: Inputs, where: torch.device) -> Outputs:
     """
     args, kwargs = send_to_device(fresh(inputs), where)
     with _seeded(), torch.no_grad():
-        return taken(model(*args, **kwargs))
+        return output_tensors(model(*args, **kwargs))
 
 
 @contextmanager
@@ -199,29 +199,29 @@ class MapPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the user asked for: a map or a way to make one, what names it, and limits in bytes; None: what is free."""
+class MapRequest:
+    """A request of the user: a map or a way to make one, its name, and limits in bytes (None: what is free)."""
 
     given: Spread | DeviceMap
     source: str
     limits: Mapping[Device, int] | None
 
-    def limits_on(self, machine: Machine) -> Mapping[Device, int]:
+    def limits_on(self, machine: Accelerators) -> Mapping[Device, int]:
         """Return device -> bytes that may lie on it."""
         if self.limits is not None:
             return self.limits
         return free_memory() if machine.count else {CPU: MOST}
 
 
-def plan_for_weights(weights: Weights, wish: Wish, machine: Machine) -> MapPlan:
+def plan_for_weights(weights: Weights, request: MapRequest, machine: Accelerators) -> MapPlan:
     """Plan without a model class: blocks and sizes come from the files' headers."""
-    source, ties = wish.source, weights.ties
+    source, ties = request.source, weights.ties
     names = list(weights.tensors)
-    if isinstance(wish.given, Spread):
+    if isinstance(request.given, Spread):
         source = f"{source}, blocks from the files' headers"
-        device_map = _from_headers(weights, wish.given, wish.limits_on(machine))
+        device_map = _from_headers(weights, request.given, request.limits_on(machine))
     else:
-        device_map = dict(wish.given)
+        device_map = dict(request.given)
     places = {place for name in names if (place := device_of(name, device_map)) is not None}
     tied = [name for group in ties for name in group]
     said = _strange(
@@ -230,21 +230,21 @@ def plan_for_weights(weights: Weights, wish: Wish, machine: Machine) -> MapPlan:
     return _judged(source, device_map, names, ties, machine, places, said)
 
 
-def plan_for_model(built: Built, wish: Wish, machine: Machine) -> MapPlan:
+def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> MapPlan:
     """Plan for a model: accelerate makes the map, blocks that the model names stay whole."""
-    source, model = wish.source, built.model
+    source, model = request.source, built.model
     names = list(tensors_of(model))
     ties = find_tied_parameters(model)
-    if not isinstance(wish.given, Spread):
-        device_map = dict(wish.given)
+    if not isinstance(request.given, Spread):
+        device_map = dict(request.given)
         modules = [name for name, _ in model.named_modules()]
         said = _strange(device_map, [*names, *modules], type(model).__name__, "misspelt")
         return _judged(source, device_map, names, ties, machine, places_of(model, device_map), said)
     whole = f", {', '.join(built.no_split)} kept in one piece" if built.no_split else ""
     source = f"{source}, made by accelerate{whole}"
-    limits = wish.limits_on(machine)
+    limits = request.limits_on(machine)
     try:
-        device_map = {"": CPU} if limits == {CPU: MOST} else map_model(built, wish.given, limits)
+        device_map = {"": CPU} if limits == {CPU: MOST} else map_model(built, request.given, limits)
     except ANYTHING as error:  # accelerate walks through the user's own modules
         text = f"accelerate makes no map for {type(model).__name__}: {in_words(error)}"
         failed = Proof(subject=Subject.DEVICE_MAP, outcome=Outcome.FAILED, text=text)
@@ -287,9 +287,14 @@ def _from_headers(weights: Weights, spread: Spread, limits: Mapping[Device, int]
 
 
 def _judged(
-    source: str, device_map: dict[str, Device], names: Sequence[str], ties: Sequence[Sequence[str]], machine: Machine,
-    places: Collection[Device], said: Sequence[Proof],
-) -> MapPlan:  # fmt: skip
+    source: str,
+    device_map: dict[str, Device],
+    names: Sequence[str],
+    ties: Sequence[Sequence[str]],
+    machine: Accelerators,
+    places: Collection[Device],
+    said: Sequence[Proof],
+) -> MapPlan:
     devices = {name: place for name in names if (place := device_of(name, device_map)) is not None}
     uncovered = [name for name in names if name not in devices]
     broken = split_ties(ties, device_map)

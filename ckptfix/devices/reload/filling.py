@@ -28,7 +28,7 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """What a model got. ``names``: name in the model -> name in the file whose bytes it must hold.
+    """Contents that a model got from a file. ``names``: name in the model -> name in the file whose bytes it must hold.
 
     ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider dtype.
     ``untied``: pairs of names that are one tensor in the model, with different bytes in the file.
@@ -215,7 +215,7 @@ def _has_whole_bytes(weights: Weights, name: str) -> bool:
 
 
 def same_bytes(weights: Weights, one: str, other: str) -> bool:
-    """Whether two tensors of a file are equal in dtype, shape and every byte."""
+    """Return whether two tensors of a file are equal in dtype, shape and every byte."""
     left, right = weights.tensors[one], weights.tensors[other]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
@@ -224,7 +224,7 @@ def same_bytes(weights: Weights, one: str, other: str) -> bool:
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every value of the other dtype is one of this dtype."""
+    """Return whether every value of the other dtype is one of this dtype."""
     if dtype.is_floating_point and other.is_floating_point:
         wide, narrow = torch.finfo(dtype), torch.finfo(other)
         return bool(

@@ -13,7 +13,7 @@ from ckptfix.devices.reload.arrivals import (
     Hops,
     Loaded,
     Tally,
-    hop_held,
+    hop_model,
     prove_model,
     remember_loaded,
 )
@@ -29,7 +29,7 @@ from ckptfix.devices.reload.dispatched import (
 )
 from ckptfix.devices.reload.filling import size_of, tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, is_empty
-from ckptfix.devices.reload.reload_report import Machine, Outcome, Proof, Proofs, Subject
+from ckptfix.devices.reload.reload_report import Accelerators, Outcome, Proof, Proofs, Subject
 from ckptfix.devices.reload.three_way import Runs, baseline, compare_split
 from ckptfix.devices.reload.user_model import Built, Inputs
 from ckptfix.devices.torch_devices import Pair, device
@@ -43,7 +43,7 @@ _LOADED_FIRST = (
 
 @dataclass(slots=True, kw_only=True)
 class ModelProof:
-    """What was proven of one model: lines of the table, and the runs of the split with peer copies.
+    """Proofs of one model: lines of the table, and the runs of the split with P2P copies.
 
     ``ran``: how often the model ran each way, at most.
     """
@@ -54,7 +54,7 @@ class ModelProof:
 
 
 def verify_model(
-    built: Built, plan: MapPlan, machine: Machine, repeats: int, *, hops: Hops, hangs: frozenset[Pair]
+    built: Built, plan: MapPlan, machine: Accelerators, repeats: int, *, hops: Hops, hangs: frozenset[Pair]
 ) -> ModelProof:
     """Prove what a model holds and computes: on the CPU, on its map, and against one device. Raises OSError."""
     proof = ModelProof()
@@ -80,7 +80,9 @@ def verify_model(
     return proof
 
 
-def _one_device(proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Machine) -> Outputs | None:
+def _one_device(
+    proof: ModelProof, built: Built, trials: Sequence[Trial], machine: Accelerators
+) -> Outputs | None:
     """Return the output on the device where the maps begin, or add why there is none."""
     where = _begin(trials[0].main) if trials else torch.device(CPU)
     reason, outcome = _no_runs(built), Outcome.NOT_EXERCISED
@@ -117,7 +119,7 @@ def _say_unreached(proof: ModelProof, unreached: Sequence[str] | None) -> None:
 
 
 def _on_a_map(
-    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded, machine: Machine,
+    proof: ModelProof, built: Built, trial: Trial, single: Outputs | None, loaded: Loaded, machine: Accelerators,
     repeats: int, hops: Hops, hangs: frozenset[Pair],
 ) -> None:  # fmt: skip
     used = trial.accelerators
@@ -139,7 +141,7 @@ def _on_a_map(
                     proof.proofs += [_named(one, trial) for one in runs.proofs]
                     proof.runs = runs if len(used) > 1 else proof.runs
                     proof.ran = max(proof.ran, repeats if used else 1)
-                hop_held(built, loaded, hops, trial.main)
+                hop_model(built, loaded, hops, trial.main)
         except ModelLost:
             raise
         except ANYTHING as error:  # no room on a device, most of all
@@ -149,7 +151,9 @@ def _on_a_map(
             proof.proofs.add(Subject.PLACEMENT, outcome, text, is_transfer=bool(used))
 
 
-def _prove_placed(proof: ModelProof, built: Built, trial: Trial, loaded: Loaded, machine: Machine) -> None:
+def _prove_placed(
+    proof: ModelProof, built: Built, trial: Trial, loaded: Loaded, machine: Accelerators
+) -> None:
     """Compare what is where, and say which transfers this map cannot exercise."""
     used = trial.accelerators
     held = Tally(subject=Subject.PLACEMENT, what=f"file -> {trial} -> host", is_transfer=bool(used))
@@ -172,7 +176,7 @@ def _begin(main: Device) -> torch.device:
     return torch.device(CPU) if isinstance(main, str) else device(main)
 
 
-def _trials(built: Built, plan: MapPlan, machine: Machine) -> list[Trial]:
+def _trials(built: Built, plan: MapPlan, machine: Accelerators) -> list[Trial]:
     """Return the maps to try: the user's own, and on a machine with less than two accelerators one that offloads."""
     if any(value.is_meta for value in tensors_of(built.model).values()):
         return []  # what was not filled cannot be placed; the names that are missing are a failure already

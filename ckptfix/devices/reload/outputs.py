@@ -13,15 +13,15 @@ from torch import nn
 from ckptfix.devices.routing import bypassed
 
 _DEPTH = 8
-"""How deep in containers tensors are looked for; a cache of keys and values is four deep."""
+"""Levels of containers in which tensors are looked for; a cache of keys and values has four."""
 
 _NO_RESULTS = (nn.Module, ModuleType, FunctionType)
 """Their attributes are weights and globals, which no forward pass computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """How far outputs lie apart: the largest difference, the largest value, and the dtype where it was found.
+class Deviation:
+    """Distance of two outputs: the largest difference, the largest value, and the dtype where it was found.
 
     ``difference`` is infinite where a shape, a name, a NaN or a whole number differs.
     """
@@ -45,7 +45,7 @@ class Spread:
 
     @property
     def is_within(self) -> bool:
-        """Whether the difference is what other kernels make."""
+        """True if the difference is what other kernels make."""
         return self.relative <= self.limit
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Spread:
         )
 
 
-def taken(output: Any) -> dict[str, torch.Tensor]:
+def output_tensors(output: Any) -> dict[str, torch.Tensor]:
     """Return every tensor in an output by its place, on the host, as plain tensors: sparse ones are their parts."""
     found: dict[str, torch.Tensor] = {}
     for place, value in tensors_in(output):
@@ -67,7 +67,7 @@ def taken(output: Any) -> dict[str, torch.Tensor]:
 
 
 def is_empty(output: Mapping[str, torch.Tensor]) -> bool:
-    """Whether an output has no element that could differ: two of them are equal, and prove nothing."""
+    """Return whether an output has no element that could differ: two of them are equal, and prove nothing."""
     return not any(value.numel() for value in output.values())
 
 
@@ -87,15 +87,15 @@ def tensors_in(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def equal_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two outputs are equal in every bit, NaNs included."""
+    """Return whether two outputs are equal in every bit, NaNs included."""
     return one.keys() == other.keys() and all(_same_bits(one[place], other[place]) for place in one)
 
 
-def spread(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Spread:
+def deviation(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Deviation:
     """Return how far two outputs lie apart: of the tensor in which it is farthest beyond its limit."""
     if one.keys() != other.keys():
-        return Spread(difference=inf)
-    worst = Spread()
+        return Deviation(difference=inf)
+    worst = Deviation()
     for place, left in one.items():
         right = other[place]
         if _same_bits(left, right):
@@ -106,17 +106,17 @@ def spread(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     return worst
 
 
-def _apart(left: torch.Tensor, right: torch.Tensor) -> Spread:
+def _apart(left: torch.Tensor, right: torch.Tensor) -> Deviation:
     if left.is_complex() and left.dtype == right.dtype:
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     if left.shape != right.shape or left.dtype != right.dtype or not left.dtype.is_floating_point:
-        return Spread(difference=inf)
+        return Deviation(difference=inf)
     wide, other = left.to(torch.float64), right.to(torch.float64)
     if not torch.equal(wide.isfinite(), other.isfinite()):
-        return Spread(difference=inf)
+        return Deviation(difference=inf)
     finite = wide.isfinite()
     difference = (wide - other)[finite].abs()
-    return Spread(
+    return Deviation(
         difference=float(difference.max()) if difference.numel() else 0.0,
         scale=max(float(one[finite].abs().max()) for one in (wide, other)) if difference.numel() else 0.0,
         epsilon=float(torch.finfo(left.dtype).eps),

@@ -150,7 +150,7 @@ def absent_siblings(keys: Iterable[str]) -> list[str]:
 
 
 def _is_numbered(keys: Iterable[str]) -> bool:
-    """Whether keys that differ in one number have the numbers from 0 on; True for keys that differ in other ways."""
+    """Return whether keys that differ in one number have the numbers from 0 on; True where they differ otherwise."""
     families: dict[tuple[str, ...], set[int]] = {}
     cut = [(_NUMBER.split(key), [int(number) for number in _NUMBER.findall(key)]) for key in keys]
     lengths = {len(numbers) for _, numbers in cut}

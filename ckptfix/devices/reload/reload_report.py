@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
+from ckptfix.devices.probe.probe_report import matrix
 from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line
@@ -34,7 +35,7 @@ _COLOURS = {
 
 
 class Subject(Enum):
-    """What a proof is about. The value is a stable name for programs."""
+    """Subject of a proof. The value is a stable name for programs."""
 
     FILE_BYTES = "file-bytes"
     LOADING = "loading"
@@ -79,7 +80,7 @@ class Proofs(list[Proof]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFacts(Serialized):
-    """What is known of the copies from one accelerator to another.
+    """Facts about the copies from one accelerator to another.
 
     ``probe``: the verdict of the probe ("healthy", "wrong", "hang", "inconclusive", "unusable"), None when it did not
     run; ``probe_kind``: of damage ("zeros", ...), ``probe_detail``: the probe's own words. ``hops``, ``hops_wrong``:
@@ -133,7 +134,7 @@ class PairFacts(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence(Serialized):
-    """Where a split model first computed with other bytes than were sent.
+    """The first point at which a split model computed with other bytes than were sent.
 
     ``suspects``: the ordered pairs that, copying directly alone, changed the output. ``pair``, ``block`` and the rest
     are those of the first wrong copy that tracing saw. ``vanishes_when_traced``: it saw none, so a race is likely;
@@ -173,7 +174,7 @@ class Divergence(Serialized):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine(Serialized):
+class Accelerators(Serialized):
     """The accelerators here: their type ("cuda"), and the name that each reports."""
 
     json_keys: ClassVar = "accelerator devices=names"
@@ -183,7 +184,7 @@ class Machine(Serialized):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of accelerators."""
         return len(self.names)
 
     def __str__(self) -> str:
@@ -196,7 +197,7 @@ class Machine(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReloadReport(Printable, Serialized):
-    """What ``verify_reload`` proved, what failed, and what it did not exercise.
+    """Proofs of ``verify_reload``, failures, and what it did not exercise.
 
     ``model``: what was built, "" without a model class. ``device_map``: module or tensor name -> device, as text.
     ``device_bytes``: device -> bytes of weights on it. ``nbytes``: of all tensors.
@@ -208,7 +209,7 @@ class ReloadReport(Printable, Serialized):
     )
 
     path: Path
-    machine: Machine
+    machine: Accelerators
     model: str
     map_source: str
     device_map: Mapping[str, str]
@@ -230,7 +231,7 @@ class ReloadReport(Printable, Serialized):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was exercised at all."""
+        """True if nothing was exercised at all."""
         return all(proof.outcome is Outcome.NOT_EXERCISED for proof in self.proofs)
 
     @property
@@ -250,7 +251,8 @@ class ReloadReport(Printable, Serialized):
             is_open = proof.outcome is Outcome.NOT_EXERCISED
             label = proof.outcome.value.upper() if is_open else proof.outcome.value
             yield line(f"{label:>13}  {proof.text}", colour=_COLOURS[proof.outcome])
-        yield from self._pair_lines()
+        if self.pairs:
+            yield from map(line, matrix({facts.pair: facts.word for facts in self.pairs}))
         if self.status == 0 and self.is_empty:
             yield line("nothing was exercised, and nothing is proven", bold=True)
         elif self.status == 0:
@@ -269,15 +271,3 @@ class ReloadReport(Printable, Serialized):
             more = f" and {len(blocks) - _BLOCKS} more" if len(blocks) > _BLOCKS else ""
             size = human_size(self.device_bytes.get(device, 0))
             yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
-
-    def _pair_lines(self) -> Iterator[Line]:
-        """Yield one word for each ordered pair of accelerators: rows copy to columns."""
-        if not self.pairs:
-            return
-        words = {facts.pair: facts.word for facts in self.pairs}
-        indexes = sorted({index for pair in words for index in pair})
-        width = max(9, *(len(word) + 2 for word in words.values()))
-        yield line("from \\ to".ljust(11) + "".join(f"{index}".ljust(width) for index in indexes).rstrip())
-        for source in indexes:
-            cells = (words.get((source, index), "-").ljust(width) for index in indexes)
-            yield line(f"{source}".ljust(11) + "".join(cells).rstrip())

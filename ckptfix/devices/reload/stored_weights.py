@@ -34,7 +34,7 @@ Bytes = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class FileTensor:
     """A tensor in a file. ``layout``: where its bytes are; None for one in a compressed record.
 
     ``shares``: what tensors of one file have in common that are the same bytes: two names of one tensor.
@@ -54,7 +54,7 @@ class StoredTensor:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether its bytes can be read off the file."""
+        """True if its bytes can be read off the file."""
         return self.layout is not None
 
 
@@ -69,7 +69,7 @@ class Weights:
     root: Path
     label: str
     entry: Entry
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
     opaque: tuple[str, ...]
     aliases: Mapping[str, str]
     prefix: str = ""
@@ -145,7 +145,7 @@ class Weights:
         self.close()
 
 
-def file_bytes(tensor: StoredTensor, chunk: int) -> Iterator[Bytes]:
+def file_bytes(tensor: FileTensor, chunk: int) -> Iterator[Bytes]:
     """Yield the bytes of a tensor as its file holds them, about ``chunk`` at a time; each holds until the next one.
 
     Raises OSError, and ChangedError when the file has become shorter.
@@ -179,7 +179,7 @@ def find_weights(path: str | os.PathLike[str]) -> tuple[tuple[Weights, ...], Che
 
 
 def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     aliases = dict(entry.aliases)
     for member in entry.members:
         content = member.content
@@ -188,7 +188,7 @@ def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
         elif isinstance(content, SafetensorsFile):
             for info in content.tensors:
                 layout = run(root / member.path, info.data_offsets)
-                tensors[info.fqn] = StoredTensor(
+                tensors[info.fqn] = FileTensor(
                     fqn=info.fqn, dtype=info.dtype, shape=info.shape, member=member, layout=layout
                 )
             aliases.update(recorded_ties(content))
@@ -201,7 +201,7 @@ def _weights(root: Path, entry: Entry, *, several: bool) -> Weights:
 
 def _of_torch(
     root: Path, member: Component, content: TorchFile, path: tuple[str, ...]
-) -> Iterator[tuple[str, StoredTensor]]:
+) -> Iterator[tuple[str, FileTensor]]:
     for state_dict in content.state_dicts:
         for one in state_dict.tensors if state_dict.path == path else ():
             is_compressed = one.storage_key not in content.storage_ranges
@@ -211,7 +211,7 @@ def _of_torch(
             shares = (member.path, one.storage_key, one.storage_offset, one.shape, one.stride)
             yield (
                 one.fqn,
-                StoredTensor(
+                FileTensor(
                     fqn=one.fqn, dtype=one.dtype, shape=one.shape, member=member, layout=layout, shares=shares
                 ),
             )

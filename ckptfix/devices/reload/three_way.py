@@ -24,12 +24,12 @@ from ckptfix.devices.reload.dispatched import Outputs, Trial, on_one_device, run
 from ckptfix.devices.reload.filling import size_of
 from ckptfix.devices.reload.outputs import (
     ANYTHING,
-    Spread,
+    Deviation,
+    deviation,
     equal_bits,
     first_mismatch,
     host_bytes,
     in_words,
-    spread,
 )
 from ckptfix.devices.reload.reload_report import Divergence, Outcome, Proofs, Subject
 from ckptfix.devices.reload.user_model import Built, Inputs
@@ -229,7 +229,7 @@ def _around(name: str) -> list[str]:
 
 
 _NOISE = 10.0
-"""How much farther than the staged runs lie from each other a direct run must lie to be no noise."""
+"""A direct run that lies this many times farther away than staged runs from each other is not noise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,17 +249,17 @@ class Deviations:
 
     first: Outputs
     wrong: int = 0
-    worst: Spread = field(default_factory=Spread)
+    worst: Deviation = field(default_factory=Deviation)
     raised: str = ""
 
     def count(self, output: Outputs) -> None:
         """Compare one output."""
         if not equal_bits(output, self.first):
             self.wrong += 1
-            found = spread(output, self.first)
+            found = deviation(output, self.first)
             self.worst = found if self.wrong == 1 or found.relative > self.worst.relative else self.worst
 
-    def is_beyond(self, noise: Spread) -> bool:
+    def is_beyond(self, noise: Deviation) -> bool:
         """Return whether they lie farther away than runs lie from each other anyway."""
         return self.worst.relative > _NOISE * noise.relative
 
@@ -337,7 +337,7 @@ def compare_split(
     return runs
 
 
-def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Spread | None]:
+def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outputs, Deviation | None]:
     """Return the first staged output, and how far the others lie from it; None when all are equal in every bit."""
     with safe_transfers("always") as transfers:
         found = Deviations(first=once())
@@ -356,7 +356,7 @@ def _staged(runs: Runs, once: Callable[[], Outputs], repeats: int) -> tuple[Outp
 
 
 def _compare_direct(
-    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Spread | None,
+    runs: Runs, built: Built, trial: Trial, once: Callable[[], Outputs], first: Outputs, noise: Deviation | None,
     repeats: int,
 ) -> None:  # fmt: skip
     direct = Deviations(first=first)
@@ -397,11 +397,11 @@ def _compare_direct(
     )
 
 
-def _noisy(direct: Deviations, noise: Spread) -> str:
+def _noisy(direct: Deviations, noise: Deviation) -> str:
     return f"staged runs differ among themselves ({noise}), direct ones from them ({direct.worst})"
 
 
-def _add_no_fault(runs: Runs, direct: Deviations, noise: Spread | None, repeats: int) -> None:
+def _add_no_fault(runs: Runs, direct: Deviations, noise: Deviation | None, repeats: int) -> None:
     if noise is not None:
         text = f"direct against staged: non-determinism, {_noisy(direct, noise)}"
         runs.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
@@ -415,11 +415,11 @@ def _add_no_fault(runs: Runs, direct: Deviations, noise: Spread | None, repeats:
     runs.proofs.add(Subject.SPLIT, Outcome.PROVEN, text)
 
 
-def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Spread | None, one: str) -> None:
+def _compare_kernels(runs: Runs, output: Outputs, single: Outputs, noise: Deviation | None, one: str) -> None:
     if equal_bits(output, single):
         runs.proofs.add(Subject.OUTPUTS, Outcome.PROVEN, f"split == {one}: equal in every bit")
         return
-    found = spread(output, single)
+    found = deviation(output, single)
     if not found.is_within:
         text = f"the split differs from {one} by more than other kernels explain: {found}"
         runs.proofs.add(Subject.OUTPUTS, Outcome.FAILED, text)

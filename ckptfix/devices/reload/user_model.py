@@ -25,7 +25,7 @@ _LARGEST_SIDE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the model is called with. ``is_given``: by the factory; otherwise made, and it may not suit the model."""
+    """Arguments of a model's forward. ``is_given``: by the factory; otherwise made, and it may not suit the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)

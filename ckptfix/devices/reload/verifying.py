@@ -11,13 +11,13 @@ from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files
-from ckptfix.devices.reload.device_maps import Spread, read_device_map, read_max_memory, this_machine
-from ckptfix.devices.reload.dispatched import MapPlan, Wish, plan_for_model, plan_for_weights
+from ckptfix.devices.reload.device_maps import Spread, find_accelerators, read_device_map, read_max_memory
+from ckptfix.devices.reload.dispatched import MapPlan, MapRequest, plan_for_model, plan_for_weights
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.modelling import ModelProof, verify_model
 from ckptfix.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config
 from ckptfix.devices.reload.reload_report import (
-    Machine,
+    Accelerators,
     Outcome,
     PairFacts,
     Proof,
@@ -42,7 +42,9 @@ def untried(probe: ProbeReport | None) -> frozenset[Pair]:
     return frozenset() if probe is None else probe.with_verdict(Verdict.HANG, Verdict.UNUSABLE)
 
 
-def pair_facts(machine: Machine, probe: ProbeReport | None, hops: Hops, runs: Runs) -> tuple[PairFacts, ...]:
+def pair_facts(
+    machine: Accelerators, probe: ProbeReport | None, hops: Hops, runs: Runs
+) -> tuple[PairFacts, ...]:
     """Return what is known of every ordered pair of this machine."""
     facts = []
     for pair in ordered_pairs(machine.count):
@@ -63,7 +65,7 @@ def pair_facts(machine: Machine, probe: ProbeReport | None, hops: Hops, runs: Ru
     return tuple(facts)
 
 
-def judge_pairs(machine: Machine, probe: ProbeReport | None) -> Proofs:
+def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
     """Return what the probe says, or that a machine like this one has no pair of accelerators."""
     proofs = Proofs()
     if probe is None:
@@ -152,11 +154,11 @@ def verify_reload(
         raise UsageError(f"repeats={repeats}: at least 1 run is needed")
     given = read_device_map(device_map)
     named = given.value if isinstance(given, Spread) else _map_name(device_map)
-    wish = Wish(given=given, source=named, limits=read_max_memory(max_memory))
-    if wish.limits is not None and not isinstance(given, Spread):
+    request = MapRequest(given=given, source=named, limits=read_max_memory(max_memory))
+    if request.limits is not None and not isinstance(given, Spread):
         raise UsageError(f"max_memory limits a map that is made; {named} is one already")
     weights, folder = find_weights(path)
-    machine = this_machine()
+    machine = find_accelerators()
     found = _Collected()
     readable = _readable(weights, folder, Path(path), found)
     facts: tuple[PairFacts, ...] = ()
@@ -172,12 +174,12 @@ def verify_reload(
         hops = Hops(count=machine.count, avoid=untried(probe))
         read = progress or (lambda count: None)
         if built is None:
-            _without_model(readable, wish, machine, hops, found, read)
+            _without_model(readable, request, machine, hops, found, read)
             if machine.count > 1:
                 text = "direct copies against staged ones: no model is run"
                 found.proofs.add(Subject.SPLIT, Outcome.NOT_EXERCISED, text)
         else:
-            proof, what = _with_model(built, wish, machine, hops, probe, found, repeats, read), built.what
+            proof, what = _with_model(built, request, machine, hops, probe, found, repeats, read), built.what
         facts = pair_facts(machine, probe, hops, proof.runs)
         found.proofs += [*hops.proofs(), *judge_pairs(machine, probe), *beyond(proof.ran, probe)]
         if changed := changed_files(folder.root, [one.entry for one in readable]):
@@ -200,7 +202,7 @@ def verify_reload(
     )
 
 
-def _probe(machine: Machine) -> ProbeReport | None:
+def _probe(machine: Accelerators) -> ProbeReport | None:
     if machine.count < 2:
         return None
     pairs = machine.count * (machine.count - 1)
@@ -246,15 +248,15 @@ def _built(
 
 def _without_model(
     weights: Sequence[Weights],
-    wish: Wish,
-    machine: Machine,
+    request: MapRequest,
+    machine: Accelerators,
     hops: Hops,
     found: _Collected,
     progress: Progress,
 ) -> None:
     files = FileProofs()
     for one in weights:
-        plan = plan_for_weights(one, wish, machine)
+        plan = plan_for_weights(one, request, machine)
         found.take(plan, one, {name: stored.nbytes for name, stored in one.tensors.items()})
         with one:
             prove_files(one, plan.devices.__getitem__ if plan.is_sound else None, files, hops, progress)
@@ -265,14 +267,14 @@ def _without_model(
 
 
 def _with_model(
-    built: Built, wish: Wish, machine: Machine, hops: Hops, probe: ProbeReport | None, found: _Collected,
+    built: Built, request: MapRequest, machine: Accelerators, hops: Hops, probe: ProbeReport | None, found: _Collected,
     repeats: int, progress: Progress,
 ) -> ModelProof:  # fmt: skip
     files = FileProofs()
     with built.weights as weights:
         prove_files(weights, None, files, hops, progress)
         found.proofs += files.proofs()
-        plan = plan_for_model(built, wish, machine)
+        plan = plan_for_model(built, request, machine)
         found.take(plan, weights, _sizes(built))
         hangs = probe.with_verdict(Verdict.HANG) if probe is not None else frozenset()
         proof = verify_model(built, plan, machine, repeats, hops=hops, hangs=hangs)

@@ -10,8 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
-from ckptfix.devices import interception as fallback
-from ckptfix.devices import probe, transfers
+from ckptfix.devices import interception, probe, transfers
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.routing import TransferError, bypassed
 from ckptfix.devices.transfers import counters, safe_transfers, staged_pairs
@@ -131,7 +130,7 @@ def test_what_is_not_covered_is_said_and_so(simulator: Simulator) -> None:
             return given.to("cuda:1")
 
     with safe_transfers("always") as held:
-        assert held.not_covered == fallback.NOT_COVERED_BY_FALLBACK
+        assert held.not_covered == interception.NOT_COVERED_BY_FALLBACK
         assert any(".to(device) in the code of a model" in words for words in held.not_covered)
         Moves()(torch.ones(2, device="cuda:0"))
     assert simulator.count() == 1
