@@ -30,8 +30,8 @@ class FileState(NamedTuple):
     mtime_ns: int
 
 
-class Place(NamedTuple):
-    """A tensor of a checkpoint: what its model is called, and its name there."""
+class TensorLocation(NamedTuple):
+    """Label of the model that holds a tensor, and its key there."""
 
     label: str
     fqn: str
@@ -248,27 +248,27 @@ class Recorded:
         self.repaired = {name for name, digest in self.sha256.items() if not digest}
         self.sha256 = {name: digest for name, digest in self.sha256.items() if digest}
 
-    def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[Place, str]:
+    def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[TensorLocation, str]:
         """Return the digests of tensors that can be compared: those of models that can be read."""
         if self.only is None:
             lost = tuple(unreadable)
-            readable = {Place(one.label, fqn) for one in weights if lost for fqn in one.named()}
+            readable = {TensorLocation(one.label, fqn) for one in weights if lost for fqn in one.named()}
             return {
                 place: digest
                 for label, digests in self.tensors.items()
                 for is_lost in (any(label == one or label.startswith(f"{one}[") for one in lost),)
                 for fqn, digest in digests.items()
-                for place in (Place(label, fqn),)
+                for place in (TensorLocation(label, fqn),)
                 if not is_lost or place in readable
             }
-        found: dict[Place, str] = {}
+        found: dict[TensorLocation, str] = {}
         for one in weights:
             if one.label in self.tensors:
                 absent = (
                     self.aliases[one.label] - one.ties.keys()
                 )  # known from the manifest of the folder alone
                 found |= {
-                    Place(one.label, fqn): digest
+                    TensorLocation(one.label, fqn): digest
                     for fqn, digest in self.tensors[one.label].items()
                     if fqn not in absent
                 }
@@ -276,16 +276,16 @@ class Recorded:
             for label, digests in self.tensors.items():  # a shard, of which the model's entry speaks
                 if label.endswith(".json"):
                     names = digests.keys() & one.named().keys()
-                    found |= {Place(one.label, fqn): digests[fqn] for fqn in names}
+                    found |= {TensorLocation(one.label, fqn): digests[fqn] for fqn in names}
         return found
 
-    def lost(self, contents: Contents) -> Iterator[tuple[Place, str]]:
+    def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
         """Yield the tensors that have a digest and cannot be found, as their model cannot be read, with the reason."""
         known = self.digests(contents.weights, contents.unreadable)
         for label, why in contents.unreadable.items():
             for entry, digests in self.tensors.items():
                 if entry == label or entry.startswith(f"{label}["):
-                    places = (Place(entry, fqn) for fqn in digests)
+                    places = (TensorLocation(entry, fqn) for fqn in digests)
                     yield from ((place, why) for place in places if place not in known)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.diagnosis.contents import Contents, Place, read_contents
+from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST, shell_path
@@ -27,7 +27,7 @@ class Comparison:
     """
 
     items: tuple[Item, ...]
-    hashed: Mapping[str | Place, Hashed]
+    hashed: Mapping[str | TensorLocation, Hashed]
     not_checked: tuple[str, ...]
     crossed: str = ""
 
@@ -55,7 +55,7 @@ def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progre
         raise UsageError(_without_weights(other if contents.weights else contents))
     pairs = [_Pair(*one) for one in pair_models(contents.weights, other.weights)]
     alike = _same_names(contents, other)
-    jobs: dict[tuple[bool, str | Place], Job] = {}
+    jobs: dict[tuple[bool, str | TensorLocation], Job] = {}
     for side, is_ours in ((contents, True), (other, False)):
         for name in alike:
             if contents.files[name].size == other.files[name].size:
@@ -66,7 +66,7 @@ def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progre
             for tensor in own.tensors if own is not None else ():
                 scan = data and is_ours
                 if own is not None and (scan or tensor.fqn in wanted):
-                    jobs[is_ours, Place(own.label, tensor.fqn)] = TensorJob(tensor, scan)
+                    jobs[is_ours, TensorLocation(own.label, tensor.fqn)] = TensorJob(tensor, scan)
     results = dict(zip(jobs, hash_all(list(jobs.values()), progress=progress), strict=True))
     for side in (contents, other):
         side.check_unchanged()
@@ -138,7 +138,7 @@ def _files(
     contents: Contents,
     other: Contents,
     alike: list[str],
-    results: Mapping[tuple[bool, str | Place], Hashed],
+    results: Mapping[tuple[bool, str | TensorLocation], Hashed],
 ) -> Iterator[Item]:
     of_models, of_others = _compared_by_tensor(contents), _compared_by_tensor(other)
     for name in alike:
@@ -163,7 +163,10 @@ def _files(
 
 
 def _same_name(
-    name: str, contents: Contents, other: Contents, results: Mapping[tuple[bool, str | Place], Hashed]
+    name: str,
+    contents: Contents,
+    other: Contents,
+    results: Mapping[tuple[bool, str | TensorLocation], Hashed],
 ) -> Item:
     """Return the item of a file that both sides have, by its bytes."""
     ours, theirs = results.get((True, name)), results.get((False, name))
@@ -198,7 +201,7 @@ def _tensors(
     contents: Contents,
     other: Contents,
     pair: _Pair,
-    results: Mapping[tuple[bool, str | Place], Hashed],
+    results: Mapping[tuple[bool, str | TensorLocation], Hashed],
 ) -> Iterator[Item]:
     ours = pair.ours.named() if pair.ours is not None else {}
     theirs = pair.theirs.named() if pair.theirs is not None else {}
@@ -212,8 +215,8 @@ def _tensors(
         else:
             assert pair.ours is not None
             assert pair.theirs is not None
-            here = results[True, Place(pair.ours.label, pair.ours.ties.get(name, name))]
-            there = results[False, Place(pair.theirs.label, pair.theirs.ties.get(name, name))]
+            here = results[True, TensorLocation(pair.ours.label, pair.ours.ties.get(name, name))]
+            there = results[False, TensorLocation(pair.theirs.label, pair.theirs.ties.get(name, name))]
             yield _compared(Kind.TENSOR, name, where, here, there)
     for name, tensor in theirs.items():
         if name not in ours:

@@ -7,7 +7,7 @@ from typing import Literal
 from typing_extensions import assert_never
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.diagnosis.contents import Contents, Place, Recorded
+from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
 from ckptfix.storage.paths import command
 from ckptfix.tensors.hashing import Hashed, first_place
 from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, judge
@@ -19,10 +19,10 @@ _TAIL = 64
 
 
 def describe_tensors(
-    judgements: Iterable[Judgement[Place]],
-    recorded: Mapping[Place, str],
-    found: Mapping[Place, Hashed],
-    homes: Mapping[Place, str],
+    judgements: Iterable[Judgement[TensorLocation]],
+    recorded: Mapping[TensorLocation, str],
+    found: Mapping[TensorLocation, Hashed],
+    homes: Mapping[TensorLocation, str],
     files: Mapping[str, Outcome],
 ) -> Iterator[Item]:
     """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is known of it."""
@@ -70,12 +70,17 @@ def describe_files(
         )  # fmt: skip
 
 
-def _with_tail(one: Judgement[Place] | Judgement[str], have: Hashed | None) -> Change | None:
+def _with_tail(one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None) -> Change | None:
     is_tail = one.change is Change.CHANGED and have is not None and have.zeros >= _TAIL
     return Change.ZERO_TAIL if is_tail else one.change
 
 
-def _tensor(change: Change, one: Judgement[Place], recorded: Mapping[Place, str], have: Hashed | None) -> str:
+def _tensor(
+    change: Change,
+    one: Judgement[TensorLocation],
+    recorded: Mapping[TensorLocation, str],
+    have: Hashed | None,
+) -> str:
     want = recorded.get(one.key, "")
     match change:
         case Change.CHANGED:
@@ -139,7 +144,9 @@ def _digests(have: Hashed | None, want: str) -> str:
 _NO_DIGEST = "no digest was recorded"
 
 
-def compare(contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed]) -> Iterator[Item]:
+def compare(
+    contents: Contents, recorded: Recorded, hashed: Mapping[str | TensorLocation, Hashed]
+) -> Iterator[Item]:
     """Yield an item for every file and every tensor that is there or was recorded."""
     tensors = list(_tensor_judgements(contents, recorded, hashed))
     homes = tensor_homes(contents)
@@ -160,13 +167,15 @@ def compare(contents: Contents, recorded: Recorded, hashed: Mapping[str | Place,
         )
 
 
-def named_results(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> dict[Place, Hashed]:
+def named_results(
+    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]
+) -> dict[TensorLocation, Hashed]:
     """Return what became of every tensor by every name that it has."""
     return {
-        Place(weights.label, name): hashed[kept]
+        TensorLocation(weights.label, name): hashed[kept]
         for weights in contents.weights
         for name in weights.named()
-        for kept in (Place(weights.label, weights.ties.get(name, name)),)
+        for kept in (TensorLocation(weights.label, weights.ties.get(name, name)),)
         if kept in hashed
     }
 
@@ -178,8 +187,8 @@ def _no_digest(item: Item) -> Item:
 
 
 def _tensor_judgements(
-    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed]
-) -> Iterator[Judgement[Place]]:
+    contents: Contents, recorded: Recorded, hashed: Mapping[str | TensorLocation, Hashed]
+) -> Iterator[Judgement[TensorLocation]]:
     digests = recorded.digests(contents.weights, contents.unreadable)
     unknown: frozenset[str] = frozenset()
     if digests:
@@ -193,7 +202,8 @@ def _tensor_judgements(
     for weights in contents.weights:
         if not digests or weights.label in unknown:
             yield from (
-                Judgement(Place(weights.label, name), Outcome.NOT_CHECKED) for name in weights.named()
+                Judgement(TensorLocation(weights.label, name), Outcome.NOT_CHECKED)
+                for name in weights.named()
             )
 
 
@@ -212,7 +222,7 @@ def _unrecorded(contents: Contents, recorded: Recorded) -> frozenset[str]:
     )
 
 
-def _fqn(place: Place) -> str:
+def _fqn(place: TensorLocation) -> str:
     return place.fqn
 
 
@@ -220,19 +230,22 @@ def _file_name(path: str) -> str:
     return PurePosixPath(path).name
 
 
-def _zeros(contents: Contents, found: Mapping[Place, Hashed]) -> set[str]:
+def _zeros(contents: Contents, found: Mapping[TensorLocation, Hashed]) -> set[str]:
     """Return the digests of the tensors that are zero in every byte."""
     return {
         one.digest
         for weights in contents.weights
         for name, tensor in weights.named().items()
-        for one in (found.get(Place(weights.label, name)),)
+        for one in (found.get(TensorLocation(weights.label, name)),)
         if one is not None and one.digest and one.zeros >= tensor.nbytes
     }
 
 
 def _file_items(
-    contents: Contents, recorded: Recorded, hashed: Mapping[str | Place, Hashed], intact: frozenset[str]
+    contents: Contents,
+    recorded: Recorded,
+    hashed: Mapping[str | TensorLocation, Hashed],
+    intact: frozenset[str],
 ) -> Iterator[Item]:
     found = {
         key: one
@@ -288,23 +301,25 @@ def _file(name: str, outcome: Outcome, change: Change | None, text: str) -> Item
     return Item(kind=Kind.FILE, name=name, where=name, outcome=outcome, change=change, text=text)
 
 
-def tensor_homes(contents: Contents) -> dict[Place, str]:
+def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:
     """Return the file that each tensor begins in, relative to the checkpoint."""
     homes = {}
     for weights in contents.weights:
         for tensor in weights.tensors:
             path = first_place(tensor.layout)[0]
-            homes[Place(weights.label, tensor.fqn)] = (
+            homes[TensorLocation(weights.label, tensor.fqn)] = (
                 str(path.relative_to(contents.root)) if path.name else weights.label
             )
         homes |= {
-            Place(weights.label, name): homes[Place(weights.label, kept)]
+            TensorLocation(weights.label, name): homes[TensorLocation(weights.label, kept)]
             for name, kept in weights.ties.items()
         }
     return homes
 
 
-def _intact_files(judgements: Iterable[Judgement[Place]], homes: Mapping[Place, str]) -> frozenset[str]:
+def _intact_files(
+    judgements: Iterable[Judgement[TensorLocation]], homes: Mapping[TensorLocation, str]
+) -> frozenset[str]:
     """Return the files that hold tensors, all of which match."""
     outcomes: dict[str, set[Outcome]] = {}
     for one in judgements:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.diagnosis.contents import Contents, Place, Recorded, read_contents, readable_manifest
+from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
@@ -169,7 +169,9 @@ def seal(
     )
 
 
-def _sealed(old: Manifest | None, contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Manifest:
+def _sealed(
+    old: Manifest | None, contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]
+) -> Manifest:
     """Return the manifest with all digests. What a save recorded of what is still there stays."""
     if old is None:
         versions = {}
@@ -190,12 +192,14 @@ def _sealed(old: Manifest | None, contents: Contents, hashed: Mapping[str | Plac
 
 
 def _entry(
-    old: ManifestEntry | None, weights: Weights, hashed: Mapping[str | Place, Hashed]
+    old: ManifestEntry | None, weights: Weights, hashed: Mapping[str | TensorLocation, Hashed]
 ) -> ManifestEntry:
     # Only safetensors files leave out the other names of a tie; the key fingerprint is over those that are in the file.
     is_apart = weights.format is Format.SAFETENSORS
     held = {tensor.fqn: tensor for tensor in weights.tensors} if is_apart else weights.named()
-    digests = {name: hashed[Place(weights.label, weights.ties.get(name, name))].digest for name in held}
+    digests = {
+        name: hashed[TensorLocation(weights.label, weights.ties.get(name, name))].digest for name in held
+    }
     keys = key_fingerprint((name, tensor.dtype, tensor.shape) for name, tensor in held.items())
     if old is None:
         old = ManifestEntry(index=weights.index, file=weights.label, type="")

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.check import check
-from ckptfix.diagnosis.contents import Contents, Place, Recorded, read_contents, readable_manifest
+from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
@@ -85,7 +85,7 @@ def verify(
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
 
 
-def _not_hashed(hashed: Mapping[str | Place, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
+def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
     """Yield in words what could not be hashed, but for what ``refused`` names already."""
     for key, one in hashed.items():
         if one.problem and not any(words.startswith(f"{key}: ") for words in refused):
@@ -142,13 +142,13 @@ def structure(
 def hash_recorded(
     contents: Contents, recorded: Recorded, *, data: bool = False, everything: bool = False,
     progress: Progress | None = None,
-) -> dict[str | Place, Hashed]:  # fmt: skip
+) -> dict[str | TensorLocation, Hashed]:  # fmt: skip
     """Hash what can be compared with something, or everything: file -> result, tensor -> result.
 
     Raises ChangedError when a file changed meanwhile.
     """
     gone = recorded.sha256.keys() - contents.files.keys()
-    jobs: dict[str | Place, Job] = {
+    jobs: dict[str | TensorLocation, Job] = {
         name: FileJob(contents.root / name, state.size)
         for name, state in contents.files.items()
         if everything or name in recorded.sha256 or gone  # a file that is gone may have another name now
@@ -156,16 +156,19 @@ def hash_recorded(
     has_digests = bool(recorded.digests(contents.weights, ()))
     for weights in contents.weights:
         if data or everything or has_digests:
-            jobs |= {Place(weights.label, tensor.fqn): TensorJob(tensor, data) for tensor in weights.tensors}
+            jobs |= {
+                TensorLocation(weights.label, tensor.fqn): TensorJob(tensor, data)
+                for tensor in weights.tensors
+            }
     results = hash_all(list(jobs.values()), progress=progress)
     contents.check_unchanged()
     return dict(zip(jobs, results, strict=True))
 
 
-def found_values(contents: Contents, hashed: Mapping[str | Place, Hashed]) -> Iterator[ValueFinding]:
+def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]) -> Iterator[ValueFinding]:
     """Yield what is wrong with the values of the models. Every tensor must have been scanned."""
     for weights in contents.weights:
-        tensors = [(tensor, hashed[Place(weights.label, tensor.fqn)]) for tensor in weights.tensors]
+        tensors = [(tensor, hashed[TensorLocation(weights.label, tensor.fqn)]) for tensor in weights.tensors]
         is_engine = weights.format is Format.DEEPSPEED  # its weights come out of the optimizer's states
         stepped = (lambda: True) if is_engine else partial(has_stepped, contents.root)
         yield from judge_values(weights.label, tensors, stepped)
@@ -183,7 +186,7 @@ def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str
 
 
 def _not_looked_at(
-    contents: Contents, hashed: Mapping[str | Place, Hashed], told: tuple[str, ...], *, data: bool
+    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], told: tuple[str, ...], *, data: bool
 ) -> Iterator[str]:
     """Yield in words what was not looked at, but for the files of which ``told`` says so."""
     if not data:

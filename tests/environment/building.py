@@ -11,7 +11,7 @@ from ckptfix.environment.facts.installed import AccelerateSource, Command, Packa
 from ckptfix.environment.facts.launch import AccelerateConfig, Launch, read_launch
 from ckptfix.environment.facts.machine import Device, PairVerdict, Torch
 from ckptfix.environment.facts.script import Script
-from ckptfix.environment.facts.script_prepares import Place
+from ckptfix.environment.facts.script_prepares import SourceLine
 from ckptfix.environment.facts.script_scan import Scan
 from ckptfix.hardware import Bus, Distance, Machine, PciDevice
 
@@ -140,7 +140,9 @@ def script(text: str) -> Script:
     lines = textwrap.dedent(text).strip().splitlines()
     scan = Scan()
     tree = ast.parse("\n".join(lines))
-    scan.read(tree, lambda line: Place(order=(0, line), where=f"line {line}", text=lines[line - 1].strip()))
+    scan.read(
+        tree, lambda line: SourceLine(order=(0, line), where=f"line {line}", text=lines[line - 1].strip())
+    )
     return Script(path="train.py", uses=scan.uses())
 
 

@@ -11,7 +11,7 @@ from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.facts import Facts
-from ckptfix.environment.facts.script_prepares import Place
+from ckptfix.environment.facts.script_prepares import SourceLine
 from ckptfix.environment.facts.weights import HEAD, DeviceMap, Folder, Tie, embeds
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import collapse_layers, count_of, list_names
@@ -148,7 +148,7 @@ def forced(facts: Facts) -> Iterator[Advice]:
 
 def trusting(facts: Facts) -> Iterator[Advice]:
     """Said with what the folder holds, where one was given."""
-    places: tuple[Place, ...] = facts.script.uses.trusting_loads if facts.script is not None else ()
+    places: tuple[SourceLine, ...] = facts.script.uses.trusting_loads if facts.script is not None else ()
     if places:
         yield TRUSTING.advice(
             "torch.load(weights_only=False) runs whatever the file names",

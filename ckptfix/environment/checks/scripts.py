@@ -12,7 +12,7 @@ from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.facts import Facts
 from ckptfix.environment.facts.launch import Launch, Option
-from ckptfix.environment.facts.script_prepares import Place, Prepared, Uses
+from ckptfix.environment.facts.script_prepares import Prepared, SourceLine, Uses
 from ckptfix.storage.paths import shell_path
 
 NO_PYTHON = Topic(
@@ -113,7 +113,7 @@ def not_python(facts: Facts) -> Iterator[Advice]:
 def unknown_name(facts: Facts) -> Iterator[Advice]:
     """Compared with the names of the installed accelerate."""
     source = facts.software.accelerate
-    places: dict[str, list[Place]] = defaultdict(list)
+    places: dict[str, list[SourceLine]] = defaultdict(list)
     for name, place in _uses(facts).taken:
         if (missing := source.missing(name)) and place not in places[missing]:
             places[missing].append(place)
@@ -248,7 +248,7 @@ def _uses(facts: Facts) -> Uses:
     return facts.script.uses if facts.script is not None else Uses()
 
 
-def _before_launch(facts: Facts, places: tuple[Place, ...]) -> tuple[Place, ...]:
+def _before_launch(facts: Facts, places: tuple[SourceLine, ...]) -> tuple[SourceLine, ...]:
     """Return the places that come before the last launch, and that launch; () when none does."""
     last = max(_uses(facts).launches, key=lambda place: place.order, default=None)
     if last is None:
@@ -269,7 +269,7 @@ def _deepspeed(facts: Facts) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _shown(places: "list[Place] | tuple[Place, ...]") -> tuple[str, ...]:
+def _shown(places: "list[SourceLine] | tuple[SourceLine, ...]") -> tuple[str, ...]:
     return tuple(str(place) for place in places)
 
 

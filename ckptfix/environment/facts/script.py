@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfix.environment.facts.script_prepares import Place, Uses
+from ckptfix.environment.facts.script_prepares import SourceLine, Uses
 from ckptfix.environment.facts.script_scan import Scan
 
 _RUNS_PYTHON = frozenset(
@@ -210,7 +210,9 @@ def _scan_text(scan: Scan, data: bytes, label: Callable[[int], str], unit: int) 
             warnings.simplefilter("ignore")  # of the script's own odd escapes
             tree = ast.parse(data)
         lines = data.decode("utf-8", "replace").splitlines()
-        scan.read(tree, lambda line: Place(order=(unit, line), where=label(line), text=_line(lines, line)))
+        scan.read(
+            tree, lambda line: SourceLine(order=(unit, line), where=label(line), text=_line(lines, line))
+        )
     except SyntaxError as error:
         return f"{label(error.lineno or 1)}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nesting that no parser takes

@@ -102,7 +102,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SourceLine:
     """A line of a script. ``order``: sorts places. ``where``: in words. ``text``: the line."""
 
     order: tuple[int, int]
@@ -117,7 +117,7 @@ class Place:
 class Prepared:
     """A call of ``prepare``: the name of the accelerator, and the names of models and optimizers in its arguments."""
 
-    place: Place
+    place: SourceLine
     accelerator: str
     models: tuple[str, ...]
     optimizers: tuple[str, ...]
@@ -128,8 +128,8 @@ class PreparedTwice:
     """A model that is passed to ``prepare`` twice: the name in the second call, and both calls."""
 
     name: str
-    first: Place
-    second: Place
+    first: SourceLine
+    second: SourceLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ class WrappedEarly:
     """A model that is wrapped in DDP or DataParallel, and then passed to ``prepare``."""
 
     name: str
-    wrapped: Place
-    prepared: Place
+    wrapped: SourceLine
+    prepared: SourceLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +154,19 @@ class Uses:
     Accelerator is the one of ckptfix.
     """
 
-    taken: tuple[tuple[str, Place], ...] = ()
-    accelerators: tuple[Place, ...] = ()
-    made_early: tuple[Place, ...] = ()
-    touched_early: tuple[Place, ...] = ()
-    launches: tuple[Place, ...] = ()
-    backwards: tuple[Place, ...] = ()
+    taken: tuple[tuple[str, SourceLine], ...] = ()
+    accelerators: tuple[SourceLine, ...] = ()
+    made_early: tuple[SourceLine, ...] = ()
+    touched_early: tuple[SourceLine, ...] = ()
+    launches: tuple[SourceLine, ...] = ()
+    backwards: tuple[SourceLine, ...] = ()
     prepared: tuple[Prepared, ...] = ()
-    deepspeed: tuple[Place, ...] = ()
-    plugin_choices: tuple[Place, ...] = ()
-    device_maps: tuple[Place, ...] = ()
-    skip_keys: tuple[Place, ...] = ()
-    trusting_loads: tuple[Place, ...] = ()
-    builds: tuple[Place, ...] = ()
+    deepspeed: tuple[SourceLine, ...] = ()
+    plugin_choices: tuple[SourceLine, ...] = ()
+    device_maps: tuple[SourceLine, ...] = ()
+    skip_keys: tuple[SourceLine, ...] = ()
+    trusting_loads: tuple[SourceLine, ...] = ()
+    builds: tuple[SourceLine, ...] = ()
     options: frozenset[str] | None = frozenset()
     twice: tuple[PreparedTwice, ...] = ()
     wrapped: tuple[WrappedEarly, ...] = ()
@@ -191,7 +191,7 @@ _EXITS = ("sys.exit", "exit", "quit")
 class _Mark:
     """Known facts of an object: where it was prepared, by which accelerator; or wrapped, without an ``owner``."""
 
-    place: Place
+    place: SourceLine
     owner: str
     path: Path
 
@@ -212,11 +212,13 @@ class PrepareFlow:
     is_model: Callable[[str], bool]
     twice: list[PreparedTwice] = field(default_factory=list)
     wrapped: list[WrappedEarly] = field(default_factory=list)
-    _locate: Callable[[int], Place] = field(default=lambda line: Place(order=(0, line), where="", text=""))
+    _locate: Callable[[int], SourceLine] = field(
+        default=lambda line: SourceLine(order=(0, line), where="", text="")
+    )
     _marks: _Marks = field(default_factory=dict)
     _again: Path | None = None  # the path of the loop whose body is gone through a second time
 
-    def read(self, tree: ast.Module, locate: Callable[[int], Place]) -> None:
+    def read(self, tree: ast.Module, locate: Callable[[int], SourceLine]) -> None:
         """Follow this tree; what a cell of a notebook prepared is known in the next."""
         self._locate = locate
         self._block(tree.body, self._marks, ())
@@ -405,7 +407,7 @@ class PrepareFlow:
             found.append(mark)
         return found
 
-    def _follows(self, before: _Mark, place: Place, path: Path) -> bool:
+    def _follows(self, before: _Mark, place: SourceLine, path: Path) -> bool:
         """Return whether the earlier call is on every way to this one, or this one on every way from the earlier."""
         if before.place == place:
             return self._again is None or self._again == path

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckptfix.environment.facts.script_prepares import (
-    Place,
     Prepared,
     PrepareFlow,
+    SourceLine,
     Uses,
     asks_first,
     catches,
@@ -27,7 +27,7 @@ from ckptfix.environment.facts.script_prepares import (
     variable,
 )
 
-Locate: TypeAlias = Callable[[int], Place]
+Locate: TypeAlias = Callable[[int], SourceLine]
 
 _LAUNCHERS = ("accelerate.notebook_launcher", "accelerate.launchers.notebook_launcher")
 _ACCELERATORS = frozenset(
@@ -70,8 +70,8 @@ _OTHER_PARSERS = (
 class Scan(ast.NodeVisitor):
     """Collects ``Uses`` over one or several trees (the cells of a notebook) in their order."""
 
-    found: dict[str, list[Place]] = field(default_factory=dict)
-    taken: list[tuple[str, Place]] = field(default_factory=list)
+    found: dict[str, list[SourceLine]] = field(default_factory=dict)
+    taken: list[tuple[str, SourceLine]] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
     options: set[str] = field(default_factory=set)
     follows_options: bool = True
@@ -85,7 +85,7 @@ class Scan(ast.NodeVisitor):
     )  # what "import" alone brought: modules, and nothing that looks like one
     _devices: set[str] = field(default_factory=set)  # variables that hold a CUDA device, or its name
     _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
-    _locate: Locate = field(default=lambda line: Place(order=(0, line), where="", text=""))
+    _locate: Locate = field(default=lambda line: SourceLine(order=(0, line), where="", text=""))
     _flow: PrepareFlow = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +216,9 @@ class Scan(ast.NodeVisitor):
             self._note_method(node.func, node, words, place)
         self.generic_visit(node)
 
-    def _note_accelerator(self, name: str, words: dict[str, ast.expr], node: ast.Call, place: Place) -> None:
+    def _note_accelerator(
+        self, name: str, words: dict[str, ast.expr], node: ast.Call, place: SourceLine
+    ) -> None:
         if name in _ACCELERATORS:
             self._add("accelerators", place)
             if not self._depth:
@@ -229,7 +231,7 @@ class Scan(ast.NodeVisitor):
             self._add("touched_early", place)
 
     def _note_method(
-        self, function: ast.Attribute, node: ast.Call, words: dict[str, ast.expr], place: Place
+        self, function: ast.Attribute, node: ast.Call, words: dict[str, ast.expr], place: SourceLine
     ) -> None:
         method = function.attr
         if (
@@ -249,7 +251,7 @@ class Scan(ast.NodeVisitor):
         elif not self._depth and self._moves(function, [*node.args, *device_of(words)]):
             self._add("touched_early", place)
 
-    def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: Place) -> None:
+    def _note_prepare(self, owner: ast.expr, arguments: list[ast.expr], place: SourceLine) -> None:
         names = [ast.unparse(item) for item in arguments if isinstance(item, ast.Name | ast.Attribute)]
         self.prepared.append(
             Prepared(
@@ -334,5 +336,5 @@ class Scan(ast.NodeVisitor):
             return f"{owner}.{node.attr}" if owner else ""
         return ""
 
-    def _add(self, kind: str, place: Place) -> None:
+    def _add(self, kind: str, place: SourceLine) -> None:
         self.found.setdefault(kind, []).append(place)
