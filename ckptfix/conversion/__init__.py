@@ -1,1 +1,1 @@
-"""``migrate`` and ``salvage``: a new checkpoint out of an old one, written next to its place and moved there."""
+"""New checkpoints made from old ones: ``migrate`` to another format, ``salvage`` from a damaged one."""

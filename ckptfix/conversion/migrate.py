@@ -1,4 +1,4 @@
-"""``migrate``: the same tensors in another format. Plan, show, write, prove, and one rename."""
+"""The verb ``migrate``: the same tensors in another format. Plan, show, write, prove, and one rename."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from ckptfix.conversion.sources import (
     ensure_complete,
     ensure_finished,
     files_read,
-    passed_on,
+    warnings_of_source,
 )
 from ckptfix.conversion.target_names import NAME
 from ckptfix.diagnosis.policy import Keys
@@ -34,8 +34,6 @@ from ckptfix.storage.paths import command, existing
 from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import Format, Weights
-
-# What a user must know of a new checkpoint before relying on it, as it cannot be seen or mended here.
 
 
 def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
@@ -61,7 +59,7 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
 
 
 def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
-    """Whether the writer of the source left out names that the new format's readers look for.
+    """Return whether the writer of the source left out keys that the new format's readers look for.
 
     ``save_state`` and ``save_pretrained`` do, and record nothing; readers of ``.bin`` files of the latter tie again.
     """
@@ -104,10 +102,6 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
         )
 
 
-# Prove that a new checkpoint holds what the old one did: by opening it as any checkpoint, and reading every
-# byte.
-
-
 def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     """Return the models of the new checkpoint as ``open_checkpoint`` finds them, in the order of the plan.
 
@@ -132,12 +126,6 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     return tuple(new)
 
 
-# ``migrate``: the same tensors in another format. Plan, show, write beside, prove, and one rename.
-#
-# ``options`` are the user's words, ``planning`` what will happen (with ``naming`` and ``renaming``),
-# ``producing`` writes it (with ``copying``, ``filling`` and ``hashing``), ``proving`` reads it back,
-# ``recording`` keeps the manifest true, ``staging`` puts it in its place.
-
 OnPlan = Callable[[MigrateReceipt], None]
 """Called with the receipt of a dry run, before anything is written."""
 
@@ -159,8 +147,8 @@ def migrate(
 ) -> MigrateReceipt:
     """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
 
-    ``src`` is not changed, and ``dst`` is there whole or not at all. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
-    new names, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
+    ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
+    new keys, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
     tensors; ``"original"``: of DeepSpeed, the weights as in training and not the fp32 ones of its optimizer.
     ``verify``: read everything back and compare digests. ``progress`` gets byte counts.
 
@@ -185,17 +173,16 @@ def migrate(
             raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
         ensure_finished(source)
         plan = make_plan(source, path, output, options)
-        warnings = (*passed_on(path, source.weights, options.keys), *unfit_optimizers(plan))
+        warnings = (*warnings_of_source(path, source.weights, options.keys), *unfit_optimizers(plan))
     ensure_apart(plan)
     plan = replace(plan, removed=files_replaced(output))
-    beside = source_manifest(plan)
-    manifest = (
-        None if source.only is not None or plan.is_file else beside
-    )  # what is written beside the new files
+    recorded_by = source_manifest(plan)
+    # A single file takes no manifest with it: that of its folder lists other files, too.
+    manifest = None if source.only is not None or plan.is_file else recorded_by
     if manifest is not None:
         plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
     watch.check(files_read(plan))
-    recorded = Recorded(plan, beside)
+    recorded = Recorded(plan, recorded_by)
     is_guarded = manifest is not None and manifest.is_of_a_save
     not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
     warnings = (*warnings, *outdated(plan))

@@ -1,4 +1,4 @@
-"""What a migration did."""
+"""The receipt of a migration."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class MigratedModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MigrateReceipt(Printable, Serialized):
-    """What a migration did, or, of a dry run, would do.
+    """The receipt of a migration, or, of a dry run, of what it would do.
 
-    ``carried``: files that were copied as they are. ``left_out``: what is in the source and not in the new checkpoint.
+    ``carried``: files that were copied unchanged. ``left_out``: what is in the source and not in the new checkpoint.
     ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what is wrong with
     the source and so with its copy, and what was lost in converting, in words. ``removed``: files that were at the
     output and are not any more, relative to it. ``bytes_to_write``: the size of all of it.

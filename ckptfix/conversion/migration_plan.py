@@ -24,7 +24,7 @@ from ckptfix.conversion.target_names import (
     LeftOut,
     becomes_file,
     library_stem,
-    look_beside,
+    other_files,
     read_config,
     stems,
     why_one_file,
@@ -40,8 +40,6 @@ from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.single_files import unwritable
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
-
-# New names for the tensors of a model, as ``repair --keys`` gives them.
 
 
 def renamed(weights: Weights, keys: Keys | None) -> Weights:
@@ -78,8 +76,6 @@ def _key_map(names: list[str], keys: Keys) -> KeyMap | None:
     return KeyMap(remove=inner, insert=DDP_CHAIN if keys is Keys.DDP else (), inner=True)
 
 
-# What the user asks of a migration, in values that make sense.
-
 TARGETS = (Format.SAFETENSORS, Format.TORCH, Format.DCP)
 """The formats that are written."""
 
@@ -108,11 +104,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """``most``: bytes of tensors in a file (None: as the kind of folder asks). ``keys``: None leaves names alone.
+    """The options of a migration. ``most``: bytes of tensors in a file (None: as the kind of folder asks).
 
-    ``dtype``: of all floating point tensors, in safetensors' nouns; None leaves them as they are. ``original``: of
-    DeepSpeed, those in the dtype of training. ``drop_opaque``: leave out values that are no tensors. ``verify``: read
-    everything back. ``overwrite``: replace what is at DST.
+    ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors' nouns; None leaves them
+    as they are. ``original``: of DeepSpeed, those in the dtype of training. ``drop_opaque``: leave out values that are
+    not tensors. ``verify``: read everything back. ``overwrite``: replace a folder that migrate wrote.
     """
 
     to: Format
@@ -167,10 +163,8 @@ def make_options(
     )
 
 
-# What a migration will write, copy and leave out, before anything is written.
-
 _SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
-"""How the scales of quantized weights are called: ``weight_scale_inv``, ``input_scale``."""
+"""The names of the scales of quantized weights: ``weight_scale_inv``, ``input_scale``."""
 
 _MADE_PLAIN = {
     "quantized": "call dequantize() on them",
@@ -183,7 +177,7 @@ _MADE_PLAIN = {
 _TO_PLAIN = "make plain tensors of them"
 
 _OF_INDEXES = {"metadata", "total_size", "total_parameters"}
-"""What every index says of itself, and what follows from the tensors."""
+"""Entries of every index, and those that follow from the tensors."""
 
 _MOST_BYTES = 1 << 60
 """A tensor of a few bytes can be expanded to any size; the formats count in 64 bits."""
@@ -210,7 +204,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MigrationPlan:
-    """Everything that will happen. ``carried``: files that are copied as they are, relative to the source's folder.
+    """Everything that will happen. ``carried``: files that are copied unchanged, relative to the source's folder.
 
     ``rewritten``: files that are copied with changes, to say what is true of the new weights.
     ``empty``: folders without anything in them, which are made again.
@@ -261,13 +255,13 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     new = [file.path for model in models for file in model.files]
     if doubled := [path for path, count in Counter(new).items() if count > 1]:
         raise UsageError(f"two models would both become {doubled[0]}; give one of them instead of the folder")
-    beside = look_beside(source, frozenset(new))
+    others = other_files(source, frozenset(new))
     rewritten = {
         home / NAME: data
         for home, config in configs.items()
         if options.dtype is not None
         and (data := config.with_dtype(options.dtype)) != config.data
-        and home / NAME in beside.carried
+        and home / NAME in others.carried
     }
     return MigrationPlan(
         source=source,
@@ -276,10 +270,10 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
         options=options,
         is_file=is_file,
         models=models,
-        carried=tuple(path for path in beside.carried if path not in rewritten),
+        carried=tuple(path for path in others.carried if path not in rewritten),
         rewritten=tuple(OutputFile(path=path, parts=(Literal(data),)) for path, data in rewritten.items()),
-        empty=beside.empty,
-        left_out=(*_not_weights(source.weights), *_words(models, options.to), *beside.left_out),
+        empty=others.empty,
+        left_out=(*_not_weights(source.weights), *_words(models, options.to), *others.left_out),
     )
 
 

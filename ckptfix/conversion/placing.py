@@ -190,7 +190,7 @@ def _base_models(root: Path) -> Iterator[Path]:
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Whether a path is another, or lies below it, also by another name of the same folder, as mounts can give it."""
+    """Return whether a path is another, or lies below it, also by another name that a mount gives."""
     if path.is_relative_to(folder):
         return True
     try:

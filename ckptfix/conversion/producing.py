@@ -27,8 +27,6 @@ from ckptfix.tensors.new_files import OutputFile
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.wording import human_size
 
-# Carry a plan out in the staging folder: new files are written, the others copied, several at a time.
-
 _MOST_AT_ONCE = 4
 """Files that are written at a time; each takes 32 MiB of buffers."""
 
@@ -37,7 +35,7 @@ _MODE = 0o777
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """``digests``: of each model, in the order of the plan, tensor name -> digest; ``sha256``: of the new files.
+    """Digests of new files. ``digests``: of each model in the plan, key -> digest; ``sha256``: of the files.
 
     Both are empty where they were not asked for.
     """
@@ -99,7 +97,7 @@ def produce(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What every thread needs to know. ``shares``: the disk can share blocks between files."""
+    """The work of one thread. ``shares``: the disk can share blocks between files."""
 
     plan: MigrationPlan
     folder: Path
@@ -134,7 +132,7 @@ class _Work:
         """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
         source, target = self.plan.source.root / path, self.folder / path
         copy_file(source, target, stopping(self.stop, self.report))
-        if self.recorded.speaks_of(str(path)):
+        if self.recorded.lists(str(path)):
             self.recorded.compare_file(str(path), sha256_of(target, self.stop))
         if self.plan.options.verify:
             check_archive(source, self.stop)
@@ -222,8 +220,6 @@ def one_at_a_time(progress: Progress | None) -> Callable[[int], None] | None:
 
     return report
 
-
-# The manifest of a migrated checkpoint: what the source's says, made true of the new files.
 
 _Value = TypeVar("_Value")
 

@@ -1,6 +1,4 @@
-"""``salvage``: everything intact in a damaged checkpoint, sorted, copied into a new folder, and a list of what
-is lost.
-"""
+"""The verb ``salvage``: everything intact in a damaged checkpoint goes into a new folder, with a list of losses."""
 
 import os
 import stat
@@ -15,8 +13,8 @@ from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
-from ckptfix.conversion.salvage_receipt import SalvageReceipt, SavedFile, plan_file, write_all_beside
-from ckptfix.conversion.salvage_sources import Files, Sealed, Sorted
+from ckptfix.conversion.salvage_receipt import SalvageReceipt, SavedFile, plan_file, write_salvage
+from ckptfix.conversion.salvage_sources import Files, SalvagePlan, Sealed
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
@@ -28,15 +26,12 @@ from ckptfix.tensors.dcp_tensors import dcp_folders
 from ckptfix.tensors.salvaging import Lost
 from ckptfix.wording import count_of, list_names
 
-# Sort what a damaged checkpoint holds into what is copied, what is taken apart, and what is lost
-# (``found``).
-
 _NO_CHECKSUMS = (
     "values without a checksum (safetensors, legacy torch files, pickles): flipped bits do not show"
 )
 
 
-def sort_out(target: Target, *, keep_damaged: bool, progress: Progress | None) -> Sorted:
+def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | None) -> SalvagePlan:
     """Look at every file of a checkpoint; reads what has a checksum, or a digest in the manifest beside it.
 
     Raises UsageError, OSError.
@@ -46,7 +41,7 @@ def sort_out(target: Target, *, keep_damaged: bool, progress: Progress | None) -
         ensure_checkpoint(folder)
     if target.only is not None and target.only.endswith(".json"):
         raise UsageError(f"{target.path} is an index; give the folder {target.root}")
-    found, sealed = Sorted(folder.root), Sealed(target, progress)
+    found, sealed = SalvagePlan(folder.root), Sealed(target, progress)
     files = Files(found, sealed, keep_damaged, progress)
     models = Models(folder, files)
     models.sort()
@@ -71,7 +66,7 @@ def sort_out(target: Target, *, keep_damaged: bool, progress: Progress | None) -
 
 
 class _Folders:
-    """One look at what is in a folder and is none of its components."""
+    """Sorting of all in a folder that is not one of its components."""
 
     def __init__(self, folder: CheckpointFolder, files: Files, models: Models) -> None:
         self._folder = folder
@@ -102,7 +97,7 @@ class _Folders:
             self.found.not_checked.append(f"{many}, copied without a look")
 
     def _deepspeed(self) -> None:
-        """Note what whole files of a DeepSpeed checkpoint do not make up: the part of a rank that is missing."""
+        """Note the parts of ranks that the intact files of a DeepSpeed checkpoint lack."""
         lost = {one.file for one in self.found.lost}
         for state in diagnose_deepspeed(self._folder, data=False, progress=None):
             for one in state.findings:
@@ -148,14 +143,14 @@ class _Folders:
             yield from (here / path for path in scanned.strays if not (is_dcp and belongs(path.name)))
 
     def _is_link(self, path: PurePosixPath) -> bool:
-        """Whether a folder is a link, which counts as lost."""
+        """Return whether a folder is a link, which counts as lost."""
         if not os.path.islink(self._root / path):
             return False
         self.found.lost.append(Lost(str(path), None, "it is a link to a folder, which is not followed"))
         return True
 
     def _kept(self, group: ModelFiles, here: PurePosixPath) -> None:
-        """Copy those files of a group in another folder that are whole, and note what is not."""
+        """Copy the intact files of a group in another folder, and note the others."""
         index = group.index if group.index is not None and group.index.problem is None else None
         for member in (*group.members, *([index] if index is not None else ())):
             self._files.state(replace(member, path=here / member.path))
@@ -171,7 +166,7 @@ class _Folders:
         ]
 
     def _dcp_kept(self, where: PurePosixPath) -> bool:
-        """Copy a DCP folder in another folder when it is whole; return whether a part of its model could be saved."""
+        """Copy a DCP folder in another folder when it is intact; return whether a part of its model could be saved."""
         judged = self._judged(where)
         if judged.reason:
             self.found.lost.append(Lost(str(where), None, judged.reason))
@@ -180,7 +175,7 @@ class _Folders:
         return judged.found is not None and bool(judged.found.tensors)
 
     def _dcp(self, where: PurePosixPath, position: int) -> None:
-        """Sort a DCP folder: copied when all of it is whole, else what is whole of its model in one new file."""
+        """Sort a DCP folder: copied when it is intact, else the intact tensors of its model go into one new file."""
         judged = self._judged(where)
         if where.parts:
             self.found.copied += self._others_of(where)
@@ -213,7 +208,7 @@ class _Folders:
                 self.found.copy(where / name)
 
     def _others_of(self, where: PurePosixPath) -> Iterator[PurePosixPath]:
-        """Yield what lies in a DCP folder beside its own files, at any depth."""
+        """Yield the files in a DCP folder that are not its own, at any depth."""
         names = sorted(name for name in os.listdir(self._root / where) if not belongs(name))
         for name in names:
             if name == JOURNAL:
@@ -224,11 +219,6 @@ class _Folders:
                 yield where / name
 
 
-# ``salvage``: out of a damaged checkpoint what is whole, into a new folder, and a list of what is lost.
-#
-# ``sorting`` says what is whole, ``writing`` puts it beside and proves it, ``receipt`` is the answer.
-
-
 def salvage(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -236,12 +226,12 @@ def salvage(
     keep_damaged: bool = False,
     progress: Progress | None = None,
 ) -> SalvageReceipt:
-    """Write what is whole of a damaged file or folder into the new folder ``output``, with ``salvage.json`` beside.
+    """Write what is intact in a damaged file or folder into the new folder ``output``, with ``salvage.json``.
 
-    A tensor is whole when all its bytes are in the file where its header says, and have the digest that the manifest of
-    the source has for them, if it has one; none is guessed. Files that are whole are copied untouched.
+    A tensor is intact when all its bytes are in the file where its header says, and have the digest that the manifest
+    of the source has for them, if it has one; none is guessed. Intact files are copied unchanged.
     ``keep_damaged``: keep what is all there but does not have its checksum or digest, too. ``progress`` gets bytes read
-    and written. The new folder is there whole, and proved, or not at all.
+    and written. The new folder is complete and proven, or absent.
 
     Raises UsageError for paths that make no sense, OperationError when nothing can be saved or too little space is
     left, OSError.
@@ -251,7 +241,7 @@ def salvage(
     names = listed_files(target.root) if target.only is None else (target.only,)
     for why in refused_files(target.root / name for name in names):
         raise OperationError(f"{why}; a file that may not be read is not lost; nothing was written")
-    found = sort_out(target, keep_damaged=keep_damaged, progress=progress)
+    found = plan_salvage(target, keep_damaged=keep_damaged, progress=progress)
     if not found.parts and not found.components:
         raise OperationError(_nothing(target.path, found))
     files = [plan_file(part) for part in found.parts]
@@ -276,11 +266,11 @@ def salvage(
         unindexed=tuple(dict.fromkeys(str(index.parent) for index in found.unindexed)),
         not_checked=tuple(found.not_checked),
     )
-    write_all_beside(found, files, new, receipt, progress)
+    write_salvage(found, files, new, receipt, progress)
     return receipt
 
 
-def _nothing(path: Path, found: Sorted) -> str:
+def _nothing(path: Path, found: SalvagePlan) -> str:
     """Say why nothing can be saved."""
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""

@@ -14,7 +14,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.conversion.salvage_sources import Files, PartOfModel, Place, Sealed, stems_of
+from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
@@ -29,11 +29,8 @@ from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salv
 from ckptfix.tensors.stored import StoredTensor
 from ckptfix.wording import count_of
 
-# Put the state dicts of shards together: a name that the index lists comes from the file that it lists, or
-# is lost.
 
-
-def joined(
+def merge_shards(
     dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]
 ) -> tuple[SavedDict, dict[str, str]]:
     """Return the state dict that shards make up, each given with the name of its file, and name -> file of each copy.
@@ -105,15 +102,13 @@ def _with_copy(gone: Lost, copies: Mapping[str, str]) -> Lost:
     return gone._replace(reason=gone.reason + of_copy(gone.name, copies))
 
 
-# Sort the models of a folder: whole ones are copied, of the others the whole tensors go into new files.
-
 _STRANGE = re.compile(r"[^A-Za-z0-9._-]")
 _LONGEST = 64  # characters of a key in the name of a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """What was taken out of the files of a model.
+class _RecoveredModel:
+    """Tensors recovered from one model's files.
 
     ``dicts``: each with what it is called in a manifest. ``unread``: files that cannot be read. ``copies``: name ->
     another file than the index lists that holds it, too.
@@ -125,7 +120,7 @@ class _Taken:
 
 
 class Models:
-    """One look at the models of a folder."""
+    """The models of a folder: intact ones are copied, of the others the intact tensors go into new files."""
 
     def __init__(self, folder: CheckpointFolder, files: Files) -> None:
         """Note what is found where ``files`` notes it."""
@@ -170,7 +165,7 @@ class Models:
         position: int | None,
         is_folder: bool,
     ) -> None:
-        """Plan a file for what is whole; its name is new among those that are there already, but for ``own``.
+        """Plan a file for the intact tensors; its name is new among those that are there already, but for ``own``.
 
         ``position``: that of the model, None for files that ``load_state`` never reads. Where another file of the model
         is whole, the new one gets a name that no loader looks for.
@@ -183,12 +178,12 @@ class Models:
         stems = stems_of(stem, self._names - own, is_folder=is_folder)
         self._names |= {f"{stems.safetensors}.safetensors", f"{stems.torch}.bin"}
         self._found.damaged += found.damaged
-        places: dict[PurePosixPath, list[Place]] = {}
+        places: dict[PurePosixPath, list[TensorLocation]] = {}
         for one in found.tensors:
             if one.fqn in found.unchecked and isinstance(one.layout, Contiguous):
                 for path, begin, length in one.layout.pieces:
                     where = PurePosixPath(os.path.relpath(path, self._found.root))
-                    places.setdefault(where, []).append(Place(one.fqn, begin, begin + length))
+                    places.setdefault(where, []).append(TensorLocation(one.fqn, begin, begin + length))
         for where, runs in places.items():
             self._files.unchecked(where, runs)
         self._found.parts.append(PartOfModel(source=source, stems=stems, found=found))
@@ -197,7 +192,7 @@ class Models:
             self._found.notes.append(f"what is saved of {source} {words} {whole}")
 
     def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:
-        """Return what holds a whole model at this position, in files that are not ``own``; None for nothing."""
+        """Return what holds an intact model at this position, in files that are not ``own``; None for nothing."""
         if position is None:
             return None
         for group in self._groups:
@@ -211,7 +206,7 @@ class Models:
         return None
 
     def has_part(self, groups: Sequence[ModelFiles], here: PurePosixPath) -> bool:
-        """Whether a tensor could be saved of models that are not whole, in the folder ``here`` of this one."""
+        """Return whether a tensor could be saved of damaged models in the folder ``here`` of this one."""
         for group in groups:
             if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
                 continue
@@ -241,7 +236,7 @@ class Models:
         return bool(self._sealed.is_sealed(paths) or self._sealed.models(*_labels(group)))
 
     def _sealed_group(self, group: ModelFiles) -> None:
-        """Sort files that are whole by their structure, and were sealed: by the digests of files, then of tensors."""
+        """Sort files whose structure is intact, and that were sealed: by the digests of files, then of tensors."""
         of_files = self._sealed.files(member.path for member in group.members)
         differing = {path: why for path, why in of_files.items() if why}
         if len(of_files) == len(group.members) and not differing:
@@ -271,8 +266,8 @@ class Models:
             ]
         self._found.lost += self._unfound(group, judged)
 
-    def _taken(self, group: ModelFiles, wrong: Mapping[PurePosixPath, Lost]) -> _Taken:
-        """Take the whole tensors out of the files of a model."""
+    def _taken(self, group: ModelFiles, wrong: Mapping[PurePosixPath, Lost]) -> _RecoveredModel:
+        """Recover the intact tensors from the files of a model."""
         dicts: list[tuple[str, SavedDict]] = []
         unread: dict[str, Lost] = {}
         for member in group.members:
@@ -283,22 +278,22 @@ class Models:
                 reason = problem.reason if problem is not None else str(error)
                 unread[str(member.path)] = Lost(str(member.path), None, reason)
         if len(group.members) > 1 or group.index_path is not None:
-            whole, copies = joined(dicts, group.listed)
+            whole, copies = merge_shards(dicts, group.listed)
             known = self._sealed.models(*_labels(group))
-            return _Taken(dicts=((next(iter(known), ""), whole),), unread=unread, copies=copies)
+            return _RecoveredModel(dicts=((next(iter(known), ""), whole),), unread=unread, copies=copies)
         named = tuple((file + "".join(f"[{step!r}]" for step in one.path), one) for file, one in dicts)
-        return _Taken(dicts=named, unread=unread, copies={})
+        return _RecoveredModel(dicts=named, unread=unread, copies={})
 
-    def _judged(self, taken: _Taken) -> _Taken:
+    def _judged(self, taken: _RecoveredModel) -> _RecoveredModel:
         """Return what was taken without what differs from its digest in the manifest, or with that as damaged."""
         keep = self._files.keep_damaged
         judged = tuple(
             (label, self._sealed.judged(one, self._sealed.digests(label), keep_damaged=keep))
             for label, one in taken.dicts
         )
-        return _Taken(dicts=judged, unread=taken.unread, copies=taken.copies)
+        return _RecoveredModel(dicts=judged, unread=taken.unread, copies=taken.copies)
 
-    def _part(self, group: ModelFiles, taken: _Taken) -> None:
+    def _part(self, group: ModelFiles, taken: _RecoveredModel) -> None:
         """Plan new files for what was taken out of a model, and note what is lost."""
         self._found.lost += taken.unread.values()
         found = [one for _, one in taken.dicts]
@@ -322,7 +317,7 @@ class Models:
             position = model_position(group)
             self.add(source, "-".join((stem, *keys)), one, own, position=position, is_folder=False)
 
-    def _unfound(self, group: ModelFiles, taken: _Taken) -> list[Lost]:
+    def _unfound(self, group: ModelFiles, taken: _RecoveredModel) -> list[Lost]:
         """Return what the manifest lists and no file holds; of a shard that was asked for alone nothing is."""
         if self._only is not None and group.index_path is not None:
             return []
@@ -369,15 +364,12 @@ def _stem(group: ModelFiles) -> str:
     return name.stem if name is not None else "model"
 
 
-# What is whole in a folder of torch.distributed.checkpoint: every item there, in its length, with its
-# checksums.
-
 _BESIDE = "it is next to the model, which alone is saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedFolder:
-    """``reason``: why it cannot be copied as it is, "" for a whole one. ``found``: what is whole of its model, if so.
+    """A DCP folder. ``reason``: why it cannot be copied, "" if intact. ``found``: then, what of its model is intact.
 
     ``damaged``: what is kept in a copy although it is damaged, as was asked for. ``doubtful``: files that are not as
     they were sealed, while all tensors of the model are. ``unchecked``: whether there are items without a checksum.
@@ -445,7 +437,7 @@ def _is_used(path: PurePosixPath, metadata: DcpMetadata) -> bool:
 def _whole_part(
     folder: Path, where: str, metadata: DcpMetadata, wrong: "dict[str, str]", changed: "dict[str, str]"
 ) -> SavedDict:
-    """Return what is whole of the model; all that is beside it is lost, as the new file holds only the model."""
+    """Return the intact tensors of the model; all else is lost, as the new file holds only the model."""
     model = model_names(metadata)
     assert model is not None, "it was looked for"
     tensors, lost = whole_tensors(folder)
@@ -468,7 +460,7 @@ def _whole_part(
 
 
 class _Items:
-    """What is wrong with items: name -> words. ``gone``: not there. ``changed``: not with its checksum or digest."""
+    """Problems of items: name -> words. ``gone``: missing. ``changed``: another checksum or digest."""
 
     def __init__(self, folder: Path, metadata: DcpMetadata, progress: Progress | None) -> None:
         self.gone = {problem.fqn: problem.message for problem in dcp_problems(metadata)}
@@ -500,7 +492,7 @@ class _Items:
     def _of_file(
         self, path: Path, items: "list[StoredItem]", progress: Progress | None
     ) -> Iterator[tuple[StoredItem, str, bool]]:
-        """Yield the items that are not whole, why, and whether all their bytes are there."""
+        """Yield the damaged items, why, and whether all their bytes are there."""
         with open_reader(path) as reader:
             for item in sorted(items, key=lambda one: one.offset):
                 end = item.offset + item.length

@@ -11,7 +11,7 @@ from typing import ClassVar
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.proving import prove_copy, prove_model
-from ckptfix.conversion.salvage_sources import PartOfModel, Sorted
+from ckptfix.conversion.salvage_sources import PartOfModel, SalvagePlan
 from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.errors import OperationError, UnsupportedFormat
 from ckptfix.reports import Serialized
@@ -23,8 +23,6 @@ from ckptfix.tensors.new_torch_files import torch_files
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.salvaging import Lost
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, human_size, line, unchecked_line
-
-# What a salvage did: what is saved, what is lost, and why.
 
 _SHOWN = 20
 
@@ -43,10 +41,10 @@ class SavedFile(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SalvageReceipt(Printable, Serialized):
-    """``saved``: new files. ``copied``: files that were whole, untouched. ``damaged``: kept all the same, as asked for.
+    """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept, as asked for.
 
     ``doubtful``: what was kept, has no checksum and ends in zeros, as the end of a file does that was not written
-    before a crash, and a tensor that was never trained; and files beside the models that are not as they were sealed.
+    before a crash, and a tensor that was never trained; and other files that are not as they were sealed.
     ``left_out``: what of the source is not meant for a new folder, in words. ``not_checked``: in words. ``notes``: how
     what was saved is called. ``unindexed``: folders in the new one with shards that no loader finds without an index.
     """
@@ -74,7 +72,7 @@ class SalvageReceipt(Printable, Serialized):
 
     @property
     def verdict(self) -> str:
-        """What can be said when nothing is lost, "" when something is."""
+        """The summary when nothing is lost, "" when something is."""
         if self.status:
             return ""
         is_proven = not (self.not_checked or self.doubtful or self.unindexed)
@@ -82,12 +80,12 @@ class SalvageReceipt(Printable, Serialized):
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """What to type before the new folder can be loaded."""
+        """The commands to run before the new folder can be loaded."""
         return tuple(command("repair", Path(self.output) / where) for where in self.unindexed)
 
     @property
     def tensors(self) -> int:
-        """How many names of tensors are in the new files."""
+        """The number of keys in the new files."""
         return sum(len(file.names) for file in self.saved)
 
     def lines(self) -> Iterator[Line]:
@@ -129,8 +127,6 @@ def _lost_lines(what: str, every: tuple[Lost, ...], colour: str) -> Iterator[Lin
         yield line(f"  and {len(texts) - _SHOWN} more lines; salvage.json and --json list all")
 
 
-# Write what is whole beside the new folder's place, read it back, and put it there in one step.
-
 _VERSION = 1
 
 
@@ -166,8 +162,8 @@ def plan_file(part: PartOfModel) -> PlannedFile:
     raise OperationError(f"{part.source}: no file can hold it: {'; '.join(refused)}")
 
 
-def write_all_beside(
-    found: Sorted,
+def write_salvage(
+    found: SalvagePlan,
     files: Sequence[PlannedFile],
     output: Path,
     receipt: SalvageReceipt,

@@ -1,4 +1,9 @@
-"""Intact and damaged files of a checkpoint, sorted one by one."""
+"""Intact and damaged files of a checkpoint, sorted one by one.
+
+New files get the names that stock loaders look for: ``load_state`` and ``from_pretrained`` take ``model.safetensors``
+and ``pytorch_model.bin``, ``load_state`` of FSDP with full state dicts ``pytorch_model_fsdp.bin`` alone (accelerate
+1.15, ``checkpointing.py``, ``fsdp_utils.py``).
+"""
 
 import os
 import re
@@ -22,21 +27,15 @@ from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, has
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
 
-# What a new file of weights is called: as stock loaders look for it, where they looked for the old one.
-#
-# ``load_state`` and ``from_pretrained`` look for ``model.safetensors`` and ``pytorch_model.bin``,
-# ``load_state`` of FSDP with full state dicts for ``pytorch_model_fsdp.bin`` alone (accelerate 1.15,
-# ``checkpointing.py``, ``fsdp_utils.py``).
-
 _TORCH = re.compile(r"pytorch_model((?:_[0-9]+)?|\.[\w-]+)")
 _FULL = re.compile(r"pytorch_model_fsdp(?:_[0-9]+)?")
 _FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]+)")
 
 
 class Stems(NamedTuple):
-    """What the new file is called without its suffix, as safetensors and as a file of torch. ``is_torch``: the latter.
+    """The name of a new file without its suffix, as safetensors and as a torch file. ``is_torch``: the latter.
 
-    It is a file of torch, too, where safetensors lacks a dtype.
+    It is a torch file, too, where safetensors lacks a dtype.
     """
 
     safetensors: str
@@ -47,7 +46,7 @@ class Stems(NamedTuple):
 def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> Stems:
     """Return what the weights of a file ``stem`` become, or those of a DCP folder of this name.
 
-    ``taken``: names of files that stand there already, or will. A user's own name stays; where the name that loaders
+    ``taken``: names of files that exist already, or will. A user's own name stays; where the name that loaders
     look for is taken, too.
     """
     if is_folder and (match := _FOLDER.fullmatch(stem)):
@@ -80,12 +79,9 @@ def _names(stem: str, suffix: str) -> set[str]:
     return {f"{stem}{suffix}", f"{stem}{suffix}.index.json"}
 
 
-# What was found in a damaged checkpoint: files that are whole, models of which a part is, and what is lost.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfModel:
-    """One state dict that is not whole: where its tensors come from, and what the new file is called."""
+    """One damaged state dict: where its tensors come from, and the name of the new file."""
 
     source: str
     stems: Stems
@@ -93,8 +89,8 @@ class PartOfModel:
 
 
 @dataclass(slots=True)
-class Sorted:
-    """``copied``: files that are whole or none of ours, relative to the root. ``components``: how many are ours.
+class SalvagePlan:
+    """All in a damaged checkpoint. ``copied``: intact and other files. ``components``: the number of ours.
 
     ``doubtful``: what is kept and ends in zeros, or is no longer as it was sealed and may be so on purpose.
     ``left_out``: what is in the source and not meant for the new folder, in words. ``notes``: how what was saved is
@@ -117,7 +113,7 @@ class Sorted:
     unchecked: bool = False
 
     def copy(self, path: PurePosixPath) -> None:
-        """Take a file over as it is."""
+        """Copy a file unchanged."""
         self.copied.append(path)
         self.components += 1
 
@@ -128,17 +124,14 @@ class Sorted:
             self.left_out.append(f"{where / JOURNAL}, {what} to the new folder")
 
 
-# What the manifest of the source says: which files and tensors are still those that were sealed.
-#
-# A flipped bit in a safetensors file shows in no other way: the format has no checksums.
-
 OTHER = "its sha256 is not that of the manifest"
 
 
 class Sealed:
-    """The digests that the manifest has, none without one. ``problem``: why it cannot be understood, "" if it can.
+    """The digests of the manifest; bits that flip in safetensors files, without checksums, show in no other way.
 
-    ``equal``, ``unequal``: how many files and tensors had their digest, and had another one, up to now.
+    ``problem``: why it cannot be understood, "" if it can. ``equal``, ``unequal``: how many files and tensors had
+    their digest, and had another one, up to now.
     """
 
     def __init__(self, target: Target, progress: Progress | None) -> None:
@@ -171,7 +164,7 @@ class Sealed:
         return found
 
     def is_sealed(self, paths: Iterable[PurePosixPath]) -> bool:
-        """Whether one of these files has a digest."""
+        """Return whether one of these files has a digest."""
         return any(str(path) in self._recorded.sha256 for path in paths)
 
     def digests(self, label: str) -> Mapping[str, str]:
@@ -246,16 +239,13 @@ class Sealed:
         return "" if is_equal else OTHER
 
 
-# Which tensors end in zeros: after a crash the last pages of a file are often zeros that were never
-# written.
-
 PAGE = 4096
 """Bytes that a file system writes, and loses, together."""
 
 _BLOCK = 1 << 20
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor that is one run of bytes, from ``begin`` to ``end`` of its file."""
 
     name: str
@@ -263,9 +253,10 @@ class Place(NamedTuple):
     end: int
 
 
-def zero_ends(path: Path, places: Iterable[Place]) -> dict[str, int]:
-    """Return name -> how many zero bytes a tensor ends in: a page or more of its own, or a part of the file's own end.
+def zero_ends(path: Path, places: Iterable[TensorLocation]) -> dict[str, int]:
+    """Return name -> the zero bytes that a tensor ends in: a page or more of its own, or a part of the file's own end.
 
+    After a crash the last pages of a file are often zeros that were never written.
     Reads the last page of every tensor, and of the others as much as is zero. Raises OSError, FormatError.
     """
     found = {}
@@ -292,13 +283,12 @@ def _zeros_before(reader: FileReader, begin: int, end: int) -> int:
     return end - position
 
 
-# Sort single files: whole ones are copied, others are lost, or kept although damaged.
-
-
 class Files:
-    """What is known of single files, and where it is noted."""
+    """Single files: intact ones are copied, others are lost, or kept although damaged."""
 
-    def __init__(self, found: Sorted, sealed: Sealed, keep_damaged: bool, progress: Progress | None) -> None:
+    def __init__(
+        self, found: SalvagePlan, sealed: Sealed, keep_damaged: bool, progress: Progress | None
+    ) -> None:
         """Note in ``found``. ``keep_damaged``: copy what is all there and fails its checksum, too."""
         self.found = found
         self.sealed = sealed
@@ -306,7 +296,7 @@ class Files:
         self.progress = progress
 
     def state(self, member: Component) -> None:
-        """Sort a file that is no model of this folder: it is copied whole, or lost."""
+        """Sort a file that is not a model of this folder: copied if intact, else lost."""
         problem = self.problem(member)
         if problem is not None and member.path in self.found.unindexed:
             self.found.left_out.append(
@@ -323,7 +313,7 @@ class Files:
             self.damaged(member, problem)
 
     def damaged(self, member: Component, problem: Lost) -> None:
-        """Note a file that is not whole: lost, or kept when that was asked for and all of it is there."""
+        """Note a damaged file: lost, or kept when that was asked for and all of it is there."""
         if self.keep_damaged and member.problem is None:
             self.found.copy(member.path)
             self.found.damaged.append(problem)
@@ -331,24 +321,26 @@ class Files:
             self.found.lost.append(problem)
 
     def whole(self, member: Component, *, proven: bool) -> None:
-        """Take a whole file over. ``proven``: it has its sha256, or all its tensors have."""
+        """Copy an intact file. ``proven``: it has its sha256, or all its tensors have."""
         self.found.copy(member.path)
         if not proven and not _has_checksums(member):
             places = (
-                Place(one.fqn, *one.data_offsets) for one in member.tensors if one.data_offsets is not None
+                TensorLocation(one.fqn, *one.data_offsets)
+                for one in member.tensors
+                if one.data_offsets is not None
             )
             self.unchecked(member.path, places)
         if member.problem is not None:
             self.found.not_checked.append(f"{member.path}, copied as it is: {member.problem.message}")
 
-    def unchecked(self, path: PurePosixPath, places: Iterable[Place]) -> None:
+    def unchecked(self, path: PurePosixPath, places: Iterable[TensorLocation]) -> None:
         """Note what is kept of a file that has no checksums, and which of its tensors end in zeros."""
         self.found.unchecked = True
         for name, zeros in zero_ends(self.found.root / path, places).items():
             self.found.doubtful.append(Lost(str(path), name, f"it ends in {zeros} bytes of zeros"))
 
     def problem(self, member: Component) -> Lost | None:
-        """Return what is wrong with a file, None for a whole one, and for one of a kind that is not read."""
+        """Return the problem of a file, None for an intact one, and for one of a kind that is not read."""
         if isinstance(member.content, SafetensorsFile) and member.content.trailing:
             return Lost(str(member.path), None, f"{member.content.trailing} {BEHIND}")
         if member.problem is not None:
@@ -368,7 +360,7 @@ class Files:
 
 
 def _has_checksums(member: Component) -> bool:
-    """Whether every record of a file has a checksum, or it holds nothing whose values could change unseen."""
+    """Return whether every record of a file has a checksum, or it holds nothing whose values could change unseen."""
     if isinstance(member.content, TorchFile):
         container = member.content.container
         return isinstance(container, TorchZip) and all(one.crc or not one.size for one in container.records)

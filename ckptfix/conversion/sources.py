@@ -47,15 +47,13 @@ from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 from ckptfix.wording import count_of
 
-# What a source says of its own bytes, its manifest and its archives, compared with what is read of it.
-
 _BLOCK = 1 << 20
 _ZIP = b"PK\3\4"
 _OTHER_BYTES = "has other bytes than its manifest says"
 
 
 class Recorded:
-    """What the manifest beside a source says: tensor -> digest, of each model, and file -> sha256.
+    """The manifest of a source: tensor -> digest, of each model, and file -> sha256.
 
     Raises OperationError when its names are not those of the tensors that are there.
     """
@@ -80,11 +78,11 @@ class Recorded:
 
     @property
     def has_digests(self) -> bool:
-        """Whether it says anything of a tensor that is migrated."""
+        """Return whether it lists a tensor that is migrated."""
         return any(self._digests) and not self._has_other_dtypes
 
     def not_checked(self) -> Iterator[str]:
-        """Yield in words what it speaks of and is not compared."""
+        """Yield in words what it lists and is not compared."""
         converted = sum(
             model.sources[new].convert is not None or self._has_other_dtypes
             for model, digests in zip(self._plan.models, self._digests, strict=True)
@@ -109,12 +107,12 @@ class Recorded:
                     self._raise(f"{model.label}: {name!r} {_OTHER_BYTES}")
 
     def compare_file(self, name: str, sha256: str) -> None:
-        """Raise OperationError when a file that was carried over is not what was recorded."""
+        """Raise OperationError when a file that was copied is not what was recorded."""
         if self._sha256.get(name, sha256) != sha256:
             self._raise(f"{name} {_OTHER_BYTES}")
 
-    def speaks_of(self, name: str) -> bool:
-        """Whether it has the sha256 of a file."""
+    def lists(self, name: str) -> bool:
+        """Return whether it has the sha256 of a file."""
         return name in self._sha256
 
     def _raise(self, what: str) -> None:
@@ -150,7 +148,7 @@ def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
 
 
 def check_archive(path: Path, stop: threading.Event) -> None:
-    """Read a file that is carried over, if it is a zip file of torch.
+    """Read a file that is copied, if it is a zip file of torch.
 
     Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
     """
@@ -183,19 +181,17 @@ def sha256_of(path: Path, stop: threading.Event) -> str:
     return digest.hexdigest()
 
 
-# That a source is whole before it is read, and the same afterwards.
-
 _CALLED_SO = re.compile(
     r"(.+_)?config\.json|.*token.*\.(json|model)|vocab\.(json|txt)|merges\.txt|spiece\.model|"
     r"(model_)?index\.json|chat_template.*|README\.md|LICENSE.*|\.gitattributes|training_args\.bin|"
     r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_fp32\.py|"
     r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
 )
-"""How libraries call what they put beside weights, and the files of DCP: rather too much than too little."""
+"""Names that libraries give to files next to weights, and the files of DCP: rather too many than too few."""
 
 
 class Watch:
-    """What every file at a path was before any of it was read, to be compared at the end.
+    """The state of every file at a path before any was read, to be compared at the end.
 
     Raises OSError when a folder cannot be listed.
     """
@@ -222,7 +218,7 @@ class Watch:
                 raise self._changed(f"{self._root / name} came while the others were read")
 
     def _belongs(self, path: PurePosixPath) -> bool:
-        """Whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
+        """Return whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
         is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
         return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
 
@@ -285,14 +281,11 @@ def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
 
 
 def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
-    """Whether a file is one that a checkpoint consists of, by its name or by that of a folder that it lies in."""
+    """Return whether a file is one that a checkpoint consists of, by its name or that of a folder that it lies in."""
     if parse_file_name(path.name) is not None:
         return True
     return any(parse_folder_name(part) is not None for part in path.parts[:-1])
 
-
-# What ``check`` says of a source: damage is refused, as a new checkpoint would look whole; the rest is
-# passed on.
 
 _DAMAGE = (
     CrcMismatch,
@@ -308,8 +301,8 @@ _DAMAGE = (
 )
 
 
-def passed_on(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
-    """Return in words what is wrong with a source and will be with its copy: doubled models, nested names.
+def warnings_of_source(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
+    """Return in words what is wrong with a source and will be with its copy: duplicate models, nested keys.
 
     Models lie in sub-folders, too, into which ``check`` does not look from above.
     Raises OperationError for damage, UsageError where ``keys`` asks for a decision that nothing in the source decides.
@@ -317,7 +310,7 @@ def passed_on(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tupl
     """
     homes = sorted({PurePosixPath(), *(one.home for one in weights)})
     findings = {home: _findings(path / home) for home in homes}
-    words = tuple(words for home in homes for words in _passed_on(path / home, findings[home]))
+    words = tuple(words for home in homes for words in _warnings_of_folder(path / home, findings[home]))
     if keys is Keys.AUTO:
         for one in weights:
             _ensure_decided(path, one, findings[one.home])
@@ -353,7 +346,7 @@ def _findings(path: Path) -> tuple[Finding, ...]:
         return ()  # what ``check`` does not look into was read to find the tensors
 
 
-def _passed_on(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
+def _warnings_of_folder(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
     damage = [finding for finding in findings if isinstance(finding, _DAMAGE)]
     if damage:
         more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""

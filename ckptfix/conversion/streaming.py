@@ -1,4 +1,8 @@
-"""One new file written in a stream: a thread reads, one hashes, and the caller writes."""
+"""One new file written in a stream: a thread reads, one hashes, and the caller writes.
+
+A few buffers go round, and nothing waits for the disk that need not: while a buffer is written the next one is hashed
+and the one after it is read.
+"""
 
 import hashlib
 import os
@@ -21,8 +25,6 @@ from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
 from ckptfix.tensors.stored import StoredTensor, digest_head
-
-# Fill buffers with the bytes of a new file, part after part.
 
 _SCRATCH = 256 << 10
 """Bytes that are converted at a time: what is made of them stays in a core's cache (1 MiB takes 5 times as long)."""
@@ -107,7 +109,7 @@ def stopping(stop: threading.Event, progress: Progress | None = None) -> Progres
 
 
 Item = Slab | Shared | BaseException | None
-"""What goes from thread to thread: bytes, the error of the one before, or None for the end."""
+"""An item that goes from thread to thread: bytes, the error of the one before, or None for the end."""
 
 Free = SimpleQueue["Slab | None"]
 Items = SimpleQueue[Item]
@@ -205,7 +207,7 @@ class Reader:
             self._flush()
 
     def _can_share(self, offset: int, length: int) -> bool:
-        """Whether most of a piece lies in whole blocks, and at the same place in them as in the new file."""
+        """Return whether most of a piece lies in whole blocks, and at the same place in them as in the new file."""
         return bool(self._block) and length >= _WORTH_SHARING and (offset - self._position) % self._block == 0
 
     def _share(self, piece: Piece) -> None:
@@ -220,9 +222,6 @@ class Reader:
         if self._slab is not None and self._slab.filled:
             self._filled.put(self._slab)
             self._slab = None
-
-
-# Digests and checksums of the tensors in a file, taken while its bytes go by.
 
 
 class Hasher:
@@ -303,11 +302,6 @@ def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationE
         f"recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
     )
 
-
-# Write one new file: a thread reads, one hashes, and the caller writes, with a few buffers going round.
-#
-# Nothing waits for the disk that need not: while a buffer is written the next one is hashed and the one
-# after it read.
 
 _SLAB = 8 << 20
 _SLABS = 4

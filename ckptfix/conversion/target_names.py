@@ -1,4 +1,9 @@
-"""The names of the files in a migrated checkpoint, and the files that are copied unchanged."""
+"""The names of the files in a migrated checkpoint, and the files that are copied unchanged.
+
+``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin`` and
+``pytorch_model_<i>.bin``, one file a model; for FSDP ``pytorch_model_fsdp_<i>/`` (accelerate 1.15,
+``checkpointing.py``).
+"""
 
 import errno
 import json
@@ -24,19 +29,12 @@ from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
-# What the files of a migrated checkpoint are called: as accelerate 1.15 and ``from_pretrained`` look for
-# them.
-#
-# ``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin`` and
-# ``pytorch_model_<i>.bin`` (``accelerate/checkpointing.py``), one file a model; for FSDP
-# ``pytorch_model_fsdp_<i>/``.
-
 SUFFIXES = {
     Format.SAFETENSORS: (".safetensors",),
     Format.TORCH: (".bin", ".pt", ".pth", ".ckpt", ".th"),
     Format.DCP: (),
 }
-"""What a file of a format may end in; the first is the default. DCP has folders."""
+"""The suffixes of a format; the first is the default. DCP has folders."""
 
 _STEMS = {
     Format.SAFETENSORS: model_file(".safetensors").stem,
@@ -45,25 +43,25 @@ _STEMS = {
 }
 _FOLDERS = (Format.DCP, Format.DEEPSPEED)
 _ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
-"""What libraries call an adapter -> the library, which looks for one file and no shards."""
+"""The name of an adapter -> its library, which looks for one file and no shards."""
 
 
 def is_lone(source: StoredCheckpoint) -> bool:
-    """Whether a path is the weights themselves, a file or a folder in a format of folders, and not what they lie in."""
+    """Return whether a path is the weights themselves, a file or a DCP or DeepSpeed folder, not what they lie in."""
     if source.only is not None:
         return True
     return any(_fills(one, source.root) for one in source.weights)
 
 
 def _fills(weights: Weights, root: Path) -> bool:
-    """Whether a folder is one checkpoint of DCP or DeepSpeed, and not one in which such a folder lies."""
+    """Return whether a folder is one checkpoint of DCP or DeepSpeed, and not one in which such a folder lies."""
     if weights.format is Format.DCP:
         return any(len(path.parts) == 1 for path in weights.files)
     return weights.format is Format.DEEPSPEED and not (root / weights.label).is_dir()
 
 
 def becomes_file(source: StoredCheckpoint, output: Path, to: Format) -> bool:
-    """Whether the new checkpoint is one file. Raises UsageError when its name does not fit the format or the source."""
+    """Return whether the new checkpoint is one file. Raises UsageError when its name does not fit."""
     every = {suffix: target for target, suffixes in SUFFIXES.items() for suffix in suffixes}
     if output.suffix not in every:
         return False
@@ -126,7 +124,7 @@ def stems(
 
 
 def _is_loaded(weights: Weights) -> bool:
-    """Whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
+    """Return whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
     label = weights.label.removeprefix(f"{weights.home}/")
     name = parse_file_name(label)
     return weights.format in _FOLDERS or (name is not None and name.load_order is not None)
@@ -172,8 +170,6 @@ def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> s
     return stem
 
 
-# What lies in a folder beside the weights: what is carried over, and what is not, and why.
-
 _NOWHERE = {
     errno.ENOENT: "a symbolic link to nothing",
     errno.ENOTDIR: "a symbolic link to nothing",
@@ -182,42 +178,42 @@ _NOWHERE = {
 
 
 def _is_dcp_model(name: str) -> bool:
-    """Whether FSDP keeps a model in a folder of this name; a file left there is of a model that is converted."""
+    """Return whether FSDP keeps a model in a folder of this name; a file left there is of a model that is converted."""
     folder = parse_folder_name(name)
     return folder is not None and folder.stem == _STEMS[Format.DCP]
 
 
 class LeftOut(NamedTuple):
-    """What is in the source and will not be in the new checkpoint, and why."""
+    """Something in the source that the new checkpoint will not have, and why."""
 
     what: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """``carried``: files to copy; ``empty``: folders to make; relative to the source's folder."""
+class OtherFiles:
+    """Files without weights. ``carried``: those to copy; ``empty``: folders to make; relative to the source."""
 
     carried: tuple[PurePosixPath, ...] = ()
     empty: tuple[PurePosixPath, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
 
 
-def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Beside:
-    """Return what becomes of all that holds no weights of the source. ``new``: the files that are written.
+def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> OtherFiles:
+    """Return what becomes of the files without weights of the source. ``new``: the files that are written.
 
     Folders behind links are carried as folders; what ckptfix keeps in a folder below goes with it where every file of
     that folder is carried. Raises OperationError for a folder that cannot be listed: what it
     holds would be lost without a word.
     """
     if source.only is not None:
-        return Beside()
+        return OtherFiles()
     used = {str(file) for one in source.weights for file in one.files}
     listing = list_folder(source.root)
     listed = {PurePosixPath(name): why for name, why in listing.files.items() if name not in used}
     if is_lone(source):
         reason = "no weights of a model, and only those are migrated here"
-        return Beside(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
+        return OtherFiles(left_out=tuple(LeftOut(str(path), reason) for path in (*listed, *listing.journals)))
     homes = {folder for one in source.weights for folder in (one.home, *one.home.parents)}
     folders = frozenset(parent for one in new for parent in one.parents) - {PurePosixPath("."), *homes}
     taken = partial(_taken, source=source, rivals=frozenset(source.rivals), new=new, folders=folders)
@@ -245,7 +241,7 @@ def look_beside(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> Besi
             why = "it lists the files of its folder, which are not copied as they are"
             left.append(LeftOut(str(journal), why if files is not None else "there is more in it than files"))
     empty = [path for path in _empty_folders(source.root) if taken(path) is None]
-    return Beside(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
+    return OtherFiles(carried=tuple(carried), empty=tuple(empty), left_out=tuple(left))
 
 
 def _taken(
@@ -309,8 +305,6 @@ def _empty_folders(root: Path) -> Iterator[PurePosixPath]:
             yield path
 
 
-# The config.json of a ``from_pretrained`` folder: what it says of ties, dtypes and quantized weights.
-
 NAME = PurePosixPath("config.json")
 
 _LONGEST = 16 << 20
@@ -320,14 +314,14 @@ _WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"fl
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``data``: the file, empty when there is none that can be understood; ``values``: what it says."""
+    """The config.json of a folder. ``data``: the file, empty without one that can be understood."""
 
     data: bytes = field(default=b"", repr=False)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def ties_nothing(self) -> bool:
-        """Whether the model looks for both names of shared weights: transformers ties them only when told to.
+        """Return whether the model looks for both names of shared weights: transformers ties them only when told to.
 
         Without a word it ties (``PretrainedConfig.tie_word_embeddings``, True until transformers 5 writes it always).
         """
@@ -335,7 +329,7 @@ class Config:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether weights are codes that need their scales."""
+        """Return whether weights are codes that need their scales."""
         return bool(self.values.get("quantization_config"))
 
     def with_dtype(self, dtype: str) -> bytes:

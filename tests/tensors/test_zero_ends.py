@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from ckptfix.conversion.salvage_sources import Place, zero_ends
+from ckptfix.conversion.salvage_sources import TensorLocation, zero_ends
 
 
 def test_pages_of_zeros_at_the_end_of_a_tensor(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"h" * 100 + b"\1" * 4000 + bytes(4096) + b"\1" * 50 + bytes(4095) + b"\1" * 10)
     places = [
-        Place("ends", 100, 8196),
-        Place("short", 8196, 12341),
-        Place("none", 12341, 12351),
-        Place("empty", 5, 5),
+        TensorLocation("ends", 100, 8196),
+        TensorLocation("short", 8196, 12341),
+        TensorLocation("none", 12341, 12351),
+        TensorLocation("empty", 5, 5),
     ]
     assert zero_ends(path, places) == {"ends": 4096}
 
@@ -20,7 +20,13 @@ def test_pages_of_zeros_at_the_end_of_a_tensor(tmp_path: Path) -> None:
 def test_every_tensor_in_the_zero_end_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"\1" * 1000 + bytes(3000) + bytes(3_000_000))
-    places = [Place("cut", 0, 4000), Place("small", 4000, 4004), Place("large", 4004, 3_004_000)]
+    places = [
+        TensorLocation("cut", 0, 4000),
+        TensorLocation("small", 4000, 4004),
+        TensorLocation("large", 4004, 3_004_000),
+    ]
     assert zero_ends(path, places) == {"cut": 3000, "small": 4, "large": 2_999_996}
     path.write_bytes(b"\1" * 1000 + bytes(3000))
-    assert zero_ends(path, [Place("cut", 0, 4000)]) == {}, "less than a page is no page that was lost"
+    assert zero_ends(path, [TensorLocation("cut", 0, 4000)]) == {}, (
+        "less than a page is no page that was lost"
+    )
