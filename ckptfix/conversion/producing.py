@@ -142,6 +142,7 @@ class _Work:
         source, target = self.plan.source.root / file.path, self.folder / file.path
         self.recorded.compare_file(str(file.path), sha256_of(source, self.stop))
         data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
+        target.parent.mkdir(parents=True, exist_ok=True)  # the thread that writes the weights may come later
         create_file(target, data)
         os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
         if self.with_sha256:
