@@ -10,10 +10,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptfix.errors import ChangedError
+from ckptfix.storage.parallel import Control, reading_threads, run_all
 from ckptfix.storage.reading import page_buffer
 
 # Which blocks of the disk a range of a file lies on (Linux FIEMAP).
@@ -87,7 +88,6 @@ _BLOCK = 1 << 20  # per file and thread
 SEGMENT = 1 << 26
 """Bytes that a thread takes at a time: long enough for the kernel's readahead to run ahead. A digest covers one."""
 
-_MOST_THREADS = 8
 _PAGE = 4096
 
 
@@ -140,23 +140,9 @@ def first_difference(
         for run in runs:
             os.posix_fadvise(fd_a, run.offset_a, run.length, os.POSIX_FADV_WILLNEED)
             os.posix_fadvise(fd_b, run.offset_b, run.length, os.POSIX_FADV_WILLNEED)
-    work = _Work(fd_a=fd_a, fd_b=fd_b, segments=_segments(runs), progress=progress, digests=digests)
-    others = [threading.Thread(target=work.run, daemon=True) for _ in range(count - 1)]
-    try:
-        for thread in others:
-            thread.start()
-        work.run()
-        for thread in others:
-            thread.join()
-    except BaseException:
-        work.stop_all()  # nobody may read from a descriptor that the caller is about to close
-        for thread in others:
-            if thread.ident is not None:
-                thread.join()
-        raise
-    if work.error is not None:
-        raise work.error
-    return work.found
+    search = _Search(fd_a, fd_b, digests)
+    run_all(search.segments(runs), search.worker, threads=count, progress=progress)
+    return search.found
 
 
 def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> bool:
@@ -205,16 +191,10 @@ def sample_runs(runs: Sequence[Run], *, pages: int = 24) -> tuple[Run, ...]:
 
 
 def _thread_count(fd_a: int, fd_b: int, runs: Sequence[Run]) -> int:
-    """One thread per processor for cached files; four at least where threads wait for the disk.
-
-    Measured on two processors with 2 files of 4 GiB, as a share of the fastest plain read: cached, 2 threads
-    0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.
-    """
-    processors = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    cached = all(
-        is_cached(fd_a, run.offset_a) and is_cached(fd_b, run.offset_b) for run in sample_runs(runs, pages=8)
+    samples = sample_runs(runs, pages=8)
+    return reading_threads(
+        is_cached=all(is_cached(fd_a, run.offset_a) and is_cached(fd_b, run.offset_b) for run in samples)
     )
-    return max(2 if cached else 4, processors)
 
 
 def is_cached(fd: int, offset: int) -> bool:
@@ -225,47 +205,39 @@ def is_cached(fd: int, offset: int) -> bool:
         return False
 
 
-def _segments(runs: Sequence[Run]) -> Iterator[tuple[int, int, Run]]:
-    """Yield (number, index of the run, part of it)."""
-    number = 0
-    for index, run in enumerate(runs):
-        for start in range(0, run.length, SEGMENT):
-            part = Run(run.offset_a + start, run.offset_b + start, min(SEGMENT, run.length - start))
-            yield number, index, part
-            number += 1
+Segment = tuple[int, int, Run]
+"""A number, the index of the run, and a part of that."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """What the threads share. Segments are handed out in order, so the lowest one that differs is the first."""
+class _Search:
+    """Search for the first difference. Segments are taken in order, so the lowest one that differs is the first."""
 
-    fd_a: int
-    fd_b: int
-    segments: Iterator[tuple[int, int, Run]]
-    progress: Callable[[int], None] | None
-    digests: Digests | None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: float = float("inf")  # segments from this number on do not matter any more
-    found: Difference | None = None
-    error: BaseException | None = None
+    def __init__(self, fd_a: int, fd_b: int, digests: Digests | None) -> None:
+        self._fds, self._digests = (fd_a, fd_b), digests
+        self._lock = threading.Lock()
+        self._stop: float = float("inf")  # segments from this number on do not matter any more
+        self.found: Difference | None = None
 
-    def stop_all(self) -> None:
-        self.stop = -1
+    def segments(self, runs: Sequence[Run]) -> Iterator[Segment]:
+        number = 0
+        for index, run in enumerate(runs):
+            for start in range(0, run.length, SEGMENT):
+                if number >= self._stop:
+                    return
+                part = Run(run.offset_a + start, run.offset_b + start, min(SEGMENT, run.length - start))
+                yield number, index, part
+                number += 1
 
-    def run(self) -> None:
-        try:
-            with _reopened(self.fd_a) as fd_a, _reopened(self.fd_b) as fd_b:
-                blocks = _Blocks(fd_a, fd_b)
-                while (segment := self._next()) is not None:
-                    self._compare(blocks, *segment)
-        except BaseException as error:
-            self.error = error
-            self.stop_all()
+    @contextmanager
+    def worker(self, control: Control) -> Iterator[Callable[[Segment], None]]:
+        with _reopened(self._fds[0]) as fd_a, _reopened(self._fds[1]) as fd_b:
+            blocks = _Blocks(fd_a, fd_b)
+            yield lambda segment: self._compare(control, blocks, *segment)
 
-    def _compare(self, blocks: "_Blocks", number: int, index: int, part: Run) -> None:
+    def _compare(self, control: Control, blocks: "_Blocks", number: int, index: int, part: Run) -> None:
         done = 0
-        digest = hashlib.sha256() if self.digests is not None else None
-        while done < part.length and number < self.stop:
+        digest = hashlib.sha256() if self._digests is not None else None
+        while done < part.length and number < self._stop and not control.is_stopping:
             length = min(_BLOCK, part.length - done)
             position = blocks.differ(part.offset_a + done, part.offset_b + done, length)
             if position is not None:
@@ -273,21 +245,14 @@ class _Work:
             if digest is not None:
                 digest.update(blocks.views[0][:length])
             done += length
-        if self.digests is not None and digest is not None and done == part.length:
-            self.digests[part.offset_a, part.length] = digest.digest()
-        if self.progress is not None:
-            with self.lock:
-                self.progress(2 * done)
-
-    def _next(self) -> tuple[int, int, Run] | None:
-        with self.lock:
-            segment = next(self.segments, None)
-        return segment if segment is not None and segment[0] < self.stop else None
+        if self._digests is not None and digest is not None and done == part.length:
+            self._digests[part.offset_a, part.length] = digest.digest()
+        control.advance(2 * done)
 
     def _differs(self, number: int, index: int, part: Run, position: int) -> None:
-        with self.lock:
-            if number < self.stop:
-                self.stop = number
+        with self._lock:
+            if number < self._stop:
+                self._stop = number
                 self.found = Difference(
                     run=index, offset_a=part.offset_a + position, offset_b=part.offset_b + position
                 )

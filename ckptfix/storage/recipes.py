@@ -14,6 +14,7 @@ from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.comparing import SEGMENT, Digests
 from ckptfix.storage.copying import copy_range
+from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.paths import locate
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 
@@ -166,7 +167,6 @@ Bytes = tuple[Piece | bytes, ...]
 """Some bytes: stretches of files and literal bytes, one after the other."""
 
 _BLOCK = 1 << 20
-_MOST_THREADS = 8
 _WORTH_THREADS = 8 << 20
 
 
@@ -233,28 +233,29 @@ def _joined(parts: Sequence[Part], digests: Sequence[bytes]) -> tuple[tuple[Pure
 def hash_parts(parts: Sequence[Bytes]) -> list[bytes]:
     """Return the sha256 of each part, hashed by several threads where they are long."""
     sizes = [sum(len(one) if isinstance(one, bytes) else one.length for one in part) for part in parts]
-    if len(parts) < 2 or sum(sizes) < _WORTH_THREADS:
-        return list(_hashed(parts))
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS, len(parts))
-    share = max(
-        1, len(parts) // (threads * 4)
-    )  # neighbours go to one thread, whose reads go on where they ended
-    shares = [parts[start : start + share] for start in range(0, len(parts), share)]
-    from concurrent.futures import ThreadPoolExecutor  # its import takes a tenth of a small check
+    threads = min(processors(), len(parts)) if sum(sizes) >= _WORTH_THREADS else 1
+    # Neighbours go to one thread, whose reads go on where they ended.
+    share = max(1, len(parts) // (threads * 4)) if threads > 1 else len(parts)
+    digests = [b""] * len(parts)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptfix-hash") as pool:
-        return [digest for hashed in pool.map(lambda some: list(_hashed(some)), shares) for digest in hashed]
+    @contextmanager
+    def worker(_: Control) -> Iterator[Callable[[int], None]]:
+        buffer = page_buffer(_BLOCK)
+        with OpenFiles() as files:
+
+            def hash_share(start: int) -> None:
+                for number in range(start, min(start + share, len(parts))):
+                    digests[number] = _hashed(parts[number], files, buffer)
+
+            yield hash_share
+
+    run_all(range(0, len(parts), share or 1), worker, threads=threads)
+    return digests
 
 
-def _hashed(parts: Sequence[Bytes]) -> Iterator[bytes]:
-    buffer = page_buffer(_BLOCK)
-    with OpenFiles() as files:
-        for part in parts:
-            digest = hashlib.sha256()
-            for one in part:
-                if isinstance(one, bytes):
-                    digest.update(one)
-                else:
-                    for block in files.blocks((one,), buffer):
-                        digest.update(block)
-            yield digest.digest()
+def _hashed(part: Bytes, files: OpenFiles, buffer: memoryview) -> bytes:
+    digest = hashlib.sha256()
+    for one in part:
+        for block in (one,) if isinstance(one, bytes) else files.blocks((one,), buffer):
+            digest.update(block)
+    return digest.digest()

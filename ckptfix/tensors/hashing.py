@@ -7,15 +7,14 @@ finds it in the page cache.
 
 import hashlib
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import CkptfixError
+from ckptfix.storage.parallel import Control, run_all
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tiled
 from ckptfix.tensors.stored import BLOCK, StoredTensor, digest_head
@@ -23,7 +22,6 @@ from ckptfix.tensors.stored import BLOCK, StoredTensor, digest_head
 if TYPE_CHECKING:
     from ckptfix.tensors.scanning import Scan
 
-_TICK = 0.1
 _ENDS = 16
 
 
@@ -66,44 +64,29 @@ def hash_all(
     """Do all jobs and return what became of each, in their order. ``threads``: as many as this process has cores.
     ``keep_cached`` off, for files that nobody else needs: what was read leaves the page cache.
 
-    ``progress`` is called with numbers of bytes, from this thread. What cannot be read is a value, not an exception.
+    ``progress`` is called with numbers of bytes, from any thread, never from two at once. A file that cannot be read is
+    a value, not an exception.
     """
     threads = threads or len(os.sched_getaffinity(0))
     if any(isinstance(job, TensorJob) and job.scan for job in jobs):
         import ckptfix.tensors.scanning  # noqa: F401 - not by several threads at once
-    queue, results = deque(_reading_order(jobs)), [Hashed("")] * len(jobs)
-    done, stop = [0] * threads, Event()
+    results = [Hashed("")] * len(jobs)
 
-    def work(worker: int) -> None:
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[int], None]]:
         buffer = page_buffer(BLOCK)
         with OpenFiles(keep_cached=keep_cached) as files:
-            while queue and not stop.is_set():
-                try:
-                    number = queue.popleft()
-                except IndexError:  # another thread took the last one
-                    return
-                results[number] = _done(jobs[number], files, buffer, done, worker, stop)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptfix-hash") as pool:
-        try:
-            waiting, told = {pool.submit(work, worker) for worker in range(threads)}, 0
-            while waiting:
-                finished, waiting = wait(waiting, timeout=_TICK)
-                for future in finished:
-                    future.result()
-                if progress is not None:
-                    now = sum(done)
-                    progress(now - told)
-                    told = now
-        except BaseException:
-            stop.set()
-            raise
+            def hash_one(number: int) -> None:
+                results[number] = _done(jobs[number], files, buffer, control)
+
+            yield hash_one
+
+    run_all(_reading_order(jobs), worker, threads=threads, progress=progress)
     return results
 
 
-def _done(
-    job: Job, files: OpenFiles, buffer: memoryview, done: list[int], worker: int, stop: Event
-) -> Hashed:
+def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> Hashed:
     look = None
     if isinstance(job, FileJob):
         digest = hashlib.sha256()
@@ -123,11 +106,11 @@ def _done(
             if look is not None:
                 look.feed(block)
             zeros = _zeros_at_end(block, zeros)
-            done[worker] += len(block)
-            if stop.is_set():
+            control.advance(len(block))
+            if control.is_stopping:
                 return Hashed("", problem="interrupted")
         for _ in look.reread(files, buffer) if look is not None else ():
-            if stop.is_set():
+            if control.is_stopping:
                 return Hashed("", problem="interrupted")
     except OSError as error:
         return Hashed("", problem=error.strerror or str(error))

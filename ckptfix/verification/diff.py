@@ -6,8 +6,8 @@ numbers only where those differ. ``diff_report`` is the answer, ``diff_page`` la
 
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import parse_file_name
@@ -16,6 +16,7 @@ from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.comparing import is_cached
+from ckptfix.storage.parallel import Control, reading_threads, run_all
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.tensors.differing import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
@@ -26,7 +27,6 @@ from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, Ten
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
 from ckptfix.wording import count_of, list_names
 
-_MOST_THREADS = 8
 BUFFER = 1 << 20
 """Bytes for each side in each thread; from 2 MiB on blocks fall out of the cores' caches."""
 
@@ -67,49 +67,24 @@ class Sides:
 Task = Callable[[Sides], object]
 
 
-def run_all(tasks: Iterator[Task], threads: int, progress: Progress | None) -> None:
-    """Run every task in one of several threads, this one included; the first error ends all, and is raised."""
-    lock = threading.Lock()
-    errors: list[BaseException] = []
+def read_all(tasks: Iterable[Task], threads: int, progress: Progress | None) -> None:
+    """Run every task in one of several threads; the first error ends all, and is raised."""
 
-    def advance(count: int) -> None:
-        if progress is not None:
-            with lock:
-                progress(count)
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[Task], object]]:
+        with OpenFiles() as files:
+            sides = Sides(files, control.advance)
+            yield lambda task: task(sides)
 
-    def work() -> None:
-        try:
-            with OpenFiles() as files:
-                sides = Sides(files, advance)
-                while not errors:
-                    with lock:
-                        task = next(tasks, None)
-                    if task is None:
-                        return
-                    task(sides)
-        except BaseException as error:
-            errors.append(error)
-
-    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
-    for thread in others:
-        thread.start()
-    try:
-        work()
-    finally:
-        for thread in others:
-            thread.join()
-    if errors:
-        raise errors[0]
+    run_all(tasks, worker, threads=threads, progress=progress)
 
 
 def threads_for(layouts: Sequence[Layout], nbytes: int) -> int:
-    """Return how many threads read best: one a processor when the files are in memory, four at least for a disk."""
+    """Return how many threads read best."""
     if nbytes < 8 * BUFFER:
         return 1
     firsts = [one.pieces[0] for one in layouts if isinstance(one, Contiguous) and one.pieces]
-    sampled = firsts[:: max(1, len(firsts) // 8)]
-    processors = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-    return max(2 if all(map(_in_memory, sampled)) else 4, processors)
+    return reading_threads(is_cached=all(map(_in_memory, firsts[:: max(1, len(firsts) // 8)])))
 
 
 def _in_memory(piece: Piece) -> bool:
@@ -151,12 +126,12 @@ class Comparison:
     def unequal(self) -> set[int]:
         """Return the numbers of the pairs whose dtypes or bytes differ. Raises ChangedError, OSError."""
         found: set[int] = set()
-        run_all(self._byte_tasks(found), self._threads, self._progress)
+        read_all(self._byte_tasks(found), self._threads, self._progress)
         return found
 
     def tallies(self, numbers: set[int]) -> dict[int, Tally]:
         """Return how far apart the pairs of these numbers are; not for dtypes below a byte. Raises as ``unequal``."""
-        run_all(self._number_tasks(numbers), self._threads, self._progress)
+        read_all(self._number_tasks(numbers), self._threads, self._progress)
         result = {}
         for number, parts in self._parts.items():
             result[number] = Tally()

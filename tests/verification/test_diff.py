@@ -277,13 +277,13 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(100))
     layout = Contiguous((Piece(tmp_path / "x", 0, 200),))
     with pytest.raises(ChangedError):
-        reading.run_all(
+        reading.read_all(
             iter([lambda sides: list(sides.blocks(layout, layout, (1, 1), reading.BUFFER))]), 2, None
         )
     short = Contiguous((Piece(tmp_path / "x", 0, 50),))
     whole = Contiguous((Piece(tmp_path / "x", 0, 100),))
     with pytest.raises(ChangedError, match="before the other"):
-        reading.run_all(
+        reading.read_all(
             iter([lambda sides: list(sides.blocks(short, whole, (1, 1), reading.BUFFER))]), 1, None
         )
 

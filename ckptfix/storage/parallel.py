@@ -1,0 +1,89 @@
+"""The pool of threads for reading, hashing and comparing files in pieces."""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from typing import TypeVar
+
+_Task = TypeVar("_Task")
+_MOST_THREADS = 8
+_END = object()
+
+
+class Control:
+    """Connection of the threads of one run: bytes are counted, and a long task is told to end early."""
+
+    def __init__(self, progress: Callable[[int], None] | None) -> None:
+        """Use a callback for bytes; it is never called by two threads at once."""
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a thread has failed, or the user has interrupted: what this run finds is not wanted any more."""
+        return self.error is not None
+
+    def advance(self, count: int) -> None:
+        """Count bytes, from any thread."""
+        if self._progress is not None:
+            with self._lock:
+                self._progress(count)
+
+
+def run_all(
+    tasks: Iterable[_Task],
+    worker: Callable[[Control], AbstractContextManager[Callable[[_Task], object]]],
+    *,
+    threads: int,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Do every task in one of several threads, this one included; tasks are taken in their order.
+
+    ``worker`` is called in each thread and yields what does one task, with files and buffers of its own. The first
+    error ends all, and is raised. No thread works any more when this returns or raises: nobody reads from a descriptor
+    that the caller is about to close.
+    """
+    control, lock, waiting = Control(progress), threading.Lock(), iter(tasks)
+
+    def work() -> None:
+        try:
+            with worker(control) as do:
+                while not control.is_stopping:
+                    with lock:
+                        task = next(waiting, _END)
+                    if task is _END:
+                        return
+                    do(task)  # type: ignore[arg-type]  # not _END
+        except BaseException as error:
+            control.error = control.error or error
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    try:
+        for thread in others:
+            thread.start()
+        work()
+        for thread in others:
+            thread.join()
+    except BaseException as error:  # an interrupt while this thread waited
+        control.error = control.error or error
+        for thread in others:
+            with suppress(RuntimeError):  # not started
+                thread.join()
+    if control.error is not None:
+        raise control.error
+
+
+def processors() -> int:
+    """Return how many threads can compute at once, 8 at most."""
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
+def reading_threads(*, is_cached: bool) -> int:
+    """Return how many threads read best: one per processor for cached files, four at least that wait for a disk.
+
+    Measured on two processors with 2 files of 4 GiB, as a share of the fastest plain read: cached, 2 threads
+    0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.
+    """
+    return max(2 if is_cached else 4, processors())

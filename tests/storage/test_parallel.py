@@ -1,0 +1,85 @@
+"""Every task is done once by the pool of threads, and it has ended when it returns, also after an error."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ckptfix.storage.parallel import Control, run_all
+
+
+def doing(task: Callable[[Control, int], None]) -> Callable[[Control], object]:
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[int], None]]:
+        yield lambda number: task(control, number)
+
+    return worker
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_every_task_is_done_once_and_bytes_are_counted(threads: int, count: int) -> None:
+    done: list[int] = []
+    told: list[int] = []
+
+    def task(control: Control, number: int) -> None:
+        done.append(number)
+        control.advance(3)
+
+    run_all(range(count), doing(task), threads=threads, progress=told.append)  # type: ignore[arg-type]
+    assert sorted(done) == list(range(count))
+    assert told == [3] * count
+
+
+@pytest.mark.parametrize("failing", ["task", "worker", "tasks", "progress"])
+def test_the_first_error_ends_all(failing: str) -> None:
+    before = threading.active_count()
+    taken: list[int] = []
+
+    def fail(where: str) -> None:
+        if where == failing:
+            raise ZeroDivisionError
+
+    def tasks() -> Iterator[int]:
+        for number in range(1000):
+            if number == 3:
+                fail("tasks")
+            yield number
+
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[int], None]]:
+        fail("worker")
+
+        def task(number: int) -> None:
+            taken.append(number)
+            time.sleep(0.001)
+            fail("task")
+            control.advance(1)
+
+        yield task
+
+    with pytest.raises(ZeroDivisionError):
+        run_all(tasks(), worker, threads=3, progress=lambda _: fail("progress"))
+    assert len(taken) < 20
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_ends_long_tasks_of_other_threads() -> None:
+    before = threading.active_count()
+    main = threading.main_thread()
+    others = threading.Event()
+
+    def task(control: Control, number: int) -> None:
+        if threading.current_thread() is main:
+            assert others.wait(10)
+            signal.raise_signal(signal.SIGINT)
+        others.set()
+        while not control.is_stopping:
+            time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(range(2), doing(task), threads=2)  # type: ignore[arg-type]
+    assert threading.active_count() == before
