@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.filenames import DcpPart, FolderName, parse_dcp_name, parse_folder_name
+from ckptfix.checkpoint.filenames import DcpPart, FolderName, Role, parse_dcp_name, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Fingerprint, NameScope, Problem, ProblemKind
 from ckptfix.checkpoint.keys import (
     KeyMap,
@@ -25,7 +25,13 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.errors import BeyondLimits, FormatError, JournalError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_items import NAME_KEYS, grouped_names, listed_names, read_item
-from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME, DcpMetadata, read_dcp_metadata
+from ckptfix.formats.dcp_metadata import (
+    MAX_METADATA,
+    METADATA_NAME,
+    DcpMetadata,
+    DcpTensor,
+    read_dcp_metadata,
+)
 from ckptfix.formats.dcp_names import (
     GROUPS_KEY,
     STATE_KEY,
@@ -116,6 +122,11 @@ class DcpFolder:
         return next((scope for scope in self.scopes if scope.is_model), None)
 
     @property
+    def tensors(self) -> tuple[DcpTensor, ...]:
+        """The tensors that ``.metadata`` lists."""
+        return tuple(self.metadata.tensors) if self.metadata is not None else ()
+
+    @property
     def chain(self) -> tuple[str, ...]:
         """The wrappers that every key of the model carries, () without a model."""
         return self.model.chain if self.model is not None else ()
@@ -145,6 +156,28 @@ def scan_dcp_folders(folder: CheckpointFolder) -> tuple[DcpFolder, ...]:
         return ()
     paths = (PurePosixPath("."), *sorted(folder.subfolders))
     return tuple(_scan(folder.root, path) for path in paths if holds_dcp(folder.root / path))
+
+
+class NumberedFolder(NamedTuple):
+    """A DCP folder that Accelerate finds by its number."""
+
+    state: DcpFolder
+    name: FolderName
+
+    @property
+    def path(self) -> PurePosixPath:
+        """The path of the entry from the checkpoint."""
+        return self.state.path
+
+
+def numbered_folders(states: Iterable[DcpFolder], role: Role) -> tuple[NumberedFolder, ...]:
+    """Return the folders of a role that Accelerate finds by their number, in order."""
+    found = [
+        NumberedFolder(state, state.name)
+        for state in states
+        if state.name is not None and state.name.role is role
+    ]
+    return tuple(sorted(found, key=lambda entry: entry.name.index))
 
 
 def rank_of(path: PurePosixPath) -> int | None:

@@ -115,6 +115,11 @@ class Component:
         return next((scope for scope in self.scopes if scope.path == () and scope.kind == "state dict"), None)
 
     @property
+    def model(self) -> NameScope | None:
+        """The keys of a file that is one state dict, as a DCP folder has those of its model."""
+        return self.whole
+
+    @property
     def chain(self) -> tuple[str, ...]:
         """The wrappers that every key carries of a file that is one state dict, () for any other."""
         return self.whole.chain if self.whole is not None else ()

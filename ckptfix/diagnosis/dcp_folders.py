@@ -1,12 +1,10 @@
 """DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, rank_of
-from ckptfix.checkpoint.doubling import Evidence
-from ckptfix.checkpoint.filenames import FolderName, Role
 from ckptfix.checkpoint.folder import Component, NameScope
 from ckptfix.checkpoint.keys import (
     DDP_CHAIN,
@@ -18,8 +16,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.checkpoint.pairing import Progress, pair_up, signature
-from ckptfix.diagnosis.equal_entries import Compare
+from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.file_damage import problem_finding
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -31,10 +28,7 @@ from ckptfix.diagnosis.findings.damaged import (
     UnsafePickle,
 )
 from ckptfix.diagnosis.findings.duplicates import (
-    ConflictingModels,
-    IdenticalModels,
     NestedPrefix,
-    RelatedModels,
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.incomplete import (
@@ -58,18 +52,13 @@ from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.wording import count_of, list_names
 
 
-def diagnose_dcp_folders(
-    evidence: Evidence, states: Sequence[DcpFolder], compare: Compare, *, drop: bool
-) -> list[Finding]:
-    """Find equal models, keys that do not belong together, and what is wrong with the files of DCP folders.
+def diagnose_dcp_folders(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
+    """Find keys that do not belong together, and what is wrong with the files of DCP folders.
 
-    ``drop``: the user asked to drop equal models.
+    ``processes``: those of the run, as far as is known.
     """
-    return [
-        *_equal_models(evidence, states, compare, drop),
-        *_wrapped(states, evidence.folder.processes),
-        *_files(states),
-    ]
+    states = tuple(states)
+    return [*_wrapped(states, processes), *_files(states)]
 
 
 def _files(states: Iterable[DcpFolder]) -> list[Finding]:
@@ -158,93 +147,6 @@ def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> 
         for path in absent:
             names = tuple(dict.fromkeys(item.fqn for item in items[path]))
             yield MissingShard(path=path, named_by=str(state.metadata_path), tensors=len(names), holds=names)
-
-
-def _equal_models(
-    evidence: Evidence, states: Iterable[DcpFolder], compare: Compare, drop: bool
-) -> list[Finding]:
-    """Find models that are there twice, and those that are related to another (``diagnose.entries``).
-
-    FSDP adds no wrapper to names, so that none of two equal models shows itself as a second ``prepare``.
-    """
-    models = numbered_folders(states, Role.MODEL)
-    ranks = {rank_of(path) for entry in models for path in entry.state.data}
-    findings: list[Finding] = []
-    alike: dict[Hashable, list[DcpFolder]] = {}
-    # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    for state, _ in sorted(models, key=lambda entry: (len(prepared(entry.state.chain)), entry.name.index)):
-        if state.model is None or state.metadata is None or not state.metadata.tensors:
-            continue
-        originals = alike.setdefault(signature(state), [])
-        finding = _match(evidence, state, originals, compare, drop, len(ranks) != 1)
-        if finding is not None:
-            findings.append(finding)
-        if not isinstance(finding, IdenticalModels):
-            originals.append(state)
-    return sorted(findings, key=lambda finding: str(finding.path))
-
-
-class NumberedFolder(NamedTuple):
-    """A DCP folder that Accelerate finds by its number."""
-
-    state: DcpFolder
-    name: FolderName
-
-    @property
-    def path(self) -> PurePosixPath:
-        """The path of the entry from the checkpoint."""
-        return self.state.path
-
-
-def numbered_folders(states: Iterable[DcpFolder], role: Role) -> tuple[NumberedFolder, ...]:
-    """Return the folders of a role that Accelerate finds by their number, in order."""
-    found = [
-        NumberedFolder(state, state.name)
-        for state in states
-        if state.name is not None and state.name.role is role
-    ]
-    return tuple(sorted(found, key=lambda entry: entry.name.index))
-
-
-def _match(
-    evidence: Evidence,
-    state: DcpFolder,
-    originals: list[DcpFolder],
-    compare: Compare,
-    drop: bool,
-    has_ranks: bool,
-) -> Finding | None:
-    related: Finding | None = None
-    for original in originals:
-        pairing = pair_up(original, state)
-        if pairing is None:
-            continue
-        difference, full = compare(pairing, drop)
-        assert state.metadata is not None
-        if difference is None:
-            return IdenticalModels(
-                path=state.path,
-                original=original.path,
-                tensors=len(state.metadata.tensors),
-                bytes=pairing.size,
-                sampled=not full,
-                chains=(state.chain, original.chain),
-            )
-        if related is None and len(prepared(state.chain)) > len(prepared(original.chain)):
-            proof = evidence.unlisted(state.metadata_path) or evidence.unlisted(original.metadata_path)
-            if proof:
-                related = ConflictingModels(
-                    path=state.path,
-                    original=original.path,
-                    chain=state.chain,
-                    tensor=difference,
-                    proof=proof,
-                )
-            elif has_ranks:
-                related = RelatedModels(
-                    path=state.path, original=original.path, chain=state.chain, tensor=difference
-                )
-    return related
 
 
 _ZIP = b"PK\3\4"

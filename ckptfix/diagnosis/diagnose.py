@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.dcp import DcpFolder, is_empty, scan_dcp_folders
+from ckptfix.checkpoint.dcp import DcpFolder, is_empty, numbered_folders, scan_dcp_folders
 from ckptfix.checkpoint.deepspeed_files import BESIDE
 from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.filenames import Role
@@ -19,7 +19,6 @@ from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dcp_folders import (
     diagnose_dcp_folders,
     diagnose_items,
-    numbered_folders,
     unchecked_dcp,
 )
 from ckptfix.diagnosis.equal_entries import Numbered, Verdict, diagnose_gaps, diagnose_models, diagnose_states
@@ -177,7 +176,7 @@ def diagnose(
         if isinstance(finding, (*_OF_CONTENT, CrcMismatch)) and not isinstance(finding, TrailingBytes)
     )
     evidence = Evidence(named, usable_manifest(folder.root) if folder.only is None else None)
-    findings += diagnose_models(evidence, compare, drops=Role.MODEL in drops, damaged=damaged)
+    findings += diagnose_models(evidence, sharded, compare, drops=Role.MODEL in drops, damaged=damaged)
     doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
     findings += diagnose_states(evidence, compare, drops, doubled)
     findings += diagnose_gaps(evidence)
@@ -185,7 +184,7 @@ def diagnose(
     findings += (finding for state in deepspeed for finding in state.findings)
     refused: dict[PurePosixPath, str] = {}
     if sharded:
-        findings += diagnose_dcp_folders(evidence, sharded, compare, drop=Role.MODEL in drops)
+        findings += diagnose_dcp_folders(sharded, folder.processes)
         of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
         findings += of_items
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
 
+from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
 from ckptfix.checkpoint.doubling import Evidence, fits
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
-from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, pair_up, signature
+from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, Saved, pair_up, signature
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,
@@ -45,16 +46,28 @@ Compare = Callable[[Pairing, bool], Verdict]
 
 
 def diagnose_models(
-    evidence: Evidence, compare: Compare, *, drops: bool, damaged: frozenset[PurePosixPath]
+    evidence: Evidence,
+    states: Sequence[DcpFolder],
+    compare: Compare,
+    *,
+    drops: bool,
+    damaged: frozenset[PurePosixPath],
 ) -> list[Finding]:
-    """Find models that are there twice, and those that are related to another.
+    """Find models that are there twice, and those that are related to another; in files, and in DCP folders.
 
     ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files of which
     something is known to be wrong, so that they differ from anything.
     """
     findings: list[Finding] = []
+    is_alone = evidence.folder.processes == 1
     for entries in evidence.folder.entries(Role.MODEL):
-        findings += _models(evidence, entries, compare, drops, damaged)
+        found = _decided(_duplicates(evidence, entries, compare, drops, damaged, is_alone))
+        found += _cut_short(evidence, entries)
+        doubled = frozenset(finding.path for finding in found if isinstance(finding, DoubledModel))
+        findings += [*found, *_shifted(entries, doubled)]
+    folders = [entry.state for entry in numbered_folders(states, Role.MODEL)] if states else []
+    ranks = {rank_of(path) for state in folders for path in state.data}
+    findings += _duplicates(evidence, folders, compare, drops, damaged, len(ranks) == 1)
     return findings
 
 
@@ -103,33 +116,31 @@ def renumbered(entries: Iterable[Numbered], dropped: frozenset[PurePosixPath]) -
     return positions
 
 
-def _models(
+def _duplicates(
     evidence: Evidence,
-    entries: tuple[Component, ...],
+    entries: Iterable[Saved],
     compare: Compare,
     drops: bool,
     damaged: frozenset[PurePosixPath],
+    is_alone: bool,
 ) -> list[Finding]:
+    """Compare the models of one list. ``is_alone``: one process saved them."""
     findings: list[Finding] = []
     doubles: dict[PurePosixPath, list[Component]] = {}  # by the original
+    alike: dict[Hashable, list[Saved]] = {}
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
-    ranked = sorted(entries, key=lambda entry: (len(prepared(entry.chain)), entry.name.index))
-    alike: dict[Hashable, list[Component]] = {}
-    for entry in ranked:
-        if entry.whole is None or not entry.tensors:
+    for entry in sorted(entries, key=lambda entry: len(prepared(entry.chain))):
+        if entry.model is None or not entry.tensors:
             continue  # two models without a parameter are equal, and it means nothing
         originals = alike.setdefault(signature(entry), [])
-        finding = _match(evidence, entry, originals, doubles, compare, drops, damaged)
+        finding = _match(evidence, entry, originals, doubles, compare, drops, damaged, is_alone)
         if finding is not None:
             findings.append(finding)
-        if isinstance(finding, DoubledModel):
+        if isinstance(finding, DoubledModel) and isinstance(entry, Component):
             doubles.setdefault(finding.original, []).append(entry)
         elif not isinstance(finding, IdenticalModels):
             originals.append(entry)
-    findings = _decided(findings) + _cut_short(evidence, entries)
-    findings.sort(key=lambda finding: str(finding.path))
-    doubled = frozenset(finding.path for finding in findings if isinstance(finding, DoubledModel))
-    return findings + _shifted(entries, doubled)
+    return findings
 
 
 def _decided(findings: list[Finding]) -> list[Finding]:
@@ -156,12 +167,13 @@ def _decided(findings: list[Finding]) -> list[Finding]:
 
 def _match(
     evidence: Evidence,
-    entry: Component,
-    originals: list[Component],
+    entry: Saved,
+    originals: list[Saved],
     doubles: Mapping[PurePosixPath, list[Component]],
     compare: Compare,
     drops: bool,
     damaged: frozenset[PurePosixPath],
+    is_alone: bool,
 ) -> Finding | None:
     """Compare an entry with every distinct one that is wrapped as much or less."""
     related: Finding | None = None
@@ -169,9 +181,13 @@ def _match(
         pairing = pair_up(original, entry)
         if pairing is None:
             continue
-        is_double = evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
+        # FSDP adds no wrapper to keys, so that neither of two equal DCP folders shows itself as a second prepare.
+        is_double = (
+            isinstance(original, Component)
+            and isinstance(entry, Component)
+            and evidence.is_second_prepare(original, doubles.get(original.path, ()), entry)
+        )
         difference, full = compare(pairing, is_double or drops)
-        sampled = not full
         if difference is None and is_double:
             return DoubledModel(
                 path=entry.path,
@@ -179,7 +195,7 @@ def _match(
                 chain=entry.chain,
                 tensors=len(entry.tensors),
                 bytes=pairing.size,
-                sampled=sampled,
+                sampled=not full,
             )
         if difference is None:
             return IdenticalModels(
@@ -187,35 +203,40 @@ def _match(
                 original=original.path,
                 tensors=len(entry.tensors),
                 bytes=pairing.size,
-                sampled=sampled,
+                sampled=not full,
                 chains=(entry.chain, original.chain),
             )
         if related is None and len(prepared(entry.chain)) > len(prepared(original.chain)):
-            related = _related(evidence, original, entry, difference, damaged)
+            related = _related(evidence, original, entry, difference, damaged, is_alone)
     return related
 
 
 def _related(
     evidence: Evidence,
-    original: Component,
-    entry: Component,
+    original: Saved,
+    entry: Saved,
     difference: str,
     damaged: frozenset[PurePosixPath],
+    is_alone: bool,
 ) -> Finding | None:
-    """Say how two models with the same names and other values are related; one process alone wraps nothing."""
+    """Say how two models with the same keys and other values are related; one process alone wraps nothing."""
     tensor = None if difference == STRUCTURE else difference
     pair = (original, entry)
     harmed = tuple(one.path for one in pair if one.path in damaged)
-    proof = next(filter(None, map(evidence.foreign, pair)), "") if not harmed else ""
+    proof = next(filter(None, (_foreign(evidence, one) for one in pair)), "") if not harmed else ""
     if proof:
         return ConflictingModels(
             path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, proof=proof
         )
-    if evidence.folder.processes == 1 and not harmed:
+    if is_alone and not harmed:
         return None
     return RelatedModels(
         path=entry.path, original=original.path, chain=entry.chain, tensor=tensor, damaged=harmed
     )
+
+
+def _foreign(evidence: Evidence, entry: Saved) -> str:
+    return evidence.foreign(entry) if isinstance(entry, Component) else evidence.unlisted(entry.metadata_path)
 
 
 def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
