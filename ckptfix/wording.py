@@ -17,7 +17,7 @@ _ESCAPES = {
 
 
 class Layer(NamedTuple):
-    """A name cut at the first number that stands alone in it, that of its layer; None for a name without."""
+    """A key cut at its first segment that is a number, that of its layer. ``number``: None for a key without one."""
 
     before: str
     number: int | None

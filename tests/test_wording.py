@@ -67,6 +67,19 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+SWEPT = ("cli", "environment", "manual", "verification", "reports.py", "wording.py")
+"""Rooms whose docstrings speak as messages do; a room joins when its own have been swept."""
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a module, its classes, its functions and its constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.lineno, " ".join(str(statement.value.value).split())
+
+
 def _docstring_of_command(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings that click prints as help."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -92,3 +105,13 @@ def test_no_message_says_a_retired_word() -> None:
 def test_no_page_of_the_manual_says_a_retired_word() -> None:
     for path in (*sorted(Path("ckptfix/manual").glob("*.md")), Path("README.md")):
         assert _retired(path, enumerate(path.read_text().splitlines(), 1)) == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_and_say_no_retired_word() -> None:
+    for path in sorted(Path("ckptfix").rglob("*.py")):
+        if path.parts[1] in SWEPT:
+            texts = list(_docstrings(path))
+            assert _retired(path, texts) == []
+            assert [text for _, text in texts if re.match(r"(What|Which|Whether|Where|How)\b", text)] == [], (
+                path
+            )

@@ -114,7 +114,7 @@ class _Verbs(click.Group):
         return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb; a ``sys.exit`` in code of the user's that it runs is no verb's way to end."""
+        """Run a verb; report a ``sys.exit`` in the user's code that it runs as a failure."""
         try:
             return super().invoke(ctx)
         except SystemExit as ended:

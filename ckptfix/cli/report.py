@@ -225,7 +225,7 @@ class Report:
 
 
 def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
-    """Print text to stdout or stderr; click drops the colour where that is no terminal.
+    """Print text to stdout or stderr; click drops the colour unless that is a terminal.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair goes on. A failure
     other than a closed pipe, such as a full disk, is reported on stderr.
@@ -291,7 +291,7 @@ def _json_object(pairs: Iterable[tuple[str, object]], at: str) -> Iterator[str]:
 def json_text(value: Any) -> str:
     """Return the text of a value as ``json.dumps`` writes it, but in Unicode that every parser takes.
 
-    Half a surrogate pair stands for a byte of a file's name that is not UTF-8: it becomes the text ``\\xff``.
+    Half a surrogate pair means a byte of a file's name that is not UTF-8: it becomes the text ``\\xff``.
     """
     text = json.dumps(value)
     return _ESCAPED.sub(_sound, text) if "\\ud" in text else text

@@ -377,7 +377,7 @@ def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[Pure
 
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:
-    """Yield in words which models at other positions were compared; where that is no difference in itself."""
+    """Yield in words which models at other positions were compared; which is not a difference in itself."""
     known = {id(a) for a, _ in crossed((draft.a, draft.b) for draft in drafts)}
     for a, b in moved((draft.a, draft.b) for draft in drafts):
         if id(a) in known:

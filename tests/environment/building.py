@@ -64,7 +64,7 @@ def software(**changes: Any) -> Software:
         "executable": "/env/bin/python",
         "packages": PACKAGES,
         "command": Command(path="/env/bin/accelerate", interpreter="/env/bin/python", python=(3, 11, 7)),
-        "beside": "/env/bin/accelerate",
+        "next_to_python": "/env/bin/accelerate",
         "accelerate": ACCELERATE,
         "compilers": {"g++": "/usr/bin/g++"},
     }

@@ -60,7 +60,9 @@ def not_on_path(facts: Facts) -> Iterator[Advice]:
         yield NOT_ON_PATH.advice(
             "accelerate is installed, but no command of this name is on the PATH",
             evidence=(
-                f"it is {facts.software.beside}" if facts.software.beside else "nor next to this Python",
+                f"it is {facts.software.next_to_python}"
+                if facts.software.next_to_python
+                else "nor next to this Python",
             ),
             fix=f"{_add(facts)}{shell_path(facts.software.executable)} -m accelerate.commands.launch SCRIPT",
         )
@@ -140,7 +142,7 @@ def no_compiler(facts: Facts) -> Iterator[Advice]:
 
 
 def _add(facts: Facts) -> str:
-    folder = os.path.dirname(facts.software.beside)
+    folder = os.path.dirname(facts.software.next_to_python)
     return f'export PATH={shell_path(folder)}:"$PATH", or ' if folder else ""
 
 

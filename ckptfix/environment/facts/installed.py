@@ -193,7 +193,7 @@ class Software:
     """Python and its packages.
 
     ``requirements_read``: whether requirements could be compared at all. ``command``: ``accelerate`` on the PATH.
-    ``beside``: the one in the folder of this Python, "" when it has none.
+    ``next_to_python``: the one in the folder of this Python, "" when it has none.
     """
 
     python: Version
@@ -201,7 +201,7 @@ class Software:
     packages: Mapping[str, Package]
     requirements_read: bool = True
     command: Command | None = None
-    beside: str = ""
+    next_to_python: str = ""
     accelerate: AccelerateSource = field(default_factory=AccelerateSource)
     compilers: Mapping[str, str] = field(default_factory=dict)
     has_python_headers: bool = True
@@ -229,7 +229,7 @@ def read_software(environment: Mapping[str, str]) -> Software:
         packages=packages,
         requirements_read=requirements_read,
         command=find_command("accelerate", search),
-        beside=shutil.which("accelerate", path=os.path.dirname(sys.executable)) or "",
+        next_to_python=shutil.which("accelerate", path=os.path.dirname(sys.executable)) or "",
         accelerate=read_accelerate(find_source("accelerate")),
         compilers=found,
         has_python_headers=os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h")),
