@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         LoadError as LoadError,
         LoadPolicy as LoadPolicy,
         LoadReport as LoadReport,
-        Need as Need,
+        Requirement as Requirement,
         Part as Part,
         Status as Status,
     )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "accelerator": "Accelerator patch_accelerate unpatch_accelerate",
     "guard": "OnReprepare",
-    "loading.load_report": "LoadPolicy Need LoadReport ComponentReport Part Status LoadError",
+    "loading.load_report": "LoadPolicy Requirement LoadReport ComponentReport Part Status LoadError",
     "loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
     "resuming": "latest_checkpoint",
 }

@@ -29,10 +29,10 @@ _GUARDED: dict[str, Callable[..., Any]] = {
     "load_state": load_state,
     "save_model": save_model,
 }
-"""Method of ``accelerate.Accelerator`` -> what stands in front of it."""
+"""Method of ``accelerate.Accelerator`` -> the function that guards it."""
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
-"""What the patch replaced, while it is on."""
+"""Methods that the patch replaced, while it is on."""
 
 
 def _in_front(
@@ -57,7 +57,7 @@ def _in_front(
             if first.name in kwargs:
                 args = (kwargs.pop(first.name),)
             elif first.default is inspect.Parameter.empty:
-                return original(**kwargs)  # it says itself what is missing
+                return original(**kwargs)  # its own error names what is missing
         return stand_in(self, original, *args, **kwargs)
 
     return method
@@ -143,7 +143,7 @@ def patch_accelerate(
 
 
 def unpatch_accelerate() -> None:
-    """Take the patch back, and leave in place what others patched since.
+    """Undo the patch, and leave in place what others patched since.
 
     Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers`` or their end.
     """

@@ -1,10 +1,12 @@
-"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again."""
+"""Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
 
-import gc
+Each function stands in front of one method of ``accelerate.Accelerator``. It gets the accelerator, the method it stands
+in front of, already bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
+"""
+
 import inspect
 import itertools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,258 +19,21 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptfix.devices.callers import calling_line
+from ckptfix.devices.callers import calling_line, warn_caller
 from ckptfix.errors import UsageError
-from ckptfix.training.prepared import Entry, Held, innermost, level_ids, levels
+from ckptfix.training.prepared import (
+    MARK,
+    PreparedObject,
+    PreparedObjects,
+    as_new,
+    innermost,
+    level_ids,
+    levels,
+    made_here,
+    wrapper_of,
+)
 from ckptfix.training.running import as_given
-
-# What the installed accelerate would do with an object that it is given again, for the guard's warning.
-#
-# Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12 registers it
-# again. Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when ``prepare`` made them,
-# and not when ``prepare_optimizer`` or the like did. The mark and the code are asked, not a version number.
-
-_MARK = "_is_accelerate_prepared"
-
-
-def consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
-    """Return in words what would come of the object being given to the stock ``verb`` once more."""
-    if verb == "register_for_checkpointing":
-        number = len(accelerator._custom_objects)
-        return (
-            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that registers it once "
-            "could not load the checkpoint"
-        )
-    if isinstance(thing, torch.nn.Module):
-        return _of_model(accelerator, thing)
-    if isinstance(thing, torch.optim.Optimizer):
-        registry, what = accelerator._optimizers, "its state"
-    elif isinstance(thing, torch.utils.data.DataLoader):
-        return _of_dataloader(accelerator, thing)
-    else:
-        registry, what = accelerator._schedulers, "it"
-    if _is_returned(thing, registry):
-        return _HARMLESS.format(version=accelerate.__version__)
-    stem = "optimizer" if what == "its state" else "scheduler"
-    return f"save_state would write {what} again as {stem}_{len(registry)}.bin"
-
-
-_HARMLESS = "accelerate {version} would return it as it is and save it once"
-
-
-def _of_model(accelerator: Accelerator, model: Any) -> str:
-    if _looks_at_marks() and _is_returned(model, accelerator._models):
-        return _HARMLESS.format(version=accelerate.__version__)
-    is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
-    keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
-    return (
-        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, in twice the time and "
-        "space, and runs could not load each other's checkpoints"
-    )
-
-
-def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
-    from accelerate.data_loader import DataLoaderStateMixin
-
-    from ckptfix.training.loading.states import has_sampler, is_stateful
-
-    registry = accelerator._dataloaders
-    if _is_returned(loader, registry):
-        return _HARMLESS.format(version=accelerate.__version__)
-    if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
-        return "its data would be divided among the processes a second time, and most of it never be seen"
-    if is_stateful(loader) or getattr(accelerator.dataloader_config, "use_stateful_dataloader", False):
-        return f"save_state would write its state again as dl_state_dict_{len(registry)}.bin"
-    if has_sampler(loader):
-        return f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
-    return "it would be registered a second time, and load_state look for a state of it at the wrong number"
-
-
-def _is_returned(thing: Any, registry: list[Any]) -> bool:
-    """Whether accelerate recognises a thing by its mark, and has it already."""
-    return bool(getattr(thing, _MARK, False)) and any(one is thing for one in registry)
-
-
-def _looks_at_marks() -> bool:
-    """Whether this accelerate's ``prepare_model`` reads the mark: then the attribute's name is a constant in it."""
-    return _MARK in inspect.unwrap(accelerate.Accelerator.prepare_model).__code__.co_consts
-
-
-# Objects that some accelerator prepared before, brought back to what they were, to be prepared in earnest.
-
-_PREPARED = "_is_accelerate_prepared"
-_MADE: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-
-
-def made_here(wrapper: object) -> None:
-    """Remember that an accelerator made this: older versions of accelerate leave no flag."""
-    _MADE[id(wrapper)] = wrapper
-
-
-def as_new(accelerator: Accelerator, thing: Any) -> Any:
-    """Return an object as if it had never been prepared: a flag that came from elsewhere proves nothing.
-
-    Set by another accelerator, or copied along by deepcopy, accelerate takes the flag for its own, skips the
-    preparation, and leaves a model without autocast or gradient synchronisation.
-    """
-    if isinstance(thing, torch.nn.Module):
-        return _model_as_new(accelerator, thing)
-    if type(thing) in (AcceleratedOptimizer, AcceleratedScheduler):
-        return innermost(thing)
-    return thing  # a data loader that was sharded stays so: sharded again it would lose data
-
-
-def wrapper_of(model: torch.nn.Module) -> Any:
-    """Return the DistributedDataParallel that lives around a model; the model itself where none does."""
-    return next(
-        (
-            thing
-            for thing in gc.get_objects()
-            if type(thing) is DistributedDataParallel and any(level is model for level in levels(thing))
-        ),
-        model,
-    )
-
-
-def _model_as_new(accelerator: Accelerator, model: torch.nn.Module) -> Any:
-    around = list(levels(model))
-    stale = _MADE.get(id(model)) is model
-    for level in around:
-        stale |= vars(level).pop(_PREPARED, False)
-        stale |= _strip_autocast(level)
-    if not stale:
-        return model
-    data_parallel = [
-        i for i, level in enumerate(around) if isinstance(level, DataParallel | DistributedDataParallel)
-    ]
-    first = data_parallel[-1] + 1 if data_parallel else 0
-    if accelerator.state.dynamo_plugin.backend.value != "NO":
-        first = max(first, next((i for i, level in enumerate(around) if not _is_compiled(level)), 0))
-    return around[first]
-
-
-def _is_compiled(level: object) -> bool:
-    return "_orig_mod" in {**vars(level), **vars(level).get("_modules", {})}
-
-
-def _strip_autocast(model: Any) -> bool:
-    """Take accelerate's autocast off ``forward`` and return whether it was there; leave what others put in front."""
-    original = getattr(model, "_original_forward", None)
-    forward = vars(model).get("forward")
-    if original is None or forward is None:
-        return False
-    wanted = getattr(original, "__func__", original)
-    inner = getattr(forward, "__func__", forward)
-    while inner is not wanted:
-        inner = getattr(inner, "__wrapped__", None)
-        if inner is None:
-            return False
-    if wanted is getattr(type(model), "forward", None):
-        del model.__dict__["forward"]
-    else:
-        model.forward = original
-    for level in levels(model):
-        vars(level).pop("_original_forward", None)
-    return True
-
-
-# Gradients that did not come from ``accelerator.backward`` although it had to scale or divide them.
-#
-# Nothing of torch is patched: ``accelerator.backward`` is counted, and a hook of the optimizer looks at the
-# count when it steps. The count is one for all accelerators, so that a second one that shares an optimizer
-# raises no false alarm.
-
-_calls = itertools.count(1)
-_latest = 0
-
-
-def count_backward() -> None:
-    """Take note that some accelerator's ``backward`` was called."""
-    global _latest
-    _latest = next(_calls)
-
-
-class BackwardCheck:
-    """Watches the optimizers of one Accelerator, and warns once."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.warned = False
-        self._accelerator = weakref.ref(accelerator)
-        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-    def watch(self, optimizer: Any) -> None:
-        """Look at the count whenever this optimizer, the one inside accelerate's wrapper, steps."""
-        register = getattr(optimizer, "register_step_pre_hook", None)
-        if register is None or optimizer in self._handles:
-            return
-        self._handles[optimizer] = register(_hook(weakref.ref(self)))
-
-    def stop(self) -> None:
-        """Watch no optimizer any more."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
-    def stepped(self, optimizer: Any) -> None:
-        """Warn when gradients are there that need ``accelerator.backward`` and none was called since the last step."""
-        accelerator = self._accelerator()
-        if accelerator is None or self.warned:
-            return
-        reason = _reason(accelerator)
-        if reason is None or not _has_gradients(optimizer):
-            return
-        self.warned = True
-        line = calling_line()
-        switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
-        warnings.warn_explicit(
-            f"{type(optimizer).__name__}.step() at {line} uses gradients that did not come from "
-            f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "
-            f"meant, {switch} ends the warning.",
-            UserWarning,
-            line.path,
-            line.number,
-        )
-
-
-def _hook(check: "weakref.ref[BackwardCheck]") -> Callable[..., None]:
-    seen = _latest  # at the optimizer's last step
-
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal seen
-        watching = check()
-        if watching is not None and seen == _latest:
-            watching.stepped(optimizer)
-        seen = _latest
-
-    hook: Callable[..., None] = torch.compiler.disable(before_step)
-    return hook
-
-
-def _reason(accelerator: Accelerator) -> str | None:
-    """Return what loss.backward() leaves out here; None when it leaves nothing out."""
-    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
-        return None  # their engines divide and scale, whoever calls them
-    if accelerator.scaler is not None and accelerator.scaler.is_enabled():
-        return "the loss was not scaled, so dividing by the scale makes the updates vanish."
-    steps = accelerator.gradient_accumulation_steps
-    if steps > 1:
-        return f"over {steps} accumulated batches they are {steps} times too large."
-    return None
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(
-        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
-    )
-
-
-# Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
-#
-# Each function stands in front of one method of ``accelerate.Accelerator``. It gets the accelerator, the
-# method it stands in front of, already bound, and the call's arguments, so that a subclass and a patch of
-# the class itself share it.
 
 Method = Callable[..., Any]
 
@@ -285,7 +50,7 @@ class OnReprepare(Enum):
 
 @dataclass(slots=True)
 class Settings:
-    """What a guard does.
+    """Settings of a guard.
 
     ``check_backward``: warn of ``loss.backward()`` where it loses scaling or accumulation. ``tensor_digests``: let
     every save record a sha256 of each tensor in its manifest. ``save_together``: every process calls ``save_state``,
@@ -304,7 +69,7 @@ class Guard:
 
     def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
         self.settings = settings
-        self.held = Held()
+        self.held = PreparedObjects()
         self.backward = BackwardCheck(accelerator)
         self._running = threading.local()
         self._accelerator = weakref.ref(accelerator)
@@ -322,7 +87,9 @@ class Guard:
         finally:
             self._running.depth = depth
 
-    def add(self, things: Sequence[Any], prepared: Any, where: str, *, evaluation: bool = False) -> Entry:
+    def add(
+        self, things: Sequence[Any], prepared: Any, where: str, *, evaluation: bool = False
+    ) -> PreparedObject:
         """Remember what these objects became."""
         self._registered = None
         return self.held.add(things, prepared, where, evaluation=evaluation)
@@ -458,7 +225,7 @@ def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any)
 def _is_left_to_accelerate(
     accelerator: Accelerator, guard: Guard, args: Sequence[Any], device_placement: Any = None
 ) -> bool:
-    """Whether a call goes to accelerate as it is: what the guard must not change, and what accelerate refuses."""
+    """Return whether a call goes to accelerate as it is: it refuses the call, or the guard must not change it."""
     kind = accelerator.distributed_type.value
     one_model = kind == "DEEPSPEED" or getattr(accelerator, "is_fsdp2", False)
     return (
@@ -483,7 +250,9 @@ def _twins(args: Sequence[Any]) -> list[int]:
     return [next((j for j in range(i) if inside[i] & inside[j]), i) for i in range(len(args))]
 
 
-def _held(accelerator: Accelerator, guard: Guard, thing: Any, *, evaluation: bool = False) -> Entry | None:
+def _held(
+    accelerator: Accelerator, guard: Guard, thing: Any, *, evaluation: bool = False
+) -> PreparedObject | None:
     """Return the entry of an object that this accelerator holds, None for one to be prepared."""
     entry = guard.held.find(thing)
     if entry is None:
@@ -499,7 +268,7 @@ def _held(accelerator: Accelerator, guard: Guard, thing: Any, *, evaluation: boo
     return entry
 
 
-def _prepared_unguarded(accelerator: Accelerator, guard: Guard, thing: Any) -> Entry | None:
+def _prepared_unguarded(accelerator: Accelerator, guard: Guard, thing: Any) -> PreparedObject | None:
     """Return an entry for an object that was registered before this accelerator was guarded."""
     mine = level_ids([thing])
     for name in REGISTRIES:
@@ -541,7 +310,7 @@ def _is_model(thing: Any) -> bool:
 
 
 def _counts(thing: Any) -> bool:
-    """Whether ``prepare`` does anything with an object; it hands numbers and strings through."""
+    """Return whether ``prepare`` does anything with an object; it hands numbers and strings through."""
     from torch.optim.lr_scheduler import LRScheduler
 
     kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler)
@@ -550,21 +319,177 @@ def _counts(thing: Any) -> bool:
 
 
 def _complain(
-    accelerator: Accelerator, guard: Guard, verb: str, things: list[Any], entries: Sequence[Entry | None]
+    accelerator: Accelerator,
+    guard: Guard,
+    verb: str,
+    things: list[Any],
+    entries: Sequence[PreparedObject | None],
 ) -> None:
-    line = calling_line()
     names = ", ".join(dict.fromkeys(type(thing).__name__ for thing in things))
     first = next((f" (first at {entry.where})" for entry in entries if entry is not None), "")
-    what = "; ".join(dict.fromkeys(consequence(accelerator, verb, thing) for thing in things))
+    what = "; ".join(dict.fromkeys(_consequence(accelerator, verb, thing) for thing in things))
     once = verb if verb == "register_for_checkpointing" else "prepare"
     is_raised = guard.settings.on_reprepare is OnReprepare.RAISE
     ending = (
         f", and the object of the first {once}() is returned" if once == "prepare" and not is_raised else ""
     )
     message = (
-        f"{verb}() at {line} was given {names}, which this Accelerator holds already{first}. Nothing is added{ending}. "
-        f"Without the guard, {what}. Give each object to {once}() once."
+        f"{verb}() at {calling_line()} was given {names}, which this Accelerator holds already{first}. "
+        f"Nothing is added{ending}. Without the guard, {what}. Give each object to {once}() once."
     )
     if is_raised:
         raise UsageError(message)
-    warnings.warn_explicit(message, UserWarning, line.path, line.number)
+    warn_caller(message)
+
+
+_calls = itertools.count(1)
+_latest = 0
+
+
+def count_backward() -> None:
+    """Take note that some accelerator's ``backward`` was called."""
+    global _latest
+    _latest = next(_calls)
+
+
+class BackwardCheck:
+    """Watches the optimizers of one Accelerator for gradients that did not come from ``accelerator.backward``.
+
+    It warns once, where that had to scale or divide them. Nothing of torch is patched: ``accelerator.backward`` is
+    counted, and a hook of the optimizer looks at the count when it steps. The count is one for all accelerators, so
+    that a second one that shares an optimizer raises no false alarm.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.warned = False
+        self._accelerator = weakref.ref(accelerator)
+        self._handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def watch(self, optimizer: Any) -> None:
+        """Look at the count whenever this optimizer, the one inside accelerate's wrapper, steps."""
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None or optimizer in self._handles:
+            return
+        self._handles[optimizer] = register(_hook(weakref.ref(self)))
+
+    def stop(self) -> None:
+        """Watch no optimizer any more."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def stepped(self, optimizer: Any) -> None:
+        """Warn when gradients are there that need ``accelerator.backward`` and none was called since the last step."""
+        accelerator = self._accelerator()
+        if accelerator is None or self.warned:
+            return
+        reason = _reason(accelerator)
+        if reason is None or not _has_gradients(optimizer):
+            return
+        self.warned = True
+        switch = as_given("check_backward=False", "ckptfix run --no-check-backward SCRIPT")
+        warn_caller(
+            f"{type(optimizer).__name__}.step() at {calling_line()} uses gradients that did not come from "
+            f"accelerator.backward(loss): {reason} Call it instead of loss.backward(). If this is "
+            f"meant, {switch} ends the warning."
+        )
+
+
+def _hook(check: "weakref.ref[BackwardCheck]") -> Callable[..., None]:
+    seen = _latest  # at the optimizer's last step
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal seen
+        watching = check()
+        if watching is not None and seen == _latest:
+            watching.stepped(optimizer)
+        seen = _latest
+
+    hook: Callable[..., None] = torch.compiler.disable(before_step)
+    return hook
+
+
+def _reason(accelerator: Accelerator) -> str | None:
+    """Return what loss.backward() leaves out here; None when it leaves nothing out."""
+    if accelerator.distributed_type.value in ("DEEPSPEED", "MEGATRON_LM"):
+        return None  # their engines divide and scale, whoever calls them
+    if accelerator.scaler is not None and accelerator.scaler.is_enabled():
+        return "the loss was not scaled, so dividing by the scale makes the updates vanish."
+    steps = accelerator.gradient_accumulation_steps
+    if steps > 1:
+        return f"over {steps} accumulated batches they are {steps} times too large."
+    return None
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(
+        parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+    )
+
+
+def _consequence(accelerator: Accelerator, verb: str, thing: Any) -> str:
+    """Return in words what the installed accelerate would do with an object that is given to ``verb`` again.
+
+    Versions differ: ``prepare_model`` of 1.15 returns a model that it marked, that of 1.12 registers it again.
+    Optimizers, schedulers and data loaders are recognised by 1.6 to 1.15 when ``prepare`` made them, and not when
+    ``prepare_optimizer`` or the like did. The mark and the code are asked, not a version number.
+    """
+    if verb == "register_for_checkpointing":
+        number = len(accelerator._custom_objects)
+        return (
+            f"save_state would write it again as custom_checkpoint_{number}.pkl, and a script that registers it once "
+            "could not load the checkpoint"
+        )
+    if isinstance(thing, torch.nn.Module):
+        return _of_model(accelerator, thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        registry, what = accelerator._optimizers, "its state"
+    elif isinstance(thing, torch.utils.data.DataLoader):
+        return _of_dataloader(accelerator, thing)
+    else:
+        registry, what = accelerator._schedulers, "it"
+    if _is_returned(thing, registry):
+        return _HARMLESS.format(version=accelerate.__version__)
+    stem = "optimizer" if what == "its state" else "scheduler"
+    return f"save_state would write {what} again as {stem}_{len(registry)}.bin"
+
+
+_HARMLESS = "accelerate {version} would return it as it is and save it once"
+
+
+def _of_model(accelerator: Accelerator, model: Any) -> str:
+    if _looks_at_marks() and _is_returned(model, accelerator._models):
+        return _HARMLESS.format(version=accelerate.__version__)
+    is_wrapped = accelerator.num_processes > 1 and len(list(levels(model))) > 1
+    keys = ", its keys prefixed with 'module.'" if is_wrapped else ""
+    return (
+        f"save_state would write it again as model_{len(accelerator._models)}.safetensors{keys}, in twice the time and "
+        "space, and runs could not load each other's checkpoints"
+    )
+
+
+def _of_dataloader(accelerator: Accelerator, loader: Any) -> str:
+    from accelerate.data_loader import DataLoaderStateMixin
+
+    from ckptfix.training.loading.states import has_sampler, is_stateful
+
+    registry = accelerator._dataloaders
+    if _is_returned(loader, registry):
+        return _HARMLESS.format(version=accelerate.__version__)
+    if isinstance(loader, DataLoaderStateMixin) and accelerator.num_processes > 1:
+        return "its data would be divided among the processes a second time, and most of it never be seen"
+    if is_stateful(loader) or getattr(accelerator.dataloader_config, "use_stateful_dataloader", False):
+        return f"save_state would write its state again as dl_state_dict_{len(registry)}.bin"
+    if has_sampler(loader):
+        return f"save_state would write the state of its sampler again as sampler_{len(registry)}.bin"
+    return "it would be registered a second time, and load_state look for a state of it at the wrong number"
+
+
+def _is_returned(thing: Any, registry: list[Any]) -> bool:
+    """Return whether accelerate recognises a thing by its mark, and has it already."""
+    return bool(getattr(thing, MARK, False)) and any(one is thing for one in registry)
+
+
+def _looks_at_marks() -> bool:
+    """Return whether accelerate's ``prepare_model`` reads the mark: then the attribute's name is a constant in it."""
+    return MARK in inspect.unwrap(accelerate.Accelerator.prepare_model).__code__.co_consts

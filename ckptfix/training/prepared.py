@@ -1,9 +1,19 @@
-"""What one Accelerator holds: every object that it prepared, by identity, with what it became."""
+"""Prepared objects: the wrappers around them, those that one Accelerator holds, and their way back to new."""
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+MARK = "_is_accelerate_prepared"
+"""The attribute by which accelerate knows what it prepared."""
 
 _INNER = {
     "DistributedDataParallel": "module",
@@ -44,7 +54,7 @@ def level_ids(things: Iterable[object]) -> set[int]:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class PreparedObject:
     """One prepared object: what ``prepare`` returned, the line that called, and whether it was for evaluation only.
 
     ``prepared`` is a strong reference: collected at another time on another rank, a wrapper would be made anew there
@@ -57,13 +67,13 @@ class Entry:
     members: dict[int, "weakref.ref[Any]"] = field(default_factory=dict)
 
 
-class Held:
+class PreparedObjects:
     """The entries of one Accelerator."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[PreparedObject] = []
 
-    def find(self, thing: object) -> Entry | None:
+    def find(self, thing: object) -> PreparedObject | None:
         """Return the entry that this very object belongs to: as given, as prepared, inside, or wrapped around it."""
         for level in levels(thing):
             for entry in self.entries:
@@ -74,16 +84,16 @@ class Held:
 
     def add(
         self, things: Iterable[object], prepared: object, where: str, *, evaluation: bool = False
-    ) -> Entry:
+    ) -> PreparedObject:
         """Remember what these objects became; each of them, and what is inside it, stands for the entry."""
-        entry = Entry(prepared, where, evaluation)
+        entry = PreparedObject(prepared, where, evaluation)
         for thing in (*things, prepared):
             for level in levels(thing):
                 entry.members[id(level)] = weakref.ref(level)
         self.entries.append(entry)
         return entry
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: PreparedObject) -> None:
         """Forget one entry."""
         self.entries.remove(entry)
 
@@ -98,3 +108,78 @@ class Held:
     def clear(self) -> None:
         """Forget everything, as ``free_memory()`` does."""
         self.entries.clear()
+
+
+_MADE: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def made_here(wrapper: object) -> None:
+    """Remember that an accelerator made this: older versions of accelerate leave no flag."""
+    _MADE[id(wrapper)] = wrapper
+
+
+def as_new(accelerator: Accelerator, thing: Any) -> Any:
+    """Return an object as if it had never been prepared: a flag that came from elsewhere proves nothing.
+
+    Set by another accelerator, or copied along by deepcopy, accelerate takes the flag for its own, skips the
+    preparation, and leaves a model without autocast or gradient synchronisation.
+    """
+    if isinstance(thing, torch.nn.Module):
+        return _model_as_new(accelerator, thing)
+    if type(thing) in (AcceleratedOptimizer, AcceleratedScheduler):
+        return innermost(thing)
+    return thing  # a data loader that was sharded stays so: sharded again it would lose data
+
+
+def wrapper_of(model: torch.nn.Module) -> Any:
+    """Return the DistributedDataParallel that lives around a model; the model itself where none does."""
+    return next(
+        (
+            thing
+            for thing in gc.get_objects()
+            if type(thing) is DistributedDataParallel and any(level is model for level in levels(thing))
+        ),
+        model,
+    )
+
+
+def _model_as_new(accelerator: Accelerator, model: torch.nn.Module) -> Any:
+    around = list(levels(model))
+    stale = _MADE.get(id(model)) is model
+    for level in around:
+        stale |= vars(level).pop(MARK, False)
+        stale |= _strip_autocast(level)
+    if not stale:
+        return model
+    data_parallel = [
+        i for i, level in enumerate(around) if isinstance(level, DataParallel | DistributedDataParallel)
+    ]
+    first = data_parallel[-1] + 1 if data_parallel else 0
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        first = max(first, next((i for i, level in enumerate(around) if not _is_compiled(level)), 0))
+    return around[first]
+
+
+def _is_compiled(level: object) -> bool:
+    return "_orig_mod" in {**vars(level), **vars(level).get("_modules", {})}
+
+
+def _strip_autocast(model: Any) -> bool:
+    """Take accelerate's autocast off ``forward`` and return whether it was there; leave what others put in front."""
+    original = getattr(model, "_original_forward", None)
+    forward = vars(model).get("forward")
+    if original is None or forward is None:
+        return False
+    wanted = getattr(original, "__func__", original)
+    inner = getattr(forward, "__func__", forward)
+    while inner is not wanted:
+        inner = getattr(inner, "__wrapped__", None)
+        if inner is None:
+            return False
+    if wanted is getattr(type(model), "forward", None):
+        del model.__dict__["forward"]
+    else:
+        model.forward = original
+    for level in levels(model):
+        vars(level).pop("_original_forward", None)
+    return True

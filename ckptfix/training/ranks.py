@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from ckptfix.errors import OperationError, RemoteOSError
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-"""Where models are sharded over ranks: there accelerate's own save_state and load_state are collective operations."""
+"""Runs with models sharded over ranks: accelerate's own save_state and load_state are collective operations there."""
 
 
 def cannot_agree(accelerator: Accelerator) -> bool:

@@ -1,5 +1,8 @@
-"""``load_state`` of a guarded Accelerator: without a path, the newest complete checkpoint; doubled folders are
-matched with the run.
+"""``load_state`` of a guarded Accelerator, and ``latest_checkpoint``.
+
+A guarded run registers each object once. Stock ``load_state`` goes by number: after a duplicate it would load the
+student into the teacher. And keys that a repair made bare do not fit a model that a script wraps by hand. Folders whose
+entries are not those of this run are therefore matched with its objects, by content.
 """
 
 import os
@@ -25,22 +28,16 @@ from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.training.guard import guard_of
-from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Need, Status
+from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
 from ckptfix.training.loading.load_state import load_here
 from ckptfix.training.loading.randomness import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
-
-# Folders whose entries are not those of this run, because the run that saved them registered objects twice.
-#
-# A guarded run registers each object once. Stock ``load_state`` goes by number: after a duplicate it would
-# load the student into the teacher. And keys that a repair made bare do not fit a model that a script wraps
-# by hand.
 
 _STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
 
 
 def is_shifted(accelerator: Any, root: Path) -> bool:
-    """Whether stock ``load_state`` would take wrong entries of a folder, or fail for nothing but a wrapper's name.
+    """Return whether stock ``load_state`` takes wrong entries of a folder, or fails for a wrapper's name alone.
 
     Reads headers; bytes only where entries look alike and there are more of them than objects. Raises OSError.
     """
@@ -62,7 +59,7 @@ def is_shifted(accelerator: Any, root: Path) -> bool:
     )
 
 
-def dataloaders_need(accelerator: Any, root: Path) -> Need:
+def dataloaders_requirement(accelerator: Any, root: Path) -> Requirement:
     """Return what to insist on for data loaders: nothing where more states than loaders lie there, and they differ.
 
     Of a loader that was prepared twice one state moved on and one did not, and nothing says which is which.
@@ -73,8 +70,8 @@ def dataloaders_need(accelerator: Any, root: Path) -> Need:
         if len(entries) > len(accelerator._dataloaders) > 0 and len(entries) > 1 + len(
             doubles(root, entries, wrapped=False)
         ):
-            return Need.IGNORE
-    return Need.WARN
+            return Requirement.IGNORE
+    return Requirement.WARN
 
 
 def moved(report: LoadReport) -> list[str]:
@@ -87,7 +84,10 @@ def _is_duplicate(component: ComponentReport) -> bool:
 
 
 def _has_duplicates(root: Path, entries: Sequence[Entry], objects: int, *, of: Role = Role.MODEL) -> bool:
-    """Whether duplicates move later entries: of one object none is moved, but custom objects must agree in number."""
+    """Return whether duplicates move later entries.
+
+    Of one object none is moved, but custom objects must agree in number.
+    """
     fewest = 1 if of is Role.CUSTOM else 2
     return len(entries) > objects >= fewest and bool(doubles(root, entries, wrapped=False))
 
@@ -100,8 +100,6 @@ def _is_wrapped_as(model: Any, chain: tuple[str, ...]) -> bool:
     return common_wrappers(model.state_dict()) == chain
 
 
-# ``load_state`` of a guarded Accelerator: without a path, the newest whole checkpoint.
-
 Method = Callable[..., Any]
 
 
@@ -112,10 +110,10 @@ def load_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stand in front of ``Accelerator.load_state``: without a path the newest whole checkpoint; numbering goes on.
+    """Stand in front of ``Accelerator.load_state``: without a path the newest complete checkpoint; numbering goes on.
 
     A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says what went where.
-    Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is whole.
+    Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is complete.
     """
     config = accelerator.project_configuration
     with guard_of(accelerator).entered() as is_outermost:
@@ -150,17 +148,17 @@ def _undoubled(
     root = Path(os.path.expanduser(str(input_dir)))
     if not strict or kwargs or not is_shifted(accelerator, root):
         return False
-    dataloaders = dataloaders_need(accelerator, root)
+    dataloaders = dataloaders_requirement(accelerator, root)
     trust = (load_kwargs or {}).get("weights_only") is False
     report = load_here(accelerator, root, LoadPolicy(dataloaders=dataloaders, trust=trust))
     elsewhere = moved(report)
-    if not elsewhere and dataloaders is not Need.IGNORE:
+    if not elsewhere and dataloaders is not Requirement.IGNORE:
         return True  # a tie that the file lacks looked like another wrapper: all is where its number says
     left = "; data loaders start anew: which of their states is current is not known"
     warn_caller(
         f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
         f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"
-        f"{left if dataloaders is Need.IGNORE else ''}; next: {command('check', root)}"
+        f"{left if dataloaders is Requirement.IGNORE else ''}; next: {command('check', root)}"
     )
     return True
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Need
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Requirement
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import TwoLayer
 from tests.training.loading_runs import FIXTURES, Run, make_run, reset, run_of_fixture, seeded
@@ -179,7 +179,7 @@ def fully_sharded(folder: Path) -> Seen:
     except LoadError as refusal:
         error = str(refusal)
     try:
-        load_state_tolerant(accelerator, path, policy=LoadPolicy(models=Need.PARTIAL))
+        load_state_tolerant(accelerator, path, policy=LoadPolicy(models=Requirement.PARTIAL))
         in_part = ""
     except LoadError as refusal:
         in_part = str(refusal)
@@ -213,7 +213,7 @@ def in_part(folder: Path) -> Seen:
     before = run.models[0].fresh.weight.detach().clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = load_state_tolerant(run.accelerator, path, policy=LoadPolicy(models=Need.PARTIAL))
+        report = load_state_tolerant(run.accelerator, path, policy=LoadPolicy(models=Requirement.PARTIAL))
     _, _, *loaded = run.models[0].parameters()
     return {
         "fresh": report.of("models")[0].fresh,
@@ -231,7 +231,7 @@ def in_part_on_one_rank_alone(folder: Path) -> Seen:
     run = longer()
     if rank() == 1:
         run.models[0].register_buffer("more", torch.zeros(1))
-    return failing(run, path, policy=LoadPolicy(models=Need.PARTIAL))
+    return failing(run, path, policy=LoadPolicy(models=Requirement.PARTIAL))
 
 
 @case
@@ -244,7 +244,7 @@ def in_part_and_an_object_of_one_rank_refuses(folder: Path) -> Seen:
             raise KeyError("colour")
 
         run.custom[0].load_state_dict = refuse
-    return failing(run, path, policy=LoadPolicy(models=Need.PARTIAL))
+    return failing(run, path, policy=LoadPolicy(models=Requirement.PARTIAL))
 
 
 class Evil:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfix.training.loading.pairs_of_objects import assign, best
+from ckptfix.training.loading.assignment import assign, best
 
 Relation = list[list[bool]]
 

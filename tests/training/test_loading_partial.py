@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Need, Status
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Requirement, Status
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_state_tolerant
 from fixtures.models import Tied
 from tests.sampling import examples
 from tests.training.loading_runs import Run, make_run, reset, seeded
 
-PARTIAL = LoadPolicy(models=Need.PARTIAL)
+PARTIAL = LoadPolicy(models=Requirement.PARTIAL)
 
 
 @pytest.fixture(autouse=True)
@@ -405,7 +405,7 @@ def test_a_model_without_any_match_names_the_policy_that_leaves_it(tmp_path: Pat
     run = make_run(seeded(Old, 2), seeded(lambda: Row("other"), 3))
     with pytest.raises(LoadError, match=r'next: policy=LoadPolicy\(models="warn", optimizers="warn"\)'):
         load(run, tmp_path / "c")
-    report = load(run, tmp_path / "c", LoadPolicy(models=Need.WARN, optimizers=Need.WARN))
+    report = load(run, tmp_path / "c", LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
     assert [one.status for one in report.of("models")] == [Status.RESTORED, Status.FAILED]
     assert torch.equal(moments(run)["last.weight"]["exp_avg"], moments(saved)["last.weight"]["exp_avg"])
 
@@ -418,7 +418,9 @@ def test_one_optimizer_for_two_that_fit_names_the_policy(tmp_path: Path) -> None
     run = make_run(seeded(New, 3), seeded(Old, 4))
     with pytest.raises(LoadError, match=r'or policy=LoadPolicy\(optimizers="warn"\) leaves it as it is'):
         load(run, tmp_path / "c")
-    assert load(run, tmp_path / "c", LoadPolicy(models=Need.PARTIAL, optimizers=Need.WARN)).of("models")
+    assert load(run, tmp_path / "c", LoadPolicy(models=Requirement.PARTIAL, optimizers=Requirement.WARN)).of(
+        "models"
+    )
 
 
 def test_a_doubled_checkpoint_counts_once(tmp_path: Path) -> None:
@@ -512,23 +514,23 @@ def test_no_optimizer_is_restored_over_weights_that_are_not_loaded(tmp_path: Pat
     run = make_run(seeded(lambda: Old(classes=9), 2), custom=1)
     before = run.digest()
     with pytest.raises(LoadError, match=r"belong to the weights of models 0 \(Old\), which are not loaded"):
-        load(run, folder, LoadPolicy(models=Need.WARN))
+        load(run, folder, LoadPolicy(models=Requirement.WARN))
     assert run.digest() == before
-    report = load(run, folder, LoadPolicy(models=Need.WARN, optimizers=Need.WARN))
+    report = load(run, folder, LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
     assert [one.status for one in report.of("optimizers")] == [Status.FAILED, Status.SKIPPED]
     assert not run.optimizers[0].state
     assert run.accelerator.step == 2  # all else is loaded
     reset()
     run = make_run(seeded(Old, 2), custom=1)
     run.models[0].norm.register_buffer("more", torch.zeros(1))  # the optimizer fits, and the model does not
-    report = load(run, folder, LoadPolicy(models=Need.WARN, optimizers=Need.WARN))
+    report = load(run, folder, LoadPolicy(models=Requirement.WARN, optimizers=Requirement.WARN))
     assert [(one.status, one.files) for one in report.of("optimizers")] == [
         (Status.FAILED, ("optimizer.bin",))
     ]
     assert not run.optimizers[0].state
     reset()
     run = make_run(seeded(Old, 2), custom=1)
-    report = load(run, folder, LoadPolicy(models=Need.IGNORE))
+    report = load(run, folder, LoadPolicy(models=Requirement.IGNORE))
     assert run.optimizers[0].state
     assert "its weights are not loaded, as the policy says" in str(report)
 
@@ -575,7 +577,11 @@ def test_a_hook_is_heeded_and_taken_back(tmp_path: Path) -> None:
     with pytest.raises(LoadError):
         load(run, folder)
     assert run.digest() == before
-    assert load(run, folder, LoadPolicy(models=Need.PARTIAL, custom=Need.WARN)).of("optimizers")[0].fresh
+    assert (
+        load(run, folder, LoadPolicy(models=Requirement.PARTIAL, custom=Requirement.WARN))
+        .of("optimizers")[0]
+        .fresh
+    )
 
 
 def test_an_optimizer_whose_moments_are_of_no_parameter(tmp_path: Path) -> None:

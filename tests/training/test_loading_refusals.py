@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Need, Status
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, Requirement, Status
 from ckptfix.training.loading.load_state import load_state_tolerant
 from fixtures.models import Tied, TwoLayer
 from tests.training.loading_runs import FIXTURES, Run, files_of, make_run, reset, run_of_fixture, seeded
@@ -85,7 +85,7 @@ def test_wrong_generators_stop_only_whom_they_are_required_by(folder: Path) -> N
     states = torch.load(folder / "random_states_0.pkl", weights_only=False)
     states["torch_manual_seed"] = states["torch_manual_seed"][:9]
     torch.save(states, folder / "random_states_0.pkl")
-    refused(fresh(), folder, "torch_manual_seed cannot be set", LoadPolicy(rng=Need.REQUIRE))
+    refused(fresh(), folder, "torch_manual_seed cannot be set", LoadPolicy(rng=Requirement.REQUIRE))
     run = fresh()
     with pytest.warns(UserWarning, match="torch_manual_seed cannot be set"):
         report = load_state_tolerant(run.accelerator, folder)
@@ -126,7 +126,7 @@ def test_a_broken_entry_is_not_passed_over_for_the_next_that_fits(folder: Path) 
     truncate(folder / "optimizer.bin")
     truncate(folder / "model.safetensors")
     run = make_run(seeded(TwoLayer, 8))
-    policy = LoadPolicy(custom=Need.IGNORE)
+    policy = LoadPolicy(custom=Requirement.IGNORE)
     error = refused(
         run, folder, r"model\.safetensors is at its position and cannot be read \(truncated", policy
     )
@@ -158,7 +158,7 @@ def test_names_that_do_not_fit_are_told_by_both_sides(folder: Path) -> None:
         folder,
         r"2 keys are missing from the file: 'head\.weight', 'head\.bias'; "
         r"2 keys are not in the model: 'fc2\.bias', 'fc2\.weight'",
-        LoadPolicy(custom=Need.IGNORE),
+        LoadPolicy(custom=Requirement.IGNORE),
     )
 
 
@@ -251,7 +251,9 @@ def test_the_manifest_tells_models_apart_that_look_alike(folder: Path) -> None:
         ManifestEntry(index=1, file="model_1.safetensors", type="__main__.Teacher"),
     )
     write_manifest(folder, models=entries)
-    policy = LoadPolicy(optimizers=Need.IGNORE, schedulers=Need.IGNORE, custom=Need.IGNORE)
+    policy = LoadPolicy(
+        optimizers=Requirement.IGNORE, schedulers=Requirement.IGNORE, custom=Requirement.IGNORE
+    )
     run = make_run(seeded(Teacher, 8), seeded(Student, 9), optimizer=None)
     load_state_tolerant(run.accelerator, folder, policy=policy)
     for position, name in enumerate(("model_1.safetensors", "model.safetensors")):
@@ -269,7 +271,9 @@ def test_a_manifest_that_speaks_of_another_file_says_nothing(folder: Path) -> No
         ManifestEntry(index=1, file="model_2.safetensors", type=f"{module}.Student"),
     )
     write_manifest(folder, models=entries)
-    policy = LoadPolicy(optimizers=Need.IGNORE, schedulers=Need.IGNORE, custom=Need.IGNORE)
+    policy = LoadPolicy(
+        optimizers=Requirement.IGNORE, schedulers=Requirement.IGNORE, custom=Requirement.IGNORE
+    )
     run = make_run(seeded(Student, 8), seeded(Teacher, 9), optimizer=None)
     report = load_state_tolerant(run.accelerator, folder, policy=policy)
     assert [component.files for component in report.of("models")] == [
@@ -344,5 +348,5 @@ def test_a_missing_optimizer_says_how_to_go_on_without(folder: Path) -> None:
     refused(fresh(), folder, r'has no file for it; next: policy=LoadPolicy\(optimizers="warn"\)')
     run = fresh()
     with pytest.warns(UserWarning, match="optimizers [01]") as seen:
-        load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers=Need.WARN))
+        load_state_tolerant(run.accelerator, folder, policy=LoadPolicy(optimizers=Requirement.WARN))
     assert len(seen) == 2

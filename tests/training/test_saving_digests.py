@@ -11,7 +11,7 @@ from ckptfix import LoadPolicy, load_state_tolerant, repair, seal, verify
 from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator
-from ckptfix.training.loading.load_report import Need
+from ckptfix.training.loading.load_report import Requirement
 from ckptfix.training.saving.staged_saves import _was_saved
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.verification.sealed import flip, place, wrong
@@ -105,6 +105,6 @@ def test_a_loaded_step_is_never_that_of_a_manifest_that_no_save_wrote(tmp_path: 
     seal(folder)
     accelerator.step = 17
     with pytest.warns(UserWarning, match="step"):
-        report = load_state_tolerant(accelerator, folder, policy=LoadPolicy(rng=Need.IGNORE))
+        report = load_state_tolerant(accelerator, folder, policy=LoadPolicy(rng=Requirement.IGNORE))
     assert accelerator.step == 17
     assert "from the manifest" not in str(report)

@@ -1,4 +1,4 @@
-"""Whether a state that was read suits the object that shall get it; each function returns the reason why not, or ""."""
+"""Checks that a state suits the object that shall get it: each function returns the reason why it does not, or ""."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from ckptfix.checkpoint.entries import Entry
-from ckptfix.training.loading.pairs_of_objects import same_class
+from ckptfix.training.loading.assignment import same_class
 from ckptfix.training.loading.targets import Target
 from ckptfix.training.saving.recording import parameter_shapes
 
@@ -199,5 +199,5 @@ def _is_dict(value: Any, *names: str) -> bool:
 
 
 def _is_torchs(thing: object) -> bool:
-    """Whether a class is torch's own, so that what its state holds is known."""
+    """Return whether a class is torch's own, so that what its state holds is known."""
     return type(thing).__module__.startswith("torch.optim")

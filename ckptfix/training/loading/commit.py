@@ -1,4 +1,8 @@
-"""The commit of a load: all ranks load, or all roll back."""
+"""The commit of a load: all ranks load, or all roll back.
+
+They agree, modify everything in the order of ``Accelerator.load_state``, or undo it. Only hooks of the script, and
+loads that are delegated to accelerate, modify anything elsewhere.
+"""
 
 import copy
 import os
@@ -32,11 +36,9 @@ from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
 from ckptfix.training.ranks import Ranks
 
-# The way back: what a load is going to modify, kept so that it can be put back as it was.
-
 
 def may_refuse(part: Part, action: Action) -> bool:
-    """Whether code of the script, or of another library, runs in an action, so that it can fail half way.
+    """Return whether code of the script, or of another library, runs in an action, so that it can fail half way.
 
     Classes of torch and accelerate are given only what was found to suit them.
     """
@@ -69,7 +71,7 @@ def _loads_itself(thing: Any) -> bool:
 class Tensors:
     """The parameters and buffers of models, copied to the CPU: both the objects in their places and their values.
 
-    What is done to submodules, and to weights that are kept offloaded on a disk, is not taken back.
+    Changes of submodules, and of weights that are kept offloaded on a disk, are not undone.
     """
 
     def __init__(self, models: Sequence[Any], slots: Sequence[Slot] = ()) -> None:
@@ -97,7 +99,7 @@ class Tensors:
 
 
 def can_be_kept(slots: Sequence[Slot]) -> bool:
-    """Whether ``Tensors`` covers these slots: what lies on a disk is there because memory is short."""
+    """Return whether ``Tensors`` covers these slots: what lies on a disk is there because memory is short."""
     return all(isinstance(slot, MemorySlot | EmptySlot) for slot in slots)
 
 
@@ -156,7 +158,7 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal; NaN equals NaN, and objects that do not compare have equal attributes."""
+    """Return whether two states are equal; NaN equals NaN, and objects that do not compare have equal attributes."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and same_bytes(one.to("cpu"), other.to("cpu"))
     if type(one) is not type(other):
@@ -182,11 +184,6 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.equal(*flat))
 
 
-# All ranks load, or none: they agree, modify everything in the order of ``Accelerator.load_state``, or take
-# it back.
-#
-# Beside hooks of the script and loads that are delegated to accelerate, nothing is modified anywhere else.
-
 Outline = tuple[tuple[object, ...], ...]
 
 _ORDER = (
@@ -203,7 +200,7 @@ _ORDER = (
 
 
 class Commit:
-    """What a draft is going to do, and the way back from it where code of the script may stop it half way.
+    """The actions of a draft, and the way back from them where code of the script may stop it half way.
 
     Without such code nothing is kept: then only a failure of the machine can stop it. ``tensors``: what hooks of the
     script began to modify already. ``refused``: the part of the object that raised.
@@ -245,7 +242,7 @@ class Commit:
                 self._samplers[number] = action.dataloader.get_sampler()
 
     def run(self) -> None:
-        """Do every action. Raises LoadError when one fails; what was done until then is not taken back here."""
+        """Do every action. Raises LoadError when one fails; what was done until then is not undone here."""
         for report, action in self._planned:
             self._attempted += 1
             try:

@@ -1,4 +1,4 @@
-"""FSDP, DeepSpeed and Megatron-LM: accelerate loads, after every file was looked at."""
+"""Loads of FSDP, DeepSpeed and Megatron-LM runs: accelerate loads, after every file was checked."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from ckptfix.training.loading.load_report import (
     LoadError,
     LoadPolicy,
     LoadReport,
-    Need,
     Part,
+    Requirement,
 )
 from ckptfix.training.loading.randomness import current_random, not_of_a_rank, plan_random, set_random
 from ckptfix.training.loading.states import has_sampler, is_stateful
@@ -46,7 +46,7 @@ def load_delegated(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadRepo
     error: Exception | None = None
     draft = Draft(path=root, policy=policy)
     try:
-        if policy.models is Need.PARTIAL:
+        if policy.models is Requirement.PARTIAL:
             raise LoadError(
                 f"{root}: LoadPolicy(models='partial') is not possible with {kind}: accelerate's own load_state loads "
                 f"its models, all keys or none; next: load_checkpoint_tolerant(model, path, "

@@ -1,4 +1,4 @@
-"""What a load is going to do: collected before anything is modified, and judged by the policy."""
+"""Plan of a load: its actions are collected before anything is modified, and judged by the policy."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +12,8 @@ from ckptfix.training.loading.load_report import (
     LoadError,
     LoadPolicy,
     LoadReport,
-    Need,
     Part,
+    Requirement,
     Status,
 )
 from ckptfix.training.loading.targets import Fit, ModelTarget, Target
@@ -60,7 +60,7 @@ class SetStep:
 
 
 OF_A_RANK = (Part.RNG, Part.STEP, Part.DATALOADERS)
-"""The parts that each rank has a state of its own of."""
+"""The parts with a per-rank state."""
 
 Action = LoadModel | LoadState | SetSampler | SetRandom | SetStep
 
@@ -101,7 +101,7 @@ class Draft:
 
         A required part then fails the whole load.
         """
-        required = self.policy.need(part) in (Need.REQUIRE, Need.PARTIAL)
+        required = self.policy.requirement(part) in (Requirement.REQUIRE, Requirement.PARTIAL)
         status = Status.SKIPPED if missing and not required else Status.FAILED
         report = _report(part, status, target, what, reason, files=files)
         self.others.append(report)
@@ -125,7 +125,7 @@ class Draft:
         return tuple(report for report, _ in self.planned if not report.is_in_full) + tuple(
             report
             for report in self.others
-            if self.policy.need(report.part) is Need.WARN
+            if self.policy.requirement(report.part) is Requirement.WARN
             and report.status in (Status.SKIPPED, Status.FAILED)
             and not (report.index is None and not report.what)
         )

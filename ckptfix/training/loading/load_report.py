@@ -26,7 +26,7 @@ class Part(Enum):
     CUSTOM = "custom"
 
 
-class Need(Enum):
+class Requirement(Enum):
     """REQUIRE: missing or wrong, nothing is loaded at all. WARN: then it is left as it was, with one UserWarning.
 
     IGNORE: its files are not read and its objects are left as they are. PARTIAL: for models only; each key that matches
@@ -41,7 +41,7 @@ class Need(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPolicy:
-    """How strict a load is, part by part; strings such as ``"warn"`` are taken as well.
+    """The strictness of a load, part by part; strings such as ``"warn"`` are taken as well.
 
     The defaults require what stock ``load_state`` fails without. An optimizer is loaded only when the weights of its
     models are, unless ``models`` says ignore; with ``models="partial"`` it gets the moments of the parameters that are
@@ -49,14 +49,14 @@ class LoadPolicy:
     in it; a UserWarning says so. Raises ValueError for any other word.
     """
 
-    models: Need = Need.REQUIRE
-    optimizers: Need = Need.REQUIRE
-    schedulers: Need = Need.REQUIRE
-    dataloaders: Need = Need.WARN
-    scaler: Need = Need.REQUIRE
-    rng: Need = Need.WARN
-    step: Need = Need.WARN
-    custom: Need = Need.REQUIRE
+    models: Requirement = Requirement.REQUIRE
+    optimizers: Requirement = Requirement.REQUIRE
+    schedulers: Requirement = Requirement.REQUIRE
+    dataloaders: Requirement = Requirement.WARN
+    scaler: Requirement = Requirement.REQUIRE
+    rng: Requirement = Requirement.WARN
+    step: Requirement = Requirement.WARN
+    custom: Requirement = Requirement.REQUIRE
     trust: bool = False
 
     def __post_init__(self) -> None:
@@ -64,20 +64,22 @@ class LoadPolicy:
             value = getattr(self, field.name)
             where = f"LoadPolicy({field.name}={value!r})"
             if field.name != "trust":
-                words = [need for need in Need if need is not Need.PARTIAL or field.name == Part.MODELS.value]
+                words = [
+                    one for one in Requirement if one is not Requirement.PARTIAL or field.name == "models"
+                ]
                 object.__setattr__(self, field.name, _member(words, value, where))
             elif not isinstance(value, bool):  # "False" is true
                 raise ValueError(f"{where}: expected True or False")
 
-    def need(self, part: Part) -> Need:
-        """Return how much a part is needed."""
+    def requirement(self, part: Part) -> Requirement:
+        """Return the requirement of a part."""
         value = getattr(self, part.value)
-        assert isinstance(value, Need)
+        assert isinstance(value, Requirement)
         return value
 
 
 class Status(Enum):
-    """How a component ended.
+    """The result of loading one component.
 
     RESTORED: exactly as ``Accelerator.load_state`` would. ADAPTED: restored, but names, positions or dtypes were
     mapped; the reason says which. SKIPPED: left as it was, because there is nothing for it or the policy says so.
@@ -93,7 +95,7 @@ class Status(Enum):
 
 
 class _Plain(Serialized):
-    """Base of what a report consists of."""
+    """Base of a report and its components."""
 
     __slots__ = ()
 
@@ -149,12 +151,12 @@ class ComponentReport(_Plain):
 
     @property
     def is_in_full(self) -> bool:
-        """Whether nothing was left over on either side."""
+        """Return whether nothing was left over on either side."""
         return not (self.fresh or self.unused or self.mismatched)
 
     @property
     def name(self) -> str:
-        """What the component is called in messages: ``models 0 (Net)``, ``rng``, or a file's name."""
+        """The name of the component in messages: ``models 0 (Net)``, ``rng``, or a file's name."""
         if self.index is None:
             return self.part.value if self.what or not self.files else ", ".join(self.files)
         return f"{self.part.value} {self.index}" + (f" ({self.what})" if self.what else "")
@@ -168,7 +170,7 @@ class ComponentReport(_Plain):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoadReport(_Plain):
-    """What one process loaded. ``str()`` is one line for each component."""
+    """The components that one process loaded. ``str()`` is one line for each component."""
 
     json_keys: ClassVar = "path complete=is_complete components"
 
@@ -187,7 +189,7 @@ class LoadReport(_Plain):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every object of the run was restored or adapted; files left aside do not count."""
+        """Return whether every object of the run was restored or adapted; files left aside do not count."""
         done = (Status.RESTORED, Status.ADAPTED)
         return all(component.status in done for component in self.components if not _is_file(component))
 
@@ -206,7 +208,7 @@ class LoadError(OperationError):
     """A checkpoint could not be loaded as the policy requires.
 
     ``modified``: whether anything in memory is changed; False unless an object itself refused its state and something
-    could not be taken back. ``report``: what was found until then, None when the folder could not be looked at.
+    could not be undone. ``report``: what was found until then, None when the folder could not be looked at.
     """
 
     def __init__(self, message: str, *, report: LoadReport | None = None, modified: bool = False) -> None:

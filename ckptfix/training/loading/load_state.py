@@ -16,16 +16,16 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
 from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.training.loading.assignment import Owners, Placement
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
 from ckptfix.training.loading.commit import Tensors, agree, commit_on_all, go_on_numbering, outline
 from ckptfix.training.loading.delegated import load_delegated
 from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Need, Part
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Part, Requirement
 from ckptfix.training.loading.models import plan_models, run_hooks
-from ckptfix.training.loading.pairs_of_objects import Owners, Placed
 from ckptfix.training.loading.randomness import not_of_a_rank, plan_random, ranks_in
 from ckptfix.training.loading.states import (
-    Offer,
+    SavedStates,
     after_models,
     is_hopeless,
     plan_dataloaders,
@@ -49,7 +49,7 @@ def load_state_tolerant(
 
     Raises LoadError, on every rank, when a part that the policy requires is missing or wrong on any rank, or when an
     object refuses its own state. Nothing is modified then, unless ``error.modified``: the error names what could not be
-    taken back. ValueError for a policy that is none.
+    undone. ValueError for a policy that is none.
 
     For the way back the weights are copied to the CPU, if objects with a ``load_state_dict`` that is not torch's are
     to be loaded. With automatic naming, numbers go on after the checkpoint.
@@ -125,7 +125,7 @@ def _look(root: Path) -> tuple[CheckpointFolder, Manifest | None]:
 
 def _plan_before_hooks(
     draft: Draft, accelerator: Any, folder: CheckpointFolder, manifest: Manifest | None
-) -> tuple[Offer, Offer, Offer]:
+) -> tuple[SavedStates, SavedStates, SavedStates]:
     """Plan what does not depend on where models go; return what optimizers, schedulers and custom objects may get.
 
     Hooks of the script may modify anything, so with hooks LoadError is raised now for all that can be known.
@@ -148,7 +148,7 @@ def _plan_before_hooks(
         trial = Draft(path=root, policy=draft.policy, failures=dict(draft.failures))
         for offer in (optimizers, schedulers, custom):
             # Which moments a model that is loaded in part leaves in use is known only after the hooks.
-            depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Need.PARTIAL
+            depends = offer.part is Part.OPTIMIZERS and draft.policy.models is Requirement.PARTIAL
             if not depends and is_hopeless(trial, offer):
                 plan_states(trial, root, offer)
         stop_if_failed(trial, root)
@@ -157,7 +157,7 @@ def _plan_before_hooks(
 
 def _plan(
     draft: Draft, accelerator: Any, left: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None,
-    offers: tuple[Offer, Offer, Offer],
+    offers: tuple[SavedStates, SavedStates, SavedStates],
 ) -> None:  # fmt: skip
     """Add to the draft what models get, and what follows them. ``left``: the models that hooks left to load."""
     root = folder.root
@@ -177,17 +177,17 @@ def _plan(
 
 def _plan_models(
     draft: Draft, accelerator: Any, models: Sequence[Any], folder: CheckpointFolder, manifest: Manifest | None
-) -> Placed:
-    if draft.policy.models is Need.IGNORE:
+) -> Placement:
+    if draft.policy.models is Requirement.IGNORE:
         for target in distinct(models):
             draft.ignore(Part.MODELS, target)
-        return Placed(part=Part.MODELS)
+        return Placement(part=Part.MODELS)
     entries = model_entries(folder, manifest)
     targets = model_targets(models, accelerator._models)
     return plan_models(draft, folder.root, entries, targets, accelerator.device)
 
 
-def _driven(schedulers: Offer, optimizers: Placed) -> Owners:
+def _driven(schedulers: SavedStates, optimizers: Placement) -> Owners:
     things = [target.thing for target in optimizers.targets]
     found = [driven_optimizer(target.thing, things) for target in schedulers.targets]
     return [() if number is None else (number,) for number in found]
@@ -209,7 +209,7 @@ def load_checkpoint_tolerant(
     draft = Draft(path=path, policy=policy, advice="give the path of one file")
     try:
         entries, folder = _entries(path)
-        if policy.models is not Need.IGNORE:
+        if policy.models is not Requirement.IGNORE:
             plan_models(draft, folder.root, entries, model_targets([model]), _device(model))
         stop_if_failed(draft, folder.root)
     except Exception as problem:

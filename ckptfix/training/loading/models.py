@@ -11,12 +11,9 @@ from ckptfix.checkpoint.entries import Entry
 from ckptfix.devices.offloaded import EmptySlot, find_slots
 from ckptfix.devices.torch_reading import Unreadable, read_weights
 from ckptfix.storage.paths import command
-from ckptfix.training.loading.checking import dtype_change, dtype_problem
-from ckptfix.training.loading.draft import Draft, LoadModel
-from ckptfix.training.loading.load_report import Mismatch, Need, Part, Status
-from ckptfix.training.loading.pairs_of_objects import (
+from ckptfix.training.loading.assignment import (
     Assignment,
-    Placed,
+    Placement,
     hidden_by,
     misfits,
     settle,
@@ -24,6 +21,9 @@ from ckptfix.training.loading.pairs_of_objects import (
     undecided,
     went_elsewhere,
 )
+from ckptfix.training.loading.checking import dtype_change, dtype_problem
+from ckptfix.training.loading.draft import Draft, LoadModel
+from ckptfix.training.loading.load_report import Mismatch, Part, Requirement, Status
 from ckptfix.training.loading.targets import Fit, ModelTarget, distinct, fit, partial_fit, without
 from ckptfix.wording import count_of, list_names
 
@@ -32,7 +32,7 @@ Fits = list[list[Fit | str]]
 
 def plan_models(
     draft: Draft, root: Path, entries: Sequence[Entry], targets: Sequence[ModelTarget], device: torch.device
-) -> Placed:
+) -> Placement:
     """Add to the draft what every model gets. Reads tensors onto the CPU, modifies nothing. Raises OSError.
 
     ``device``: where tensors go that are on the meta device and that no hook looks after.
@@ -41,7 +41,7 @@ def plan_models(
     reasons = [[found if isinstance(found, str) else "" for found in row] for row in fits]
     exact = [[isinstance(found, Fit) and found.is_exact for found in row] for row in fits]
     settled = settle(root, entries, targets, reasons, exact=exact)
-    if draft.policy.models is Need.PARTIAL and not settled.assignment.is_whole(len(targets)):
+    if draft.policy.models is Requirement.PARTIAL and not settled.assignment.is_whole(len(targets)):
         fits = [[_as_far_as_it_goes(entry, target) for target in targets] for entry in entries]
         scores = [[len(found.names) if isinstance(found, Fit) else 0 for found in row] for row in fits]
         settled = settle_by_score(root, entries, targets, scores, settled.aside)
@@ -71,7 +71,7 @@ def plan_models(
         draft.leave(
             Part.MODELS, entries[number].files, entries[number].problem or "it fits no model of this run"
         )
-    return Placed(
+    return Placement(
         part=Part.MODELS,
         entries=entries,
         targets=targets,
@@ -114,7 +114,7 @@ def _nothing_for(
         reason += f"; next: {draft.advice or command('check', draft.path)}"
     else:
         reason = f"no entry of {draft.path} fits: {others or 'others took those that do'}"
-        if draft.policy.models is Need.PARTIAL:
+        if draft.policy.models is Requirement.PARTIAL:
             reason += (
                 '; no key matches in name and shape; next: policy=LoadPolicy(models="warn", optimizers="warn") leaves '
                 "it as it is"
@@ -166,7 +166,7 @@ def _read(
         reason = dtype_problem(value, own)
         if not reason and shapes[0] == shapes[1]:
             pairs.append((value.dtype, own.dtype))
-        elif draft.policy.models is Need.PARTIAL:
+        elif draft.policy.models is Requirement.PARTIAL:
             mismatched.append(
                 Mismatch(key=ours, name=name, file_shape=shapes[0], model_shape=shapes[1], reason=reason)
             )

@@ -1,4 +1,9 @@
-"""Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its own."""
+"""Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its own.
+
+An optimizer's file numbers parameters in the order in which the run that saved gave them to it. A layer that is new in
+the middle of a model shifts all numbers behind it. Names come from ``param_names`` where the file has them, else from
+the order of the keys that both runs have (``certain_pairs``), where no other order agrees with the shapes.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +14,10 @@ import torch
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, without_private_wrappers
 from ckptfix.formats.torch_file import TorchFile
+from ckptfix.training.loading.assignment import Placement
 from ckptfix.training.loading.checking import SHAPED, class_problem, options_problem
-from ckptfix.training.loading.pairs_of_objects import Placed
 from ckptfix.training.loading.targets import Fit, ModelTarget, Target
 from ckptfix.wording import count_of, list_names
-
-# Pairs of two sequences that keep one order, of which each may have members that the other lacks.
 
 Shape = tuple[int, ...]
 
@@ -98,13 +101,6 @@ def _mirrored(bits: int, width: int) -> int:
     return int(f"{bits:0{width}b}"[::-1], 2) if width else 0
 
 
-# Moments of optimizers whose models are loaded in part: each parameter that is loaded keeps its own.
-#
-# An optimizer's file numbers parameters in the order in which the run that saved gave them to it. A layer
-# that is new in the middle of a model shifts all numbers behind it. Names come from ``param_names`` where
-# the file has them, else from the order of the keys that both runs have, and only where no other order
-# would agree with the shapes.
-
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of names that are no parameters; the file itself does not say."""
 
@@ -113,7 +109,7 @@ Number = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class CarriedMoments:
     """A state for an optimizer's ``load_state_dict``, with the moments that belong to loaded parameters.
 
     ``count``: how many parameters get moments. ``fresh``: parameters whose moments start empty. ``unused``: saved
@@ -141,7 +137,9 @@ class _Own:
     is_loaded: bool = False
 
 
-def carry(state: Any, entry: Entry, target: Target, models: Placed, held: Sequence[int]) -> Carried | str:
+def carry(
+    state: Any, entry: Entry, target: Target, models: Placement, held: Sequence[int]
+) -> CarriedMoments | str:
     """Return what an optimizer gets of a state that was saved for other parameters, or why nothing.
 
     ``held``: the targets of ``models`` whose parameters the optimizer has.
@@ -175,7 +173,7 @@ class _Known:
     saved. Only a file of torch.save keeps the order of its keys: safetensors sorts them, and shards are merged.
     """
 
-    def __init__(self, models: Placed, held: Sequence[int]) -> None:
+    def __init__(self, models: Placement, held: Sequence[int]) -> None:
         self.is_ordered = True
         self.unused: list[tuple[Number, Shape]] = []
         self._names: dict[int, list[tuple[int, str]]] = {}
@@ -333,7 +331,7 @@ def _in_group(
 def _carried(
     state: Any, optimizer: torch.optim.Optimizer, own: list[list[_Own]], pairs: Mapping[Number, Number],
     named: list[list[str]] | None,
-) -> Carried | str:  # fmt: skip
+) -> CarriedMoments | str:  # fmt: skip
     """Return the state of those pairs, in the numbers of this run."""
     saved, moments = state["param_groups"], state["state"]
     keys = {(g, place): key for g, group in enumerate(saved) for place, key in enumerate(group["params"])}
@@ -385,7 +383,7 @@ def _carried(
         words.append(f"start empty, as it is not certain which moments are theirs: {list_names(unsure)}")
     if unused:
         words.append(f"moments of {count_of(len(unused), 'saved parameter')} unused")
-    return Carried(
+    return CarriedMoments(
         state={"state": found, "param_groups": groups},
         count=len(taken),
         fresh=(*fresh, *unsure),

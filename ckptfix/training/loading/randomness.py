@@ -1,4 +1,4 @@
-"""Plan the random number generators of this rank, and the step, which is not lost with them."""
+"""Random number generators of this rank, and the step, which is not lost with them."""
 
 import importlib
 import importlib.util
@@ -17,15 +17,18 @@ from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.training.loading.checking import random_problem
 from ckptfix.training.loading.draft import Draft, SetRandom, SetStep
-from ckptfix.training.loading.load_report import LoadError, Need, Part
+from ckptfix.training.loading.load_report import LoadError, Part, Requirement
 from ckptfix.wording import count_of
 
 _DEVICES = ("cuda", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron")
-"""Where else torch keeps generators; accelerate saves ``torch_<device>_manual_seed``."""
+"""Devices on which torch keeps generators; accelerate saves ``torch_<device>_manual_seed``."""
 
 
 def not_of_a_rank(name: FileName) -> bool:
-    """Whether a file concerns every rank: a scan by each of 1,000 ranks must not open 1,000 files of random states."""
+    """Return whether a file concerns every rank.
+
+    A scan by each of 1,000 ranks must not open 1,000 files of random states.
+    """
     return name.role is not Role.RNG_STATE or name.is_of_trainer
 
 
@@ -38,13 +41,13 @@ def ranks_in(root: Path) -> list[int]:
 
 def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, world_size: int) -> None:
     """Add generators and step. The step comes from this rank's file, else from another rank's, or the manifest."""
-    if draft.policy.rng is Need.IGNORE and draft.policy.step is Need.IGNORE:
+    if draft.policy.rng is Requirement.IGNORE and draft.policy.step is Requirement.IGNORE:
         draft.ignore(Part.RNG, what=f"rank {rank}")
         draft.ignore(Part.STEP, what="step")
         return
     ranks = ranks_in(root)
     own = _read(draft, root, rank) if rank in ranks else None
-    if draft.policy.rng is Need.IGNORE:
+    if draft.policy.rng is Requirement.IGNORE:
         draft.ignore(Part.RNG, what=f"rank {rank}")
     elif own is None:
         have = f"{count_of(len(ranks), 'rank')} saved theirs" if ranks else "no rank saved any"
@@ -54,7 +57,7 @@ def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, 
         draft.cannot(Part.RNG, reason, what=f"rank {rank}", missing=True)
     else:
         _plan_generators(draft, *own, rank)
-    if draft.policy.step is Need.IGNORE:
+    if draft.policy.step is Requirement.IGNORE:
         draft.ignore(Part.STEP, what="step")
         return
     for other in sorted(ranks, key=lambda number: (number != rank, number)):

@@ -1,4 +1,4 @@
-"""Plan what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get."""
+"""Plans of what optimizers, schedulers, custom objects, dataloaders and the gradient scaler get."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +10,9 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.storage.paths import command
-from ckptfix.training.loading.checking import scaler_problem
-from ckptfix.training.loading.draft import Draft, LoadState, SetSampler
-from ckptfix.training.loading.load_report import Need, Part, Status
-from ckptfix.training.loading.moments import Carried, carry
-from ckptfix.training.loading.pairs_of_objects import (
+from ckptfix.training.loading.assignment import (
     Owners,
-    Placed,
+    Placement,
     follow,
     hidden_by,
     misfits,
@@ -24,6 +20,10 @@ from ckptfix.training.loading.pairs_of_objects import (
     undecided,
     went_elsewhere,
 )
+from ckptfix.training.loading.checking import scaler_problem
+from ckptfix.training.loading.draft import Draft, LoadState, SetSampler
+from ckptfix.training.loading.load_report import Part, Requirement, Status
+from ckptfix.training.loading.moments import CarriedMoments, carry
 from ckptfix.training.loading.targets import Target
 
 Check = Callable[[Any, Entry, Target], str]
@@ -31,7 +31,7 @@ Check = Callable[[Any, Entry, Target], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class SavedStates:
     """The states of a numbered part, read. ``problems``: why an entry cannot be read, "" when it can.
 
     ``reasons``: why an entry does not fit a target. All three are empty where the policy ignores the part.
@@ -46,7 +46,7 @@ class Offer:
     states: list[Any] = field(default_factory=list, repr=False)
     problems: list[str] = field(default_factory=list)
     reasons: list[list[str]] = field(default_factory=list)
-    carried: Mapping[tuple[int, int], Carried] = field(default_factory=dict, repr=False)
+    carried: Mapping[tuple[int, int], CarriedMoments] = field(default_factory=dict, repr=False)
     withheld: Mapping[int, str] = field(default_factory=dict)
     remark: str = ""
 
@@ -54,10 +54,10 @@ class Offer:
 def read_states(
     draft: Draft, part: Part, root: Path, entries: Sequence[Entry], targets: Sequence[Target],
     check: Check | None = None,
-) -> Offer:  # fmt: skip
+) -> SavedStates:  # fmt: skip
     """Read the states of a part, and hold each against every object."""
-    offer = Offer(part=part, entries=entries, targets=targets)
-    if draft.policy.need(part) is Need.IGNORE or not targets:
+    offer = SavedStates(part=part, entries=entries, targets=targets)
+    if draft.policy.requirement(part) is Requirement.IGNORE or not targets:
         return offer
     for entry in entries:
         state, problem = _read(draft, root, entry)
@@ -69,25 +69,31 @@ def read_states(
     return offer
 
 
-def is_hopeless(draft: Draft, offer: Offer) -> bool:
-    """Whether a part that is required lacks a state for some object, wherever the models will go."""
-    if draft.policy.need(offer.part) is not Need.REQUIRE:
+def is_hopeless(draft: Draft, offer: SavedStates) -> bool:
+    """Return whether a part that is required lacks a state for some object, wherever the models will go."""
+    if draft.policy.requirement(offer.part) is not Requirement.REQUIRE:
         return False
     fitting = [row for row in offer.reasons if "" in row]
     return len(fitting) < len(offer.targets) or any(all(column) for column in zip(*fitting, strict=True))
 
 
-def after_models(draft: Draft, offer: Offer, models: Placed, owners: Callable[[], Owners]) -> Offer:
+def after_models(
+    draft: Draft, offer: SavedStates, models: Placement, owners: Callable[[], Owners]
+) -> SavedStates:
     """Return what optimizers may get once it is known which weights are loaded.
 
     ``owners`` says which of the models each optimizer has parameters of; it is asked for only where some model is not
     loaded, or in part. An optimizer of a model that is not loaded gets nothing: its moments belong to other weights.
     """
-    if draft.policy.models is Need.IGNORE:
+    if draft.policy.models is Requirement.IGNORE:
         return replace(offer, remark="its weights are not loaded, as the policy says")
     in_part = {number for number, found in models.fits.items() if not found.is_in_full}
     lacking = set(range(len(models.targets))) - models.pairs.keys()
-    if not offer.reasons or not (in_part or lacking) or (lacking and draft.policy.models is not Need.WARN):
+    if (
+        not offer.reasons
+        or not (in_part or lacking)
+        or (lacking and draft.policy.models is not Requirement.WARN)
+    ):
         return offer
     held = owners()
     names = {
@@ -95,7 +101,7 @@ def after_models(draft: Draft, offer: Offer, models: Placed, owners: Callable[[]
         for number, owned in enumerate(held)
     }
     withheld = {number: _withheld(draft, text) for number, text in names.items() if text}
-    carried: dict[tuple[int, int], Carried] = {}
+    carried: dict[tuple[int, int], CarriedMoments] = {}
     reasons = [list(row) for row in offer.reasons]
     for number, owned in enumerate(held):
         if not in_part.intersection(owned) or number in withheld:
@@ -105,7 +111,7 @@ def after_models(draft: Draft, offer: Offer, models: Placed, owners: Callable[[]
             for position, entry in enumerate(offer.entries)
             if not offer.problems[position]
         }
-        most = max((one.count for one in found.values() if isinstance(one, Carried)), default=0)
+        most = max((one.count for one in found.values() if isinstance(one, CarriedMoments)), default=0)
         for position, one in found.items():
             if isinstance(one, str):
                 reasons[position][number] = f"{one}; next: {_policy(offer.part)}"
@@ -123,28 +129,32 @@ def _withheld(draft: Draft, models: str) -> str:
         f"its moments belong to the weights of {models}, which are not loaded; "
         f'next: policy=LoadPolicy(models="partial") loads what matches'
     )
-    if draft.policy.optimizers is Need.REQUIRE:
+    if draft.policy.optimizers is Requirement.REQUIRE:
         reason += ', LoadPolicy(models="warn", optimizers="warn") leaves both as they are'
     return reason
 
 
 def plan_states(
-    draft: Draft, root: Path, offer: Offer, before: Placed | None = None, owners: Callable[[], Owners] = tuple
-) -> Placed:
+    draft: Draft,
+    root: Path,
+    offer: SavedStates,
+    before: Placement | None = None,
+    owners: Callable[[], Owners] = tuple,
+) -> Placement:
     """Add to the draft what every object of a numbered part gets. Modifies nothing. Raises OSError.
 
     ``before``: where the objects went that these belong to; ``owners`` says which of them each holds.
     """
     part, entries, targets = offer.part, offer.entries, offer.targets
-    before = before or Placed(part=part)
-    if draft.policy.need(part) is Need.IGNORE:
+    before = before or Placement(part=part)
+    if draft.policy.requirement(part) is Requirement.IGNORE:
         for target in targets:
             draft.ignore(part, target)
-        return Placed(part=before.part, is_moved=before.is_moved)
+        return Placement(part=before.part, is_moved=before.is_moved)
     if not targets:
         for entry in entries:
             draft.leave(part, entry.files, "no object of this run is registered for it")
-        return Placed(part=part, is_moved=before.is_moved)
+        return Placement(part=part, is_moved=before.is_moved)
     followed = follow(offer.reasons, entries, before, owners)
     settled = settle(root, entries, targets, followed.reasons)
     assignment = settled.assignment
@@ -187,7 +197,7 @@ def plan_states(
         draft.leave(part, entries[double].files, f"the same state again as {entries[original].label}")
     for number in assignment.left:
         draft.leave(part, entries[number].files, next(iter(followed.reasons[number]), ""))
-    return Placed(
+    return Placement(
         part=part,
         entries=entries,
         targets=targets,
@@ -206,7 +216,7 @@ def plan_scaler(draft: Draft, folder: CheckpointFolder, scaler: Any) -> None:
             draft.leave(Part.SCALER, ("scaler.pt",), "this run scales no gradients")
         return
     what = type(scaler).__name__
-    if draft.policy.scaler is Need.IGNORE:
+    if draft.policy.scaler is Requirement.IGNORE:
         draft.ignore(Part.SCALER, what=what)
         return
     _plan_file(
@@ -219,7 +229,7 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
     """Add what the samplers and stateful dataloaders get; others save nothing. By position, as ``load_state`` does."""
     for index, dataloader in enumerate(dataloaders):
         target = Target(index=index, thing=dataloader, inner=dataloader)
-        if draft.policy.dataloaders is Need.IGNORE:
+        if draft.policy.dataloaders is Requirement.IGNORE:
             if has_sampler(dataloader) or is_stateful(dataloader):
                 draft.ignore(Part.DATALOADERS, target)
             continue
@@ -236,7 +246,7 @@ def plan_dataloaders(draft: Draft, folder: CheckpointFolder, dataloaders: Sequen
 
 
 def has_sampler(dataloader: Any) -> bool:
-    """Whether ``save_state`` writes the sampler of a dataloader."""
+    """Return whether ``save_state`` writes the sampler of a dataloader."""
     from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 
     is_sharded = isinstance(dataloader.dataset, IterableDatasetShard)
@@ -244,7 +254,7 @@ def has_sampler(dataloader: Any) -> bool:
 
 
 def is_stateful(dataloader: Any) -> bool:
-    """Whether ``save_state`` writes the state of a dataloader."""
+    """Return whether ``save_state`` writes the state of a dataloader."""
     return bool(getattr(dataloader, "use_stateful_dataloader", False))
 
 
@@ -285,7 +295,7 @@ def _read(draft: Draft, root: Path, entry: Entry) -> tuple[Any, str]:
 
 
 def _nothing_for(
-    draft: Draft, offer: Offer, target: Target, reasons: Sequence[str],
+    draft: Draft, offer: SavedStates, target: Target, reasons: Sequence[str],
     refusal: tuple[tuple[int, ...], tuple[int, ...]] | None, number: int,
 ) -> None:  # fmt: skip
     """Say why an object gets nothing."""

@@ -115,7 +115,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How the names of a file lead to those of a model. ``is_exact``: they are the same, and in the same places.
+    """A map from the keys of a file to those of a model. ``is_exact``: they are the same, and in the same places.
 
     ``names``: name in the file -> name in the model. ``modules``: the map for ``_metadata``, which holds the names of
     modules. ``absent``: names of the model that the file lacks, and may lack, because they are tied to others.
@@ -133,12 +133,12 @@ class Fit:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no name changes."""
+        """Return whether no name changes."""
         return all(old == new for old, new in self.names.items())
 
     @property
     def is_in_full(self) -> bool:
-        """Whether every name of the file and of the model has its counterpart."""
+        """Return whether every name of the file and of the model has its counterpart."""
         return not (self.kept or self.unused or self.mismatched)
 
     def fresh(self, target: ModelTarget) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a save records in its manifest, and state dicts whose tensors can be written apart."""
+"""Records of a save for its manifest, and state dicts whose tensors can be written apart."""
 
 import hashlib
 import importlib.metadata

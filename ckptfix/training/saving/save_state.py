@@ -57,7 +57,7 @@ def save_state(
 
 
 def _together(accelerator: Accelerator) -> bool:
-    """Whether every process takes part in a save."""
+    """Return whether every process takes part in a save."""
     if accelerator.num_processes > 1 and not torch.distributed.is_initialized():
         return False  # after end_training
     return (
@@ -68,7 +68,7 @@ def _together(accelerator: Accelerator) -> bool:
 
 
 def _must_be_together(accelerator: Accelerator) -> bool:
-    """Whether accelerate's own ``save_state`` needs every process."""
+    """Return whether accelerate's own ``save_state`` needs every process."""
     return (
         accelerator.project_configuration.automatic_checkpoint_naming
         or accelerator.distributed_type in SHARDED
@@ -76,7 +76,7 @@ def _must_be_together(accelerator: Accelerator) -> bool:
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
-    """Whether a save goes through as it is: what accelerate refuses, and where processes cannot agree."""
+    """Return whether a save goes through as it is: what accelerate refuses, and where processes cannot agree."""
     if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
         return True
     return cannot_agree(accelerator)
@@ -96,7 +96,7 @@ class _Save:
         self._owns = False
 
     def is_of_all(self, target: Path) -> bool:
-        """Whether all processes save to one folder; some scripts have one for each."""
+        """Return whether all processes save to one folder; some scripts have one for each."""
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
             return True

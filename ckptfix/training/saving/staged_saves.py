@@ -126,7 +126,7 @@ def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
 
 
 def _is_save_state(components: set[str]) -> bool:
-    """Whether components are of a ``save_state``: random states, a model with its optimizer, or numbered models.
+    """Return whether components are of a ``save_state``: random states, a model with its optimizer, or numbered models.
 
     Weights alone may be the user's, as those of ``save_pretrained``.
     """
@@ -182,7 +182,7 @@ class Staging:
     processes: int = 1
 
     def keeps(self, name: str) -> bool:
-        """Whether another process of this run may have written a file: its random states."""
+        """Return whether another process of this run may have written a file: its random states."""
         rank = rank_of_states(name) if self.processes > 1 else None
         return rank is not None and rank < self.processes
 
@@ -362,7 +362,7 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
 
 
 def _can_rename(parent: Path, target: Path) -> bool:
-    """Whether a folder in ``parent`` can become ``target`` by a rename."""
+    """Return whether a folder in ``parent`` can become ``target`` by a rename."""
     existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
     base = next(folder for folder in (parent, *parent.parents) if folder.is_dir())
     try:
@@ -444,7 +444,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
 
 
 def _was_saved(path: Path) -> bool:
-    """Whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
+    """Return whether ``save_state`` wrote anything of a folder: one that only has its name is not ours to remove."""
     roles = {role_of(name) for name in os.listdir(path)}
     return (
         _has_manifest_of_save(path)
@@ -454,7 +454,7 @@ def _was_saved(path: Path) -> bool:
 
 
 def _has_manifest_of_save(path: Path) -> bool:
-    """Whether a save left its manifest: ``ckptfix seal`` writes one into folders of anybody's."""
+    """Return whether a save left its manifest: ``ckptfix seal`` writes one into folders of anybody's."""
     try:
         manifest = read_manifest(path)
     except (FormatError, OSError):

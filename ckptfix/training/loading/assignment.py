@@ -1,5 +1,7 @@
-"""Saved entries matched with the objects of a run: models first, then the optimizers and schedulers that follow
-them.
+"""Assignment of saved entries to the objects of a run.
+
+Models come first: what fits what decides, strict fits first, then proven duplicates are set aside; order decides only
+among equals. Optimizers go where their models went, and schedulers where their optimizers went (``follow``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +12,6 @@ from ckptfix.checkpoint.entries import Entry, doubles
 from ckptfix.training.loading.load_report import Part
 from ckptfix.training.loading.targets import Fit, Target
 from ckptfix.wording import count_of
-
-# Which saved entry goes to which object of the run.
-#
-# What fits what decides, strict fits first, then proven doubles are set aside; order decides only among
-# equals.
 
 Relation = Sequence[Sequence[bool]]
 """``relation[entry][target]``: whether this entry fits this target."""
@@ -34,7 +31,7 @@ class Assignment:
     refusal: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def is_whole(self, targets: int) -> bool:
-        """Whether every target got an entry."""
+        """Return whether every target got an entry."""
         return self.refusal is None and len(self.pairs) == targets
 
 
@@ -86,7 +83,7 @@ Reasons = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class Settlement:
     """``assignment`` counts among all entries. ``aside``: entry -> the entry it is a proven double of."""
 
     assignment: Assignment
@@ -100,7 +97,7 @@ def settle(
     reasons: Reasons,
     *,
     exact: Relation | None = None,
-) -> Settled:
+) -> Settlement:
     """Decide which entry goes to which target.
 
     ``exact``: for models, where the names of an entry are the target's own; what the manifest says of classes is heeded
@@ -113,24 +110,24 @@ def settle(
     strict = [_both(mode, exact) for mode in modes] if exact is not None else list(modes)
     for relation, loosest in zip(strict, modes, strict=True):
         if (found := best([relation], loosest, count)) is not None:
-            return Settled(assignment=found, aside={})
+            return Settlement(assignment=found, aside={})
     aside = doubles(root, entries, wrapped=True) if exact is not None else {}
     while True:
         for relation, loosest in [*zip(strict, modes, strict=True), *((mode, mode) for mode in modes)]:
             found = best([_without(relation, aside)], _without(loosest, aside), count)
             if found is not None:
-                return Settled(assignment=_trimmed(found, aside), aside=aside)
+                return Settlement(assignment=_trimmed(found, aside), aside=aside)
         found = _trimmed(assign(_without(fits, aside), count), aside)
         more = _surplus(root, entries, found)
         if not more:
-            return Settled(assignment=found, aside=aside)
+            return Settlement(assignment=found, aside=aside)
         aside = {**aside, **more}
 
 
 def settle_by_score(
     root: Path, entries: Sequence[Entry], targets: Sequence[Target], scores: Sequence[Sequence[int]],
     aside: dict[int, int],
-) -> Settled:  # fmt: skip
+) -> Settlement:  # fmt: skip
     """Decide which entry goes to which target where none fits in full.
 
     ``scores[entry][target]``: how many of their keys match. An entry goes to the target that matches it best of all,
@@ -150,11 +147,11 @@ def settle_by_score(
             for mode in modes:
                 found = assign(_both(relation, mode), count)
                 if found.is_whole(count):
-                    return Settled(assignment=_trimmed(found, aside), aside=aside)
+                    return Settlement(assignment=_trimmed(found, aside), aside=aside)
         found = _trimmed(assign(any_match, count), aside)
         more = _surplus(root, entries, found)
         if not more:
-            return Settled(assignment=found, aside=aside)
+            return Settlement(assignment=found, aside=aside)
         aside = {**aside, **more}
 
 
@@ -183,7 +180,7 @@ def _type_modes(entries: Sequence[Entry], targets: Sequence[Target]) -> list[Rel
 
 
 def same_class(entry: Entry, target: Target, *, full: bool) -> bool:
-    """Whether the manifest allows that an entry was saved from an object of this class; True where it is silent.
+    """Return whether the manifest allows that an entry was saved from an object of this class; True where it is silent.
 
     ``full``: the module must agree as well, which a script that became a module loses (``__main__.Net``).
     """
@@ -239,18 +236,16 @@ def _trimmed(found: Assignment, aside: dict[int, int]) -> Assignment:
     return Assignment(pairs=found.pairs, by_position=found.by_position, left=left, refusal=found.refusal)
 
 
-# Optimizers go where their models went, and schedulers where their optimizers went.
-
 Owners = Sequence[tuple[int, ...]]
 """``owners[number]``: the objects of the part before (its numbers) that an object holds; () when none is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Where the entries of a part went. ``pairs``: target -> entry, of those that get one. ``aside``: as in Settled.
+class Placement:
+    """The targets of the entries of a part. ``pairs``: target -> entry, of those that get one.
 
-    ``is_moved``: entries went to other positions than they were saved at, doubles not counted. ``fits``: of models,
-    target -> how its names lead to those of its entry.
+    ``aside``: as in ``Settlement``. ``is_moved``: entries went to other positions than they were saved at, without
+    duplicates. ``fits``: of models, target -> the map of its keys to those of its entry.
     """
 
     part: Part
@@ -275,7 +270,7 @@ class Placed:
 def went_elsewhere(
     entries: Sequence[Entry], targets: Sequence[Target], pairs: Mapping[int, int], aside: Mapping[int, int]
 ) -> bool:
-    """Whether entries go to other positions than they were saved at.
+    """Return whether entries go to other positions than they were saved at.
 
     Counted among those that a hook left, and among all that are registered: a hook of the script may have taken the
     same ones away when it saved, or not.
@@ -287,14 +282,14 @@ def went_elsewhere(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class Links:
     """``reasons``: why an entry does not fit a target, with what its place says. ``by_order``: no manifest said it."""
 
     reasons: list[list[str]]
     held: Owners = ()
     by_order: frozenset[int] = frozenset()
 
-    def why(self, before: Placed, number: int, entry: int) -> str:
+    def why(self, before: Placement, number: int, entry: int) -> str:
         """Return in words why a target gets the entry of another position."""
         names = ", ".join(before.name(owned) for owned in (self.held[number] if self.held else ()))
         how = ", by the order in which both were saved" if entry in self.by_order else ""
@@ -302,8 +297,8 @@ class Followed:
 
 
 def follow(
-    reasons: list[list[str]], entries: Sequence[Entry], before: Placed, owners: Callable[[], Owners]
-) -> Followed:
+    reasons: list[list[str]], entries: Sequence[Entry], before: Placement, owners: Callable[[], Owners]
+) -> Links:
     """Let entries fit only where the objects that they belong to went.
 
     The manifest says what belongs together. Without it, and where the part before moved, entries that fit several
@@ -311,7 +306,7 @@ def follow(
     """
     recorded = [_recorded(entry, before) for entry in entries]
     if not before.is_moved and not any(recorded):
-        return Followed(reasons=reasons)
+        return Links(reasons=reasons)
     held = owners()
     result = [
         [
@@ -325,7 +320,7 @@ def follow(
         if row.count("") > 1 and not (recorded[number] and all(held))
     ]
     if not before.is_moved or not doubtful:
-        return Followed(reasons=result, held=held)
+        return Links(reasons=result, held=held)
     place = _by_order(entries, before, held)
     for number in doubtful:
         text = _not_here(before, None if place is None else place[number])
@@ -334,10 +329,10 @@ def follow(
             reason or ("" if target == meant else text) for target, reason in enumerate(result[number])
         ]
     by_order = frozenset(doubtful if place is not None else ())
-    return Followed(reasons=result, held=held, by_order=by_order)
+    return Links(reasons=result, held=held, by_order=by_order)
 
 
-def _recorded(entry: Entry, before: Placed) -> frozenset[int]:
+def _recorded(entry: Entry, before: Placement) -> frozenset[int]:
     """Return the entries of the part before that an entry belongs to, as the manifest says."""
     if entry.recorded is None:
         return frozenset()
@@ -346,7 +341,7 @@ def _recorded(entry: Entry, before: Placed) -> frozenset[int]:
     return frozenset(n for n, one in enumerate(before.entries) if one.index in positions)
 
 
-def _apart(before: Placed, belongs: frozenset[int], held: tuple[int, ...]) -> str:
+def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) -> str:
     """Return why an entry does not belong to a target that holds these; what went nowhere is no reason."""
     if not belongs or not held:
         return ""
@@ -361,7 +356,7 @@ def _apart(before: Placed, belongs: frozenset[int], held: tuple[int, ...]) -> st
     return ""
 
 
-def _by_order(entries: Sequence[Entry], before: Placed, held: Owners) -> list[int] | None:
+def _by_order(entries: Sequence[Entry], before: Placement, held: Owners) -> list[int] | None:
     """Return for each entry the one of the part before that was saved at its position, None when that says nothing.
 
     It does when there are as many of both, in the folder and in the run, and each object holds one of the other part.
@@ -380,7 +375,7 @@ def _holder(number: int | None, held: Owners) -> int | None:
     return next((target for target, owned in enumerate(held) if owned == (number,)), None)
 
 
-def _not_here(before: Placed, entry: int | None) -> str:
+def _not_here(before: Placement, entry: int | None) -> str:
     """Return why an entry fits only another target, or none because nothing says which."""
     word = before.part.value
     if entry is None:
