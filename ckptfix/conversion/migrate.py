@@ -150,7 +150,8 @@ def migrate(
     ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
     new keys, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
     tensors; ``"original"``: of DeepSpeed, the weights as in training and not the fp32 ones of its optimizer.
-    ``verify``: read everything back and compare digests. ``progress`` gets byte counts.
+    ``verify``: read everything back and compare digests. ``overwrite``: replace the folder that an earlier migration
+    wrote to ``dst``; anything else there is refused. ``progress`` gets byte counts.
 
     Raises UsageError for words and paths that make no sense, OperationError when it could not finish, OSError; nothing
     is left behind then.

@@ -70,13 +70,9 @@ def produce(
         sized = [
             (file.size, number, file) for number, model in enumerate(plan.models) for file in model.files
         ]
-        jobs: list[Future[None]] = []
-        for _, number, file in sorted(
-            sized, key=lambda item: -item[0]
-        ):  # the largest first, and none at the end
-            jobs.append(pool.submit(work.produce, number, file, produced))
-        for path in plan.carried:
-            jobs.append(pool.submit(work.carry, path))
+        sized.sort(key=lambda item: -item[0])  # so that no thread ends alone with a large one
+        jobs = [pool.submit(work.produce, number, file, produced) for _, number, file in sized]
+        jobs += [pool.submit(work.carry, path) for path in plan.carried]
         for model in plan.models if plan.options.verify else ():
             jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
         jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]

@@ -1,4 +1,4 @@
-"""Salvage names all that it leaves out, and what to type next works when it is typed."""
+"""The receipt of a salvage names all that it leaves out, and the commands that it gives work when they are typed."""
 
 import os
 import shutil

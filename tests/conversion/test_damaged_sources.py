@@ -1,4 +1,4 @@
-"""Damage, and what a manifest knows: neither may turn into a new checkpoint that looks whole."""
+"""Damaged sources, and sources that differ from their manifest: neither may become a checkpoint that looks intact."""
 
 import json
 import shutil

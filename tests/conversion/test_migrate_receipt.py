@@ -1,4 +1,4 @@
-"""What a migration says of words in headers and indexes, of tensors of torch's own kinds, of parts of one storage."""
+"""The receipt of a migration: entries of headers and indexes, tensors of torch's own kinds, parts of one storage."""
 
 import json
 from pathlib import Path
