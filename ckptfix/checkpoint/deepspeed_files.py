@@ -68,7 +68,7 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
 
 
 def is_deepspeed_file(name: str) -> bool:
-    """Whether this is the name of a file in which DeepSpeed keeps states of a model, optimizer, layer or expert."""
+    """Return whether DeepSpeed keeps states of a model, optimizer, layer or expert in a file of this name."""
     return parse_deepspeed_name(name) is not None
 
 
@@ -138,7 +138,7 @@ def list_files(folder: Path) -> DeepSpeedFiles:
 
     Raises OtherKindError for kinds that are not read, OperationError for files of two saves.
     """
-    whole: dict[int, str] = {}
+    uncut: dict[int, str] = {}
     models: dict[int, str] = {}
     optimizers: dict[int, str] = {}
     found = {
@@ -146,17 +146,17 @@ def list_files(folder: Path) -> DeepSpeedFiles:
     }
     _ensure_kind(folder, found.values())
     for file, name in found.items():
-        into = optimizers if name.part is DeepSpeedPart.OPTIMIZER else whole if name.rank is None else models
+        into = optimizers if name.part is DeepSpeedPart.OPTIMIZER else uncut if name.rank is None else models
         rank = name.rank or 0
         if into.setdefault(rank, file) != file:
             raise _mixed(folder, f"{into[rank]} and {file} are both of rank {rank}")
-    if whole and models:
-        raise _mixed(folder, f"{whole[0]} is of ZeRO-1 or 2, {models[min(models)]} of ZeRO-3")
-    if not whole and not models:
+    if uncut and models:
+        raise _mixed(folder, f"{uncut[0]} is of ZeRO-1 or 2, {models[min(models)]} of ZeRO-3")
+    if not uncut and not models:
         raise OperationError(
             f"{folder}: {len(optimizers)} files of optimizers and none of model states; {AGAIN}"
         )
-    return DeepSpeedFiles(folder=folder, by_rank=bool(models), models=whole or models, optimizers=optimizers)
+    return DeepSpeedFiles(folder=folder, by_rank=bool(models), models=uncut or models, optimizers=optimizers)
 
 
 def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:

@@ -35,7 +35,7 @@ class OptimizerFacts:
 
     ``names``: those of its ``param_names``, () without any. ``shapes``: of each parameter with a state, that of its
     largest moment. ``has_stepped``: True where moments show a step, False where there are none yet, None where the
-    state cannot tell (plain SGD keeps nothing).
+    state does not show it (plain SGD keeps nothing).
     """
 
     names: tuple[str, ...]
@@ -120,10 +120,10 @@ class Evidence:
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
 
     def is_second_prepare(self, original: Component, links: Iterable[Component], entry: Component) -> bool:
-        """Whether an entry with the bytes of ``original`` is what a second ``prepare`` registers.
+        """Return whether an entry with the bytes of ``original`` is what a second ``prepare`` registers.
 
         That takes two processes (one alone is never wrapped), an entry behind the original with one wrapper more than
-        the original or one of ``links``, its earlier doubles, the same class in the manifest, and no optimizer that
+        the original or one of ``links``, its earlier duplicates, the same class in the manifest, and no optimizer that
         has yet to step or cannot be read: until the first step an average rightly equals its model.
         """
         return (
@@ -139,7 +139,7 @@ class Evidence:
 
     @property
     def may_be_untrained(self) -> bool:
-        """Whether an optimizer has made no step, or cannot be read: it may be the one of any model here."""
+        """Return whether an optimizer has made no step, or cannot be read: it may be the one of any model here."""
         saved = (one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries)
         return any(one.problem is not None for one in saved) or any(
             facts.has_stepped is False for facts in self.optimizers.values()
@@ -155,7 +155,7 @@ class Evidence:
         return ""
 
     def is_registered(self, entry: Component) -> bool:
-        """Whether a guarded save recorded an entry with these keys: ``prepare`` twice registers no model there."""
+        """Return whether a guarded save recorded an entry with these keys; a second ``prepare`` registers none."""
         recorded = self._recorded(entry)
         return recorded is not None and bool(recorded.keys) and recorded.keys == _fingerprint(entry)
 
@@ -212,7 +212,7 @@ class Evidence:
 
 
 def fits(facts: OptimizerFacts, models: Iterable[Component]) -> bool:
-    """Whether an optimizer's parameters can be those of one of the models: by their names, else by their shapes."""
+    """Return whether an optimizer's parameters can be those of one of the models: by name, else by shape."""
     return any(_fits(facts, model) for model in models)
 
 

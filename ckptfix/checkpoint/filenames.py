@@ -81,12 +81,12 @@ class FileName:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether Accelerate finds this file by its position, so that a gap or a double shifts others."""
+        """Return whether Accelerate finds this file by its position, so that a gap or a duplicate shifts others."""
         return self.role in _NUMBERED and self.shard is None and not self.is_of_trainer
 
     @property
     def is_of_trainer(self) -> bool:
-        """Whether transformers' Trainer writes and reads this state, and ``load_state`` never does."""
+        """Return whether transformers' Trainer writes and reads this state, and ``load_state`` never does."""
         return (self.stem, self.suffix) in _OF_TRAINER
 
     @property
@@ -120,7 +120,7 @@ class FileName:
 
     @property
     def is_of_library(self) -> bool:
-        """Whether a library writes weights, or their index, under this name, and finds them by it."""
+        """Return whether a library writes weights, or their index, under this name, and finds them by it."""
         return (
             self.role in NOT_STATES
             and self.suffix not in _SUFFIXES_OF_SCRIPTS
@@ -260,7 +260,7 @@ class FolderName:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether this is the folder, with accelerate's tag for its name, in which DeepSpeed saves."""
+        """Return whether this is the folder, with accelerate's tag for its name, in which DeepSpeed saves."""
         return self.stem == _TAG
 
     def at(self, index: int) -> "FolderName":
@@ -420,5 +420,5 @@ def checkpoint_number(name: str, pattern: str = ACCELERATE) -> int | None:
 
 
 def is_one_of_several(name: str) -> bool:
-    """Whether scripts give this name to one checkpoint in a folder of checkpoints."""
+    """Return whether scripts give this name to one checkpoint in a folder of checkpoints."""
     return _ONE_OF_SEVERAL.fullmatch(name) is not None

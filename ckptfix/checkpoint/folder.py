@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def is_only_unchecked(self) -> bool:
-        """Whether the file is of a known kind that is not read here, and nothing is wrong with that."""
+        """Return whether the file is of a known kind that is not read here, and nothing is wrong with that."""
         return self.kind is ProblemKind.UNSUPPORTED and not self.is_limit
 
 
@@ -64,7 +64,7 @@ def is_unreadable(component: "Component") -> bool:
 class NameScope(NamedTuple):
     """One place in a file where names live, and the wrapper chain that all of them begin with.
 
-    ``path`` leads to the dict in a pickle (``("model",)``), () is the whole file. ``kind`` is "state dict" or,
+    ``path`` leads to the dict in a pickle (``("model",)``), () is the file itself. ``kind`` is "state dict" or,
     for optimizers, "param_names", "params" or "optimizer state". ``is_model``: a module's state dict by its looks, and
     not any dict in which a tensor lies.
     """
@@ -106,7 +106,7 @@ class Component:
 
     @property
     def is_unsupported(self) -> bool:
-        """Whether it is sound as far as can be seen, and of a kind that is not read."""
+        """Return whether it is sound as far as can be seen, and of a kind that is not read."""
         return self.problem is not None and self.problem.kind is ProblemKind.UNSUPPORTED
 
     @property
@@ -147,7 +147,7 @@ class CheckpointFolder:
 
     @property
     def is_save_state(self) -> bool:
-        """Whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
+        """Return whether ``save_state`` wrote it: it always leaves the RNG state of every rank."""
         return any(one.role is Role.RNG_STATE and not one.name.is_of_trainer for one in self.components)
 
     @property

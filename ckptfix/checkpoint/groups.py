@@ -50,7 +50,7 @@ class ModelFiles:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is there and could be read."""
+        """Return whether every file is there and could be read."""
         return not self.missing and all(member.problem is None for member in self.members)
 
     def names(self, scope: NameScope) -> tuple[str, ...]:
@@ -103,13 +103,13 @@ def _indexed(
     content: WeightsIndex,
     sets: Mapping[ShardSet, list[Component]],
 ) -> list[ModelFiles]:
-    """Return the group that an index names, and the shards beside it that are left from another save."""
+    """Return the group that an index names, and the shards next to it that are left from another save."""
     promised = set(content.weight_map.values())
     named = [component for component in folder.components if str(component.path) in promised]
     of_named = {_shard_set(component) for component in named}
     if not named:
         of_named = {shard_set for shard_set, shards in sets.items() if _index_path(shards) == index.path}
-    beside = [
+    others = [
         component
         for shard_set, shards in sets.items()
         for component in shards
@@ -120,11 +120,11 @@ def _indexed(
     is_complete = bool(named) and content.weight_map.keys() <= held
     stale = [
         component
-        for component in beside
+        for component in others
         if _shard_set(component) not in of_named
         or (is_complete and _holds_anything(component) and {one.fqn for one in component.tensors} <= held)
     ]
-    members = _ordered([*named, *(component for component in beside if component not in stale)])
+    members = _ordered([*named, *(component for component in others if component not in stale)])
     missing = sorted(promised - {str(component.path) for component in named}) + _unnumbered(members, promised)
     group = ModelFiles(members=members, index_path=index.path, index=index, missing=tuple(missing))
     return [group, *(ModelFiles(members=(component,), stale_of=index.path) for component in stale)]
@@ -133,7 +133,7 @@ def _indexed(
 def _unindexed(
     folder: CheckpointFolder, sets: Mapping[ShardSet, list[Component]], used: set[PurePosixPath]
 ) -> Iterator[ModelFiles]:
-    """Return the sets of shards that no readable index speaks of."""
+    """Return the sets of shards that no readable index lists."""
     by_path = {component.path: component for component in folder.components}
     left = {shard_set: shards for shard_set, shards in sets.items() if shards[0].path not in used}
     for shards in left.values():
@@ -148,7 +148,7 @@ def _unindexed(
 
 
 def _holds_anything(component: Component) -> bool:
-    """Whether a shard can be left of another save: an empty one of this save stands in no index, either."""
+    """Return whether a shard can be left of another save: an empty one of this save is in no index, either."""
     return bool(component.tensors) or component.problem is not None
 
 

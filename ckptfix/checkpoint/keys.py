@@ -26,7 +26,7 @@ _FLAT = "_flat_param"
 
 
 def is_flat_name(name: str) -> bool:
-    """Whether a name is one of FSDP's flattened parameters."""
+    """Return whether a name is one of FSDP's flattened parameters."""
     return _FLAT in name and any(segment.startswith(_FLAT) for segment in name.split("."))
 
 
@@ -70,7 +70,7 @@ def collapse(chain: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_nested(chain: tuple[str, ...]) -> bool:
-    """Whether a wrapper is applied more than once."""
+    """Return whether a wrapper is applied more than once."""
     return len(set(chain)) < len(chain)
 
 
@@ -80,7 +80,7 @@ def prepared(chain: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_wrapped_again(chain: tuple[str, ...], before: tuple[str, ...]) -> bool:
-    """Whether ``chain`` is ``before`` inside exactly one DistributedDataParallel more, as ``prepare`` returns it.
+    """Return whether ``chain`` is ``before`` in exactly one DistributedDataParallel more, as ``prepare`` returns it.
 
     A script may have compiled the model in between. An average of the prepared model is two wrappers away, its own and
     that of ``prepare``.
@@ -90,7 +90,7 @@ def is_wrapped_again(chain: tuple[str, ...], before: tuple[str, ...]) -> bool:
 
 
 def inner_wrappers(names: Iterable[str]) -> bool:
-    """Whether any name has a private wrapper segment, at its front or further inside."""
+    """Return whether any name has a private wrapper segment, at its front or further inside."""
     return any(not PRIVATE_WRAPPERS.isdisjoint(fqn.split(".")[:-1]) for fqn in names if "_" in fqn)
 
 
@@ -153,7 +153,7 @@ def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, s
 
 @lru_cache(maxsize=64)
 def dotted(chain: tuple[str, ...]) -> str:
-    """Return a wrapper chain as it stands before a name."""
+    """Return a wrapper chain as names begin with it."""
     return "".join(f"{segment}." for segment in chain)
 
 

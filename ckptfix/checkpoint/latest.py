@@ -69,7 +69,7 @@ def _time_of(checkpoint: Path) -> float | None:
 
 
 def newest_whole(found: Iterable[Candidate]) -> Candidate | None:
-    """Return the first whole one of candidates that are ordered newest first."""
+    """Return the first complete one of candidates that are ordered newest first."""
     return next((candidate for candidate in found if candidate.problem is None), None)
 
 
@@ -124,12 +124,12 @@ def _intact_staging(checkpoint: Path) -> Path | None:
 
 
 def incomplete(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is not whole, None when nothing says so.
+    """Return why a checkpoint is not complete, None when nothing says so.
 
     With the manifest of a save, every file of that save must be there in its size; a folder that was repaired since is
     believed. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and the main
     process's state of the generators, which it writes after all but the custom objects; no file may be empty, and those
-    of the weights must be whole by their headers. What ``salvage`` wrote with losses is not whole. A folder of the
+    of the weights must be intact by their headers. What ``salvage`` wrote with losses is not complete. A folder of the
     Trainer needs weights, too, and ``trainer_state.json``, which it writes last, with the step of the folder's name.
     """
     try:
@@ -186,7 +186,7 @@ def _trainer_problem(checkpoint: Path) -> str | None:
 
 
 def _has_folder(checkpoint: Path) -> bool:
-    """Whether a folder is there, as that of DCP or DeepSpeed in which the optimizer is."""
+    """Return whether a folder is there, as that of DCP or DeepSpeed in which the optimizer is."""
     return any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
 
 
@@ -220,7 +220,7 @@ def _unsound(checkpoint: Path, component: Component) -> str | None:
 
 
 def _is_model(checkpoint: Path, name: str) -> bool:
-    """Whether a name is that of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a hook of the script."""
+    """Return whether a name is of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a script's hook."""
     parsed = parse_file_name(name)
     if parsed is not None:
         return _holds_weights(parsed)

@@ -63,7 +63,7 @@ class Manifest:
     """The record of a save. ``files``: every file that the save wrote, relative, with its size in bytes.
 
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
-    ``sha256``: every file that was sealed -> sha256 of the whole file, in hex, as the Hugging Face hub gives it for
+    ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the Hugging Face hub gives it for
     large files; "" for one that a repair changed since. A manifest that no save wrote has digests alone: no ``files``,
     and 0 for ``world_size`` and ``step``.
     """
@@ -81,7 +81,7 @@ class Manifest:
 
     @property
     def is_of_a_save(self) -> bool:
-        """Whether a save wrote it: then the files that it lists are that save's own, and its step is one."""
+        """Return whether a save wrote it: then the files that it lists are that save's own, and its step is one."""
         return bool(self.files)
 
     def to_bytes(self) -> bytes:
@@ -163,7 +163,7 @@ class NotAsSaved(NamedTuple):
 
 
 def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
-    """Yield the files of the save that are not there as it left them, none for a whole checkpoint.
+    """Yield the files of the save that are not there as it left them, none for a complete checkpoint.
 
     What else was sealed is the user's own, and may be gone: ``verify`` names that.
     """
@@ -182,9 +182,9 @@ def missing_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def is_repaired(folder: Path) -> bool:
-    """Whether a folder was repaired since its save: a version that did not keep sizes true left those of the save.
+    """Return whether a folder was repaired since its save.
 
-    Raises OSError when its journal cannot be listed.
+    A version that did not keep sizes true left those of the save. Raises OSError when its journal cannot be listed.
     """
     try:
         return any(name.endswith(".done") for name in os.listdir(folder / JOURNAL))
@@ -230,7 +230,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a relative name is that of a file below the folder, as a file system can hold it."""
+    """Return whether a relative name is that of a file below the folder, as a file system can hold it."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:  # half of a surrogate pair

@@ -76,7 +76,7 @@ def scan_folder(
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return what tells this file from another version of it. Raises OSError."""
+    """Return the facts that tell this file from another version of it. Raises OSError."""
     return _fingerprint(os.stat(path))
 
 

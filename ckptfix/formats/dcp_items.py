@@ -1,6 +1,6 @@
 """The items inside of DCP's ``.distcp`` files (tensors and other objects), and whether they cover every tensor.
 
-Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): each item is a whole file of
+Facts from torch 2.13, ``torch/distributed/checkpoint/filesystem.py`` (``_write_item``): each item is a file of
 torch.save, one after the other; a chunk of a tensor is saved alone, with its own strides; with
 ``SerializationFormat.SAFETENSORS`` the tensors of a file follow together as one safetensors file, and all have its
 offset.
@@ -23,7 +23,7 @@ from ckptfix.formats.torch_tensors import read_tensor, storages
 from ckptfix.formats.torch_zip import TorchZip, ZipRecord, read_record, read_zip, storage_records
 from ckptfix.storage.reading import FileReader
 
-_HEAD = 4096  # longest part of an item before its data, or behind them, that is compared as a whole
+_HEAD = 4096  # longest part of an item before its data, or behind them, that is compared at once
 _CRC_IN_DESCRIPTOR, _CRC_IN_ENTRY = 4, 16
 _MAX_SHAPES = 4096
 
@@ -222,7 +222,7 @@ def listed_names(file: TorchFile) -> tuple[Text, ...] | None:
 def grouped_names(file: TorchFile) -> dict[str, tuple[Text, ...]]:
     """Return the names in all groups of an optimizer that is one item, by the key that holds them; empty for any other.
 
-    So saves a planner that takes an object without tensors as a whole, as that of torch before 2.4 does
+    A planner saves it so that takes an object without tensors as one, such as that of torch before 2.4
     (``_traverse.traverse_state_dict_v_2_3`` of 2.13): the list of the groups, or the dict that holds it.
     """
     root = file.tree.root

@@ -81,7 +81,7 @@ class DcpMetadata:
 
     ``planned``: None when the planner left no paths, as with ``flatten_state_dict=False``; then the names are the keys
     of the state dict. ``stored``: by name and first index, as torch looks it up. ``save_id``: a UUID of the save,
-    None of older ones. ``tree`` is what names are rewritten in (``pickle_rewrite``), at the sites that all parts tell.
+    None of older ones. ``tree`` is what names are rewritten in (``pickle_rewrite``), at the sites that all parts have.
     """
 
     tree: PickleTree = field(repr=False)

@@ -88,7 +88,7 @@ def flattened_keys(keys: Iterable[str | int]) -> frozenset[str | int]:
 
 
 def flattened_names(keys: Iterable[str | int]) -> tuple[str, ...]:
-    """Return the names of the parameters that the flattened keys of a dict speak of: each has options in a group."""
+    """Return the names of the parameters that the flattened keys of a dict refer to: each has options in a group."""
     begin = _FLATTENED[1]
     names = (str(key)[len(begin) :].rpartition(".")[0] for key in keys if str(key).startswith(begin))
     return tuple(dict.fromkeys(name for name in names if name))

@@ -1,6 +1,6 @@
 """Other names, and other places of items, in the ``.metadata`` of a DCP checkpoint; nothing else of it changes.
 
-A name stands in four places (``metadata.py`` and ``_nested_dict.py`` of torch 2.4 to 2.13): as a key of
+A name is in four places (``metadata.py`` and ``_nested_dict.py`` of torch 2.4 to 2.13): as a key of
 ``state_dict_metadata``, as a key of ``planner_data``, in the path there, and in the keys of ``storage_data``.
 """
 
@@ -118,7 +118,7 @@ def _rewritten(
 
 
 class _Walk(TreeWalk):
-    """Compares the trees of two metadata but for what was matched as a whole (``dcp_stream``), which is in the values.
+    """Compares the trees of two metadata except what was matched at once (``dcp_stream``), which is in the values.
 
     ``moved``: the new values in the dict of an item that moves, by the id of its node.
     """

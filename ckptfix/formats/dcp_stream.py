@@ -51,7 +51,7 @@ _INTS = re.compile(_INT, re.DOTALL).finditer
 
 
 class Unknown(FormatError):
-    """Something that only the machine that reads every opcode can tell."""
+    """Something that only the machine that reads every opcode can know."""
 
 
 class Memo(dict[int, Any]):
@@ -190,7 +190,7 @@ _WORDS = {"Text": "a string", "int": "an int", "NoneType": "None"}
 
 
 def is_instance(node: object, name: str) -> TypeGuard[Node]:
-    """Whether a value is an instance of the class of torch.distributed with this name."""
+    """Return whether a value is an instance of the class of torch.distributed with this name."""
     if type(node) is not Node or node.kind is not Kind.NEW:
         return False
     head = node.head
@@ -240,7 +240,7 @@ def size_of(value: object, name: str) -> tuple[int, ...]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value is a number that an offset or a length can be."""
+    """Return whether a value is a number that an offset or a length can be."""
     return type(value) is int and 0 <= value < _MANY
 
 
@@ -305,7 +305,7 @@ PACKED = _Packed()
 """The value of a ``StoredItem`` in ``storage_data``: the key says all of key and value."""
 
 MATCHED = frozenset({Chunk, StoredItem, _Packed})
-"""The types of what was matched as a whole in a tree of ``dcp_stream``."""
+"""The types of what was matched at once in a tree of ``dcp_stream``."""
 
 
 MAX_PLACES = 6_000_000
@@ -524,7 +524,7 @@ class _Reader:
         length: bytes,
         transforms: bytes | None,
     ) -> bool:
-        """Whether these refer to the names of the attributes of ``MetadataIndex`` and ``_StorageInfo``."""
+        """Return whether these refer to the names of the attributes of ``MetadataIndex`` and ``_StorageInfo``."""
         words = {fqn: "fqn", index: "index", first: "offset", path: "relative_path", length: "length"}
         is_one = (
             len(words) == 5

@@ -57,7 +57,7 @@ _HARMLESS_STDLIB = frozenset(_HARMLESS_STDLIB_TEXT.split())
 """Modules of the standard library with classes that people keep; the rest has no place in a checkpoint."""
 
 _FUNCTIONS_RUN = frozenset({"accelerate", "transformers", "diffusers", "datasets", "peft", "safetensors"})
-"""Packages whose functions load, save and launch. Their classes are kept in honest checkpoints."""
+"""Packages whose functions load, save and launch. Their classes are kept in ordinary checkpoints."""
 
 
 def _named(module: str, names: str) -> set[tuple[str, str]]:
@@ -109,7 +109,7 @@ _RUNNERS = frozenset(
 
 
 def is_unsafe(module: str, name: str) -> bool:
-    """Whether ``module.name``, by its Python 3 name, can run code or touch the system."""
+    """Return whether ``module.name``, by its Python 3 name, can run code or touch the system."""
     if (module, name) in _HARMLESS:
         return False
     parts = module.split(".")
@@ -133,7 +133,7 @@ def is_unsafe(module: str, name: str) -> bool:
 
 
 def looks_like_class(name: str) -> bool:
-    """Whether every step of a name is written as classes are: ``Net``, ``Outer._Inner``."""
+    """Return whether every step of a name is written as classes are: ``Net``, ``Outer._Inner``."""
     return all(step.lstrip("_")[:1].isupper() for step in name.split("."))
 
 
@@ -241,7 +241,7 @@ def python_3_name(module: str, name: str) -> tuple[str, str]:
 
 
 def can_be_allowed(module: str, name: str) -> bool:
-    """Whether to tell a user how to allow a global: a class, or a function that is known to make only an object.
+    """Return whether a user may be told to allow a global: a class, or a function that is known to make only an object.
 
     Whoever allows ``yaml.unsafe_load`` lets every later file run code. A name that is no Python identifier comes from
     the file and must not become code.

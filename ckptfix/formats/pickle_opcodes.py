@@ -19,13 +19,13 @@ PADDING = bytes(16)
 """Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
 
 MAX_DEPTH = 1_000_000
-"""Most open marks. An honest pickle has as many as its objects nest."""
+"""Most open marks. A real pickle has as many as its objects nest."""
 
 MAX_LINE = 1 << 20
 """Longest line, in bytes. Only strings and bytes of protocol 0 come near it."""
 
 MAX_GLOBALS = 10_000
-"""Most different globals. A whole pickled model names some hundred classes."""
+"""Most different globals. A pickled model names some hundred classes."""
 
 MAX_GLOBAL_NAME = 1024
 """Longest name of a global, in characters, with its module."""
@@ -172,7 +172,7 @@ MAX_INTEGER = 4096
 
 
 def text(width: int, errors: str) -> Callable[[Machine], None]:
-    """Push a str whose length stands in ``width`` bytes (0: the signed four of Python 2)."""
+    """Push a str whose length is in ``width`` bytes (0: the signed four of Python 2)."""
 
     def push(machine: Machine) -> None:
         site = machine.position
@@ -213,13 +213,13 @@ def string_line(machine: Machine) -> None:
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise machine.malformed("holds a string without quotes")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pickle, too, reads an unknown escape as it stands
+        warnings.simplefilter("ignore")  # pickle, too, keeps an unknown escape as it is
         raw: bytes = codecs.escape_decode(line[1:-1])[0]
     _push_text(machine, site, raw.decode("utf-8", "surrogateescape"))
 
 
 def byte_string(width: int) -> Callable[[Machine], None]:
-    """Push bytes whose length stands in ``width`` bytes."""
+    """Push bytes whose length is in ``width`` bytes."""
     return lambda machine: machine.stack.append(_sized(machine, width))
 
 
@@ -229,7 +229,7 @@ def byte_array(machine: Machine) -> None:
 
 
 def _sized(machine: Machine, width: int) -> bytes:
-    """Return the bytes whose length stands in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
+    """Return the bytes whose length is in ``width`` bytes; 0 is the signed 4-byte length of Python 2."""
     return machine.operand(_length(machine, width), width or 4)
 
 
@@ -254,7 +254,7 @@ def float_line(machine: Machine) -> None:
 
 
 def binary_long(width: int) -> Callable[[Machine], None]:
-    """Push an int whose length stands in ``width`` bytes (0: the signed four)."""
+    """Push an int whose length is in ``width`` bytes (0: the signed four)."""
 
     def push(machine: Machine) -> None:
         raw = _sized(machine, width)

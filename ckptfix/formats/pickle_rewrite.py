@@ -20,7 +20,7 @@ _FRAME_HEAD = 9  # the opcode and eight bytes of length
 _MAX_ADDED = 1 << 28  # a million references to one long name become a million literals
 _LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}  # bytes of length behind these opcodes
 _SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}  # what may stand between a key and its number
-_NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}  # width of BININT1, BININT2, BININT; LONG1 tells its own
+_NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}  # width of BININT1, BININT2, BININT; LONG1 has its own
 
 
 class _Change(NamedTuple):

@@ -51,7 +51,7 @@ class Node:
     """An object that can be shared or changed after it was made; compared by identity.
 
     ``head``: (module, name) of a global, the callee of a call, the id of a persistent object, the bytes of a
-    bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a tuple in every honest pickle;
+    bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a tuple in every real pickle;
     (args, keywords) for NEW_EX. ``items``: what was appended or added. ``entries``: keys and values in turn, as they
     were set. ``states``: what BUILD gave it. The last three are None while empty. A value is a Node, a Text, a tuple
     of values, or a constant (int, float, bool, None, bytes).
@@ -73,7 +73,7 @@ class Node:
         return f"<{self.kind.value}{f' {self.head!r}' if self.kind is Kind.GLOBAL else ''}>"
 
     def is_global(self, module: str, name: str) -> bool:
-        """Whether this is the global ``module.name``."""
+        """Return whether this is the global ``module.name``."""
         return self.kind is Kind.GLOBAL and bool(self.head == (module, name))
 
 
@@ -119,7 +119,7 @@ def pairs(node: object) -> Iterator[tuple[Any, Any]]:
 
 
 def is_dict_like(node: object) -> bool:
-    """Whether a value is a dict, an OrderedDict, or an instance that had items set."""
+    """Return whether a value is a dict, an OrderedDict, or an instance that had items set."""
     if type(node) is not Node:
         return False
     return node.kind is Kind.DICT or node.entries is not None or _is_ordered_dict(node)
@@ -168,7 +168,7 @@ class Visits:
         self._sources: set[int] = set()
 
     def first(self, node: object) -> bool:
-        """Whether a value is a node and this is the first visit.
+        """Return whether a value is a node and this is the first visit.
 
         Raises FormatError for a dict made from a list that another was made from: no pickler writes that, and to read
         the list once for each dict would take time that grows with the square of the bytes.
@@ -203,7 +203,7 @@ _LONG = 64  # constants shorter than this, in elements, are compared wherever th
 
 
 def same_tree(one: PickleTree, other: PickleTree, new_names: Mapping[int, str]) -> bool:
-    """Whether ``other`` is ``one`` with these strings (site in ``one`` -> string) and no other difference."""
+    """Return whether ``other`` is ``one`` with these strings (site in ``one`` -> string) and no other difference."""
     walk = TreeWalk(lambda text: new_names.get(text.site, text.value), lambda text: text.value)
     return walk.same(one.root, other.root)
 
@@ -242,7 +242,7 @@ class TreeWalk:
         self._distinct: dict[object, int] = {}
 
     def same(self, one: object, other: object) -> bool:
-        """Whether the two values are the same tree."""
+        """Return whether the two values are the same tree."""
         self._waiting = [(one, other)]
         while self._waiting:
             if not self._same_here(*self._waiting.pop()):

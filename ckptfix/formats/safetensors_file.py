@@ -47,7 +47,7 @@ class SafetensorsFile:
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Whether the first bytes of a file can begin a safetensors file: a sane length, then ``{``."""
+    """Return whether the first bytes of a file can begin a safetensors file: a sane length, then ``{``."""
     return len(head) >= 9 and head[8:9] == b"{" and 2 <= struct.unpack_from("<Q", head)[0] <= MAX_HEADER
 
 
@@ -288,7 +288,7 @@ def parse_index(data: bytes) -> WeightsIndex:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether ``name`` can only mean a file directly in the folder at hand."""
+    """Return whether ``name`` can only mean a file directly in the folder at hand."""
     return name not in ("", ".", "..") and not any(char in name for char in "/\\\0")
 
 

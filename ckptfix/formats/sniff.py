@@ -30,7 +30,7 @@ _JSON = re.compile(rb"""\s*(\{\s*("|\}|\Z)|\[\s*(["{\[\]\-0-9tfn]|\Z))""")
 
 
 def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
-    """Return what the content is, in words, or None when the first bytes tell nothing.
+    """Return what the content is, in words, or None when the first bytes say nothing.
 
     ``json``: name a JSON file as well; leave it out for a file that should be one.
     """
@@ -77,7 +77,7 @@ def _other(head: bytes) -> str | None:
 
 
 def looks_like_json(head: bytes) -> bool:
-    """Whether the first bytes of a file begin a JSON object or list: no header of a tensor file is pure text."""
+    """Return whether the first bytes of a file begin a JSON object or list: no header of a tensor file is pure text."""
     head = head.removeprefix(b"\xef\xbb\xbf")
     if not _JSON.match(head) or any(byte < 0x20 and byte not in b"\t\n\r" for byte in head):
         return False

@@ -60,7 +60,7 @@ class PatchedBytes:
 
 
 def is_tar(reader: FileReader) -> bool:
-    """Whether it is a tar archive, as torch.save wrote before 0.4."""
+    """Return whether it is a tar archive, as torch.save wrote before 0.4."""
     if reader.size < _TAR_BLOCK:
         return False
     head = reader.read(0, _TAR_BLOCK)
@@ -104,7 +104,7 @@ def read_pickle(reader: FileReader, offset: int, limit: int = MAX_PICKLE) -> Pic
 
 
 def is_legacy(first: PickleTree) -> bool:
-    """Whether the first pickle of a file is torch's magic number."""
+    """Return whether the first pickle of a file is torch's magic number."""
     return type(first.root) is int and first.root == MAGIC_NUMBER
 
 

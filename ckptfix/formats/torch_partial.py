@@ -1,9 +1,10 @@
 """The intact part of a damaged file of torch.save: its pickle, and how much of each storage is there.
 
-Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the whole
-pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are found one
-by one: torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE 4.3.9; 24
-bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch 2.13).
+Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the
+complete pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are
+found one by one: torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE
+4.3.9; 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch
+2.13).
 """
 
 import zlib
@@ -28,7 +29,7 @@ _SMALL = 1 << 16
 """Longest record without a known length whose descriptor is looked for; torch's own take up to 40 bytes."""
 
 _MOST_OTHERS = 1 << 10
-"""Most records that nothing speaks of; torch writes six. Those that the pickle speaks of are bounded by its length."""
+"""Most records that nothing lists; torch writes six. Those that the pickle refers to are bounded by its length."""
 
 _NEXT = (b"PK\3\4", b"PK\1\2", b"")
 
@@ -150,7 +151,7 @@ def _described(reader: FileReader, record: FoundRecord) -> tuple[FoundRecord, in
             if signature == b"PK\7\x08" and packed == size == record.length:
                 return record._replace(crc=crc), end + layout.size
     if len(data) < _NARROW.size or (data.startswith(b"PK\7\x08") and len(data) < _WIDE.size):
-        return record, None  # cut in the descriptor: the data before it is whole
+        return record, None  # cut in the descriptor: the data before it is complete
     problem = f"the data of {record.name!r} is not followed by its descriptor, at byte {end}"
     for layout in (_NARROW, _WIDE):
         if _local(reader, end + layout.size) is not None:
@@ -159,7 +160,7 @@ def _described(reader: FileReader, record: FoundRecord) -> tuple[FoundRecord, in
 
 
 def _length_by_descriptor(reader: FileReader, begin: int) -> int | None:
-    """Return the length of a small record: where a descriptor stands that tells just that length."""
+    """Return the length of a small record: the offset of a descriptor that gives just that length."""
     data = reader.read(begin, min(_SMALL, reader.size - begin))
     at = data.find(b"PK\7\x08")
     while at >= 0:
@@ -292,7 +293,7 @@ class _Pickles:
         self.is_longer = False
 
     def length(self, name: str, begin: int) -> int | None:
-        """Return how long a record is, when the pickle tells."""
+        """Return the length of a record, None when the pickle does not give it."""
         if self.tree is None:
             root, slash, rest = name.partition("/")
             if not slash or rest != "data.pkl":

@@ -151,7 +151,7 @@ def tensor_infos(file: HasTensors) -> tuple[TensorInfo, ...]:
 
 
 def is_optimizer(node: Node) -> bool:
-    """Whether a dict is an optimizer's ``state_dict()``: it has ``state`` and ``param_groups``, and few keys more."""
+    """Return whether a dict is an optimizer's ``state_dict()``: ``state`` and ``param_groups``, and few keys more."""
     source = made_from(node)
     if len(node.entries or ()) > 2 * MAX_LIST or (source is not None and len(source.items or ()) > MAX_LIST):
         return False
@@ -189,7 +189,7 @@ def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], 
 
 
 def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
-    """Whether a dict is what ``Module.state_dict()`` gives: tensors alone, and a sign of modules below the root."""
+    """Return whether a dict is what ``Module.state_dict()`` gives: only tensors, and a sign of submodules."""
     named = [(key.value, value) for key, value in pairs(node) if type(key) is Text]
     if not all(is_tensor(value) or key.endswith("_extra_state") for key, value in named):
         return False
@@ -197,14 +197,14 @@ def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
 
 
 class _Listed:
-    """The nodes that were listed: honest optimizers share lists of names, and copies of a state dict its metadata."""
+    """The nodes that were listed: ordinary optimizers share lists of names, and copies of a state dict its metadata."""
 
     def __init__(self, texts: int) -> None:
         self._visits = Visits()
         self._left = MAX_LIST * texts
 
     def may_list(self, node: Any) -> bool:
-        """Whether a node may be listed here: it is new, or all that is listed again stays a multiple of the strings."""
+        """Return whether a node may be listed: it is new, or all listed again stays a multiple of the strings."""
         if self._visits.first(node):
             return True
         if type(node) is not Node:

@@ -112,7 +112,7 @@ def read_storage(node: Node) -> tuple[str, PickledStorage]:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is made by one of torch's rebuild functions, known here or not."""
+    """Return whether a value is made by one of torch's rebuild functions, known here or not."""
     if type(value) is not Node or value.kind is not Kind.CALL:
         return False
     head = value.head
@@ -227,7 +227,7 @@ def _is_plain(cls: object) -> bool:
 
 
 def _is_lazy(metadata: object) -> bool:
-    """Whether the numbers are still to be conjugated or negated (``torch._utils.get_tensor_metadata``)."""
+    """Return whether the numbers are still to be conjugated or negated (``torch._utils.get_tensor_metadata``)."""
     return type(metadata) is not Node or metadata.kind is not Kind.DICT or metadata.entries is not None
 
 
@@ -238,7 +238,7 @@ def _dtype(value: object) -> str | None:
 
 
 def _sizes(value: Any) -> tuple[Any, ...]:
-    """Return a tuple as it stands, or the one inside a ``torch.Size``."""
+    """Return a tuple as it is, or the one inside a ``torch.Size``."""
     if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
         value = value.args[0] if type(value.head) is Node and value.head.is_global("torch", "Size") else None
     return value if type(value) is tuple else (None,)

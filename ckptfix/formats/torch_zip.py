@@ -59,7 +59,7 @@ class ZipRecord(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the bytes lie in the file as they are."""
+        """Return whether the bytes lie in the file as they are."""
         return self.method == STORED
 
 
@@ -266,7 +266,7 @@ def _wide(name: str, extra: bytes, size: int, packed: int, offset: int) -> list[
 
 
 def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[ZipRecord, ...]:
-    """Return the records with the offset of their data, which only the local header tells."""
+    """Return the records with the offset of their data, which only the local header gives."""
     starts = [entry[3] for entry in entries]
     order = sorted(range(len(entries)), key=starts.__getitem__)
     if order and starts[order[-1]] >= limit:
@@ -331,7 +331,7 @@ class TorchZip:
 
     ``root``: the folder all of torch's records are in. ``end``: where the last end record ends; ``trailing`` bytes
     follow. ``directory``: the bytes of the central directory. ``big_endian``: what its byteorder record says.
-    ``is_torchscript``: it holds code beside its state; torch.load goes by the same record.
+    ``is_torchscript``: it holds code next to its state; torch.load goes by the same record.
     """
 
     root: str

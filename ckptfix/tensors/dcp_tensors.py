@@ -28,7 +28,7 @@ _NOTHING = b"N."  # the shortest pickle
 def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]:
     """Yield position and path of each DCP checkpoint of a model in a scanned folder, or of the folder itself as ``.``.
 
-    Unfinished ones, of which only the data is there, are among them: ``dcp_weights`` tells that.
+    Unfinished ones, of which only the data is there, are among them: ``dcp_weights`` refuses those.
     """
     if folder.only is not None:
         return
@@ -286,7 +286,7 @@ def _filled(tensor: DcpTensor) -> list[Chunk]:
 
 
 def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
-    """Whether chunks that cover a tensor hold its bytes one after the other: cut along its first real dimension."""
+    """Return whether chunks hold the bytes of their tensor in order: it is cut along its first real dimension."""
     axis = next((number for number, length in enumerate(shape) if length > 1), 0)
     return all(chunk.lengths[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)
 
@@ -295,7 +295,7 @@ def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 def whole_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
     """Return the tensors of the model in a damaged DCP folder that are all there, and why each other one is not.
 
-    Raises OperationError when the metadata cannot be read, or tells of no model.
+    Raises OperationError when the metadata cannot be read, or has no model.
     """
     metadata = read_metadata_of(folder)
     model = model_names(metadata)

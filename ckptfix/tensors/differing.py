@@ -75,12 +75,12 @@ class Tally:
 
 
 def has_numbers(dtype: str) -> bool:
-    """Whether the elements of a dtype are whole bytes, so that they can be told apart here."""
+    """Return whether the elements of a dtype are whole bytes, so that they can be compared here."""
     return DTYPE_BITS[dtype] % 8 == 0
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:
-    """Whether two blocks of one length are equal; other threads run meanwhile."""
+    """Return whether two blocks of one length are equal; other threads run meanwhile."""
     order: int = _memcmp(_address(one), _address(other), len(one))
     return order == 0
 

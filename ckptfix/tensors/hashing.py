@@ -26,7 +26,7 @@ _ENDS = 16
 
 
 class FileJob(NamedTuple):
-    """A whole file to be hashed."""
+    """A file to be hashed."""
 
     path: Path
     size: int

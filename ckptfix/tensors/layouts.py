@@ -40,7 +40,7 @@ class Contiguous:
 class Strided:
     """Elements of one storage that lie apart: a transposed matrix, every second row, an expanded row.
 
-    ``storage``: the whole storage. ``first`` and ``stride`` count elements of ``width`` bytes.
+    ``storage``: all of the storage. ``first`` and ``stride`` count elements of ``width`` bytes.
     """
 
     storage: Piece

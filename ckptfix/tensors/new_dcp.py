@@ -34,7 +34,7 @@ from ckptfix.tensors.new_torch_files import (
 )
 
 _ARCHIVE = "archive"  # what torch.save calls the root folder when it writes into a stream
-_ANY = ""  # stands for the name in what is the same for all tensors of one dtype and shape
+_ANY = ""  # in place of the name in what is the same for all tensors of one dtype and shape
 _VERSION = "1.0.0"
 _EMPTY_DICT, _EMPTY_LIST, _APPEND, _TUPLE1 = b"}", b"]", b"a", b"\x85"
 _END = b"u" + BUILD  # SETITEMS of the attributes since the mark, and BUILD
@@ -70,7 +70,7 @@ def dcp_files(
     """Return the files of one model, in the order in which they must be written: ``.metadata`` is the last.
 
     ``ties``: other name -> name in ``tensors``; both lead to one place. ``prefix``: the key under which the state dict
-    stands, ``model`` for Accelerate, "" for the state dict alone. ``most``: bytes of tensors a file takes; a larger
+    is, ``model`` for Accelerate, "" for the state dict alone. ``most``: bytes of tensors a file takes; a larger
     tensor gets a file to itself. Raises UnsupportedFormat for a dtype of which torch has no tensors, or for more
     tensors than are read back.
     """
@@ -112,7 +112,7 @@ def _item(tensor: NewTensor) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=1024)
 def _archive(kind: NewTensor) -> tuple[bytes, int]:
-    """Return what stands before the data of a tensor, and how many bytes follow them; the name is not in it."""
+    """Return what precedes the data of a tensor, and how many bytes follow them; the name is not in it."""
     before, _, behind = _parts(kind)
     return _rendered(before, {}), sum(part.length for part in behind)
 

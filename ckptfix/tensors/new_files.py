@@ -60,7 +60,7 @@ class OutputFile:
 
     @property
     def needs_crc(self) -> bool:
-        """Whether the CRC-32 of its tensors must be computed while they are written."""
+        """Return whether the CRC-32 of its tensors must be computed while they are written."""
         return any(isinstance(part, Computed) for part in self.parts)
 
 
@@ -132,8 +132,8 @@ def safetensors_files(
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
     ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does.
-    ``metadata``: of every file, beside those, without what is ``unwritable``. ``index_words``: what their index says
-    beside its map. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
+    ``metadata``: of every file, with the ties, without what is ``unwritable``. ``index_words``: what their index says
+    besides its map. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
     """
     shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
     names = shard_names(stem, ".safetensors", len(shards))

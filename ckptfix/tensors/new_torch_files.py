@@ -57,7 +57,7 @@ _MADE_BY = 0x031E  # as miniz puts it into the end record: Unix, version 3.0
 
 
 class NewRecord(NamedTuple):
-    """A record of a new archive: its whole name with the root folder, and its bytes."""
+    """A record of a new archive: its full name with the root folder, and its bytes."""
 
     name: str
     content: Part
@@ -184,7 +184,7 @@ class Persistent:
 class PickleWriter:
     """One pickle that grows at its end.
 
-    ``value`` writes any value whole; the other methods write single opcodes, for what is written 100,000 times.
+    ``value`` writes any value; the other methods write single opcodes, for what is written 100,000 times.
     """
 
     def __init__(self, protocol: int = 2) -> None:
@@ -399,7 +399,7 @@ def torch_files(
 
     The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the other at the
     end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state dict has; every shard
-    has it whole. ``index_words``: what their index says beside its map. Raises UnsupportedFormat for a dtype that
+    has all of it. ``index_words``: what their index says besides its map. Raises UnsupportedFormat for a dtype that
     torch.save has no tensors of, or a pickle that is too long.
     """
     for tensor in tensors:

@@ -84,8 +84,8 @@ def configured_models(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath,
 def _class_of(folder: Path, name: str) -> str:
     """Return the class of the model whose weights belong next to a config, "" where none need to be there."""
     try:
-        beside = set(os.listdir(folder))
-        if name not in beside or not (folder / name).is_file():
+        neighbors = set(os.listdir(folder))
+        if name not in neighbors or not (folder / name).is_file():
             return ""
         with (folder / name).open("rb") as file:
             config = json.loads(file.read(_LONGEST_CONFIG))
@@ -102,12 +102,12 @@ def _class_of(folder: Path, name: str) -> str:
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         return ""
-    is_of_tokenizer = any(one.startswith(_PREPROCESSING) for one in beside)
-    return architectures[0] if _GENERATION in beside or not is_of_tokenizer else ""
+    is_of_tokenizer = any(one.startswith(_PREPROCESSING) for one in neighbors)
+    return architectures[0] if _GENERATION in neighbors or not is_of_tokenizer else ""
 
 
 def _is_checkpoint(folder: CheckpointFolder) -> bool:
-    """Whether a folder holds a state, weights of a library or the list of a pipeline's models."""
+    """Return whether a folder holds a state, weights of a library or the list of a pipeline's models."""
     names = (component.name for component in folder.components)
     return (
         any(name.role not in NOT_STATES or name.is_of_library for name in names)
@@ -144,8 +144,8 @@ def open_checkpoint(
     Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format; without
     any, every state dict of a module; and those in sub-folders as hooks and pipelines have them. ``original``: of
     DeepSpeed the weights in the dtype of training, not in fp32.
-    ``lone_shard``: a shard that is given by its name stands for itself, without the other files of its model.
-    Raises UsageError when nothing is there, OperationError when weights cannot be read as a whole (what is wrong, and
+    ``lone_shard``: a shard that is given by its name is read alone, without the other files of its model.
+    Raises UsageError when nothing is there, OperationError when weights cannot all be read (what is wrong, and
     what to type next), OSError.
     """
     given = existing(path)
@@ -160,7 +160,7 @@ def open_checkpoint(
 def other_files(checkpoint: StoredCheckpoint) -> tuple[PurePosixPath, ...]:
     """Return all that holds no weights of a checkpoint, relative to its root, at any depth, as ``listed_files`` does.
 
-    Walks the folder, which opening does not. None are beside a lone file. Raises OSError when it cannot be listed.
+    Walks the folder, which opening does not. A lone file has none. Raises OSError when it cannot be listed.
     """
     if checkpoint.only is not None:
         return ()

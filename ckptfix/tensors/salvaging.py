@@ -35,7 +35,7 @@ BEHIND = "bytes are left out: they follow the last tensor, which no reader of sa
 
 
 class Lost(NamedTuple):
-    """A loss: a tensor or value by its name (None: the whole file), and why.
+    """A loss: a tensor or value by its name (None: the file), and why.
 
     ``need`` and ``have``: bytes of the tensor or the file, from its first one on; None where there is nothing to count.
     """
@@ -50,13 +50,13 @@ class Lost(NamedTuple):
         sizes = f" ({self.have} of {self.need} bytes are there)" if self.need is not None else ""
         where = (
             [self.file] if self.file != "." or self.name is None else []
-        )  # a DCP folder that is the whole source
+        )  # a DCP folder that is itself the source
         return ": ".join([*where, *([] if self.name is None else [repr(self.name)]), f"{self.reason}{sizes}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedDict:
-    """A state dict of a damaged file: the keys that lead to it, and its whole tensors.
+    """A state dict of a damaged file: the keys that lead to it, and its intact tensors.
 
     ``ties``: other name -> name in ``tensors``. ``damaged``: what is kept although it is damaged, as was asked for.
     ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the words in the header of a
@@ -75,7 +75,7 @@ class SavedDict:
 
 @paused_gc()
 def salvage_safetensors(path: Path) -> SavedDict:
-    """Return the tensors of a safetensors file that end inside of it. Raises FormatError without a whole header."""
+    """Return the tensors of a safetensors file that end inside of it. Raises FormatError without a complete header."""
     with open_reader(path) as reader:
         file = read_safetensors(reader, cut=True)
     tensors, lost = [], []
@@ -110,10 +110,10 @@ def salvage_safetensors(path: Path) -> SavedDict:
 def salvage_torch(
     path: Path, *, keep_damaged: bool = False, progress: Progress | None = None
 ) -> tuple[SavedDict, ...]:
-    """Return what is whole of each state dict of a module in a file of torch.save, of others if there is none.
+    """Return the intact part of each state dict of a module in a file of torch.save, of others if there is none.
 
     Reads every storage that has a checksum. ``keep_damaged``: keep tensors whose checksum disagrees, or whose storage
-    does not end as it should, when their bytes are all there. ``progress`` gets bytes read. What the file holds beside
+    does not end as it should, when their bytes are all there. ``progress`` gets bytes read. What the file holds besides
     them is lost with the first. Raises FormatError when nothing can be read, or it holds no state dict.
     """
     with open_reader(path) as reader:
@@ -140,7 +140,7 @@ def salvage_torch(
 
 
 def _checksum_problem(reader: FileReader, place: StoragePlace, nbytes: int, progress: Progress | None) -> str:
-    """Return in words that a whole storage does not have its CRC-32; "" when it has, or none was written."""
+    """Return in words that a complete storage does not have its CRC-32; "" when it has, or none was written."""
     if not place.crc or place.have < nbytes:
         return ""
     crc = 0
@@ -171,11 +171,11 @@ class _TorchSalvage:
         self._broken = broken
         self._keep_damaged = keep_damaged
         ranges = {key: (place.offset, place.have) for key, place in file.places.items()}
-        # With lengths that end where the file does: a tensor in what is there of a storage is whole.
+        # With lengths that end where the file does: a tensor in what is there of a storage is intact.
         self._as_file = TorchFile(None, file.tree, (), ranges, 0)
 
     def of(self, state_dict: PickledStateDict, saved: Collection[tuple[str, ...]]) -> SavedDict:
-        """Return what is whole of one state dict; ``saved``: the paths of all that are saved, which may lie in it."""
+        """Return the intact part of one state dict; ``saved``: the paths of all that are saved, which may lie in it."""
         first: dict[object, str] = {}
         tensors: list[StoredTensor] = []
         ties: dict[str, str] = {}
@@ -226,7 +226,7 @@ class _TorchSalvage:
             return Lost(self._path.name, one.fqn, f"it {reason}")
 
     def _problem(self, one: PickledTensor) -> Lost | None:
-        """Return why a tensor is not whole, with all its bytes needed and those there; None when it is."""
+        """Return why a tensor is not intact, with all its bytes needed and those there; None when it is."""
         width = DTYPE_BITS[one.dtype] // 8
         need = _last(one) * width
         if need == 0:

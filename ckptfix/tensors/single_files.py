@@ -48,7 +48,7 @@ def held_beside(tree: PickleTree, taken: Collection[KeyPath]) -> tuple[str, ...]
 
 
 def holds_tensors(value: Any, visits: Visits) -> bool:
-    """Whether a value is a dict or list in which a tensor lies, at any depth: a state dict, an optimizer's state.
+    """Return whether a tensor lies in a value, a dict or list, at any depth: a state dict, an optimizer's state.
 
     What ``visits`` has met is not looked into again. Raises FormatError for a pickle that no pickler writes.
     """
@@ -66,7 +66,7 @@ def holds_tensors(value: Any, visits: Visits) -> bool:
 
 
 def leads_to(path: KeyPath, taken: Collection[KeyPath]) -> bool:
-    """Whether one of the paths in ``taken`` begins with this one."""
+    """Return whether one of the paths in ``taken`` begins with this one."""
     return any(one[: len(path)] == path for one in taken)
 
 
@@ -76,7 +76,7 @@ def _steps(taken: Collection[KeyPath]) -> frozenset[KeyPath]:
 
 
 def _beside(path: KeyPath, node: Any, taken: frozenset[KeyPath], steps: frozenset[KeyPath]) -> Iterator[str]:
-    """Yield what is beside in a value on the way; each step on the way is a node of its own, and so met once."""
+    """Yield what else is in a value on the way; each step on the way is its own node, and so met once."""
     is_state_dict = path in taken
     for is_name, word, value in _members(node):
         inner = (*path, word)
@@ -130,7 +130,7 @@ def metadata_of(ties: Mapping[str, str], names: Collection[str]) -> dict[str, st
 
 
 def unwritable(metadata: Mapping[str, str], ties: Mapping[str, str], names: Collection[str]) -> set[str]:
-    """Return the words that cannot stand beside these tensors: they would be read as ties, or a tie has their key."""
+    """Return the words that cannot be written here: they would be read as ties, or a tie has their key."""
     return {
         *ties_in(metadata, names),
         *(key for key, text in metadata.items() if ties.get(key, text) != text),
@@ -357,7 +357,7 @@ def module_versions(file: TorchFile, at: tuple[str, ...]) -> dict[str, int]:
 
 
 def _left(members: Sequence[Component], taken: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what the files hold beside the state dicts at these paths."""
+    """Return what the files hold besides the state dicts at these paths."""
     return tuple(
         name
         for member in members
@@ -398,5 +398,5 @@ def _reached(file: TorchFile, at: tuple[str, ...]) -> object:
 
 
 def is_expanded(layout: Layout) -> bool:
-    """Whether a tensor claims more bytes than its storage has, as ``expand`` makes it."""
+    """Return whether a tensor claims more bytes than its storage has, as ``expand`` makes it."""
     return isinstance(layout, Strided) and layout.nbytes > layout.storage.length

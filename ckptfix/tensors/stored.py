@@ -57,12 +57,12 @@ class Weights:
     ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
     ``unread``: those of them that are tensors all the same, of a kind that only torch itself can store -> what it is
     in words: "a quantized tensor (torch.qint8)".
-    ``nested``: those of them in which tensors lie all the same, such as an optimizer beside tensors.
+    ``nested``: those of them in which tensors lie all the same, such as an optimizer next to tensors.
     ``left``: what else its file holds and no other model of the checkpoint is, such as an optimizer in a training dict.
     ``path``: the keys that lead to it in its file. ``versions``: module -> version, of the
     ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
     ``metadata``: the words in the header of safetensors files, without the ties. ``disputed``: those that shards do
-    not agree on, which are in no ``metadata``. ``index_words``: what an index says beside its map of names.
+    not agree on, which are in no ``metadata``. ``index_words``: what an index says besides its map of names.
     ``views``: tensors that lie in one storage with others in a torch file, and are not the same as they.
     """
 
