@@ -6,12 +6,12 @@ and ``pytorch_model.bin``, ``load_state`` of FSDP with full state dicts ``pytorc
 """
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.checkpoint.filenames import Role, index_name, model_file, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.checkpoint.pairing import Progress
@@ -26,10 +26,6 @@ from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, hash_all
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
-
-_TORCH = re.compile(r"pytorch_model((?:_[0-9]+)?|\.[\w-]+)")
-_FULL = re.compile(r"pytorch_model_fsdp(?:_[0-9]+)?")
-_FOLDER = re.compile(r"pytorch_model_fsdp_([0-9]+)")
 
 
 class Stems(NamedTuple):
@@ -49,19 +45,26 @@ def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> S
     ``taken``: names of files that exist already, or will. A user's own name stays; where the name that loaders
     look for is taken, too.
     """
-    if is_folder and (match := _FOLDER.fullmatch(stem)):
-        number = f"_{int(match[1])}" if int(match[1]) else ""
+    folder = parse_folder_name(stem) if is_folder else None
+    if folder is not None and folder.role is Role.MODEL:
         return Stems(
-            _free(f"model{number}", ".safetensors", taken, stem),
-            _free(f"pytorch_model{number}", ".bin", taken, stem),
+            _free(_stem(".safetensors", folder.index), ".safetensors", taken, stem),
+            _free(_stem(".bin", folder.index), ".bin", taken, stem),
         )
-    match = _TORCH.fullmatch(stem)
-    wanted = f"model{match[1]}" if match and not is_folder else stem
+    name = None if is_folder else parse_file_name(f"{stem}.bin")
+    wanted = stem
+    if name is not None and name.stem.partition(".")[0] == model_file(".bin").stem and name.model is not None:
+        variant = f".{name.model.variant}" if name.model.variant else ""
+        wanted = _stem(".safetensors", name.index) + variant
     return Stems(
         _free(wanted, ".safetensors", taken, stem),
         _free(stem, ".bin", taken, stem),
-        is_torch=not is_folder and _FULL.fullmatch(stem) is not None,
+        is_torch=name is not None and name.load_order is not None and name.stem != model_file(".bin").stem,
     )
+
+
+def _stem(suffix: str, index: int) -> str:
+    return str(model_file(suffix, index)).removesuffix(suffix)
 
 
 def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
@@ -76,7 +79,7 @@ def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
 
 def _names(stem: str, suffix: str) -> set[str]:
     """Return the names that mean one model: its file, and the index of its shards, which loaders take instead."""
-    return {f"{stem}{suffix}", f"{stem}{suffix}.index.json"}
+    return {f"{stem}{suffix}", index_name(stem, suffix)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

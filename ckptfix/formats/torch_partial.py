@@ -3,8 +3,8 @@
 Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the
 complete pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are
 found one by one: torch writes local headers with sizes of 0; the true ones follow the data, in a descriptor (APPNOTE
-4.3.9; 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of torch
-2.13).
+4.3.9; 24 bytes where size or offset need more than 32 bits, none after no data: ``mz_zip_writer_add_mem_ex_v2`` of
+torch 2.13).
 """
 
 import zlib
