@@ -26,19 +26,17 @@ from ckptfix.checkpoint.keys import (
 from ckptfix.errors import BeyondLimits, FormatError, JournalError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_items import NAME_KEYS, grouped_names, listed_names, read_item
 from ckptfix.formats.dcp_metadata import (
+    GROUPS_KEY,
     MAX_METADATA,
     METADATA_NAME,
+    STATE_KEY,
     DcpMetadata,
     DcpTensor,
-    read_dcp_metadata,
-)
-from ckptfix.formats.dcp_names import (
-    GROUPS_KEY,
-    STATE_KEY,
     flattened_keys,
     flattened_names,
     flattened_parts,
     model_names,
+    read_dcp_metadata,
 )
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.dcp_stream import StoredItem

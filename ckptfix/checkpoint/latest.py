@@ -18,9 +18,8 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
     random_states_name,
 )
-from ckptfix.checkpoint.folder import Component, ProblemKind
+from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_receipt import SalvageReceipt, SavedFile, plan_file, write_salvage
 from ckptfix.conversion.salvage_sources import Files, SalvagePlan, Sealed

@@ -17,8 +17,7 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems
-from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
-from ckptfix.formats.dcp_names import model_names
+from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip

@@ -10,10 +10,9 @@ from typing import ClassVar
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.completeness import compared
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState

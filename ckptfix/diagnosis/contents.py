@@ -11,9 +11,8 @@ from typing import NamedTuple
 from ckptfix.checkpoint.dcp import DATA_SUFFIX
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
-from ckptfix.checkpoint.folder import PLAIN_FOLDER
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest, usable_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc

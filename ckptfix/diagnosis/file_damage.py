@@ -13,11 +13,17 @@ from ckptfix.checkpoint.deepspeed_files import (
     is_deepspeed_file,
 )
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, Problem, ProblemKind, is_unreadable
+from ckptfix.checkpoint.folder import (
+    CheckpointFolder,
+    Component,
+    Problem,
+    ProblemKind,
+    is_unreadable,
+    scan_folder,
+)
 from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,

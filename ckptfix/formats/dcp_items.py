@@ -11,8 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats.dcp_metadata import DcpMetadata, DcpTensor
-from ckptfix.formats.dcp_names import GROUPS_KEY
+from ckptfix.formats.dcp_metadata import GROUPS_KEY, DcpMetadata, DcpTensor
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse
 from ckptfix.formats.pickle_tree import Kind, Node, Text, child, is_dict_like

@@ -8,12 +8,10 @@ from pathlib import PurePosixPath
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths, scan_dcp_folders
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import parse_file_name, parse_folder_name
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, read_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError
-from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata
-from ckptfix.formats.dcp_names import model_names
+from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
 from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Step
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.paths import MANIFEST

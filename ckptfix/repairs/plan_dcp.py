@@ -22,7 +22,7 @@ from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import MismatchedNames
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
-from ckptfix.formats.dcp_names import GROUPS_KEY, STATE_KEY, flattened_keys
+from ckptfix.formats.dcp_metadata import GROUPS_KEY, STATE_KEY, flattened_keys
 from ckptfix.formats.dcp_rewrite import paths_of, with_paths
 from ckptfix.repairs.steps import Draft, RewriteNames, Safety
 from ckptfix.storage.paths import command

@@ -11,9 +11,8 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths
-from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, scan_folder
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
 from ckptfix.diagnosis.findings.damaged import MalformedFile, MissingShard, NotATensorFile, TruncatedFile

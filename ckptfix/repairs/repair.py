@@ -18,9 +18,9 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
 )
+from ckptfix.checkpoint.folder import fingerprint, scan_folder
 from ckptfix.checkpoint.keys import fitting
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.checkpoint.scan import fingerprint, scan_folder
 from ckptfix.diagnosis.check import (
     CheckReport,
     interrupted,

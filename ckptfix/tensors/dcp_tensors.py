@@ -11,8 +11,14 @@ from ckptfix.checkpoint.filenames import Role, parse_folder_name
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import ItemReader, KnownItem, SavedTensor, dcp_problems
-from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, DcpTensor, read_dcp_metadata
-from ckptfix.formats.dcp_names import keys_beside, model_names
+from ckptfix.formats.dcp_metadata import (
+    METADATA_NAME,
+    DcpMetadata,
+    DcpTensor,
+    keys_beside,
+    model_names,
+    read_dcp_metadata,
+)
 from ckptfix.formats.dcp_stream import Chunk, StoredItem
 from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import DcpFileName, DcpPart
 from ckptfix.errors import UnsupportedFormat
-from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME
-from ckptfix.formats.dcp_names import MODEL_KEY
+from ckptfix.formats.dcp_metadata import MAX_METADATA, METADATA_NAME, MODEL_KEY
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile, Part, in_shards

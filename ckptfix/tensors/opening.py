@@ -18,10 +18,9 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
 )
-from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.groups import group_files
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, existing, listed_files

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entries
 from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import (
     Candidate,
@@ -23,7 +24,6 @@ from ckptfix.checkpoint.latest import (
     newest_whole,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL, command

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_folder_name
-from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component
+from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
 from ckptfix.checkpoint.keys import is_flat_name
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS

@@ -74,7 +74,7 @@ def _hash(path: Path, size: int) -> float:
 
 def _compare(folder: Path, digests: str = "None") -> dict[str, float]:
     return measure(
-        "from pathlib import Path\nfrom ckptfix.checkpoint.scan import scan_folder\n"
+        "from pathlib import Path\nfrom ckptfix.checkpoint.folder import scan_folder\n"
         "from ckptfix.checkpoint.pairing import first_unequal, pair_up\n"
         f"root = Path({str(folder)!r}); one, two = scan_folder(root).components; pair = pair_up(one, two)",
         f"assert first_unequal(root, pair, full=True, digests={digests}) is None",

@@ -371,7 +371,7 @@ def test_a_sealed_folder_stays_sealed(tmp_path: Path) -> None:
 
 def test_a_manifest_speaks_of_the_ties(tmp_path: Path) -> None:
     from ckptfix.checkpoint.entries import model_entries
-    from ckptfix.checkpoint.scan import scan_folder
+    from ckptfix.checkpoint.folder import scan_folder
 
     manifest = manifested(tmp_path / "a")
     shared = torch.randn(3)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.checkpoint.scan import scan_folder
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError

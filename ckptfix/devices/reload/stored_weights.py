@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder, Component
+from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.diagnosis.file_damage import CUSTOM_CLASSES_ALLOWED, diagnose_files
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle

@@ -12,10 +12,9 @@ import torch
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, believed, model_entries, state_entries
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.training.loading.assignment import Owners, Placement
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
 from ckptfix.training.loading.commit import Tensors, agree, commit_on_all, go_on_numbering, outline

@@ -12,8 +12,8 @@ import torch
 
 from ckptfix.checkpoint.entries import Entry, single_entry
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, random_states_name
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.manifest import Manifest
-from ckptfix.checkpoint.scan import scan_folder
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.training.loading.checking import random_problem
 from ckptfix.training.loading.draft import Draft, SetRandom, SetStep

@@ -7,10 +7,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from ckptfix.checkpoint import scan
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.checkpoint.folder import ProblemKind
-from ckptfix.checkpoint.scan import fingerprint, scan_folder
+from ckptfix.checkpoint.folder import ProblemKind, fingerprint, scan_folder
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.reading import FileReader, open_reader
 from tests.repairs.builders import write_safetensors
@@ -74,7 +72,7 @@ def test_files_that_are_not_wanted_are_not_opened(tmp_path: Path, monkeypatch: p
         opened.append(path.name)
         return open_reader(path)
 
-    monkeypatch.setattr(scan, "open_reader", opening)
+    monkeypatch.setattr("ckptfix.checkpoint.folder.open_reader", opening)
     folder = scan_folder(tmp_path, wanted=lambda name: name.rank in (None, 1))
     assert sorted(opened) == ["model.safetensors", "random_states_1.pkl"]
     assert [str(component.path) for component in folder.components] == sorted(opened)
