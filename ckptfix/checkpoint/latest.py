@@ -67,7 +67,7 @@ def _time_of(checkpoint: Path) -> float | None:
     return None
 
 
-def newest_whole(found: Iterable[Candidate]) -> Candidate | None:
+def newest_complete(found: Iterable[Candidate]) -> Candidate | None:
     """Return the first complete one of candidates that are ordered newest first."""
     return next((candidate for candidate in found if candidate.problem is None), None)
 
@@ -98,7 +98,7 @@ def instead_of(checkpoint: Path) -> str:
                 others = (
                     one for one in candidates(checkpoint.parent, pattern) if one.path.name != checkpoint.name
                 )
-                if (other := newest_whole(others)) is not None:
+                if (other := newest_complete(others)) is not None:
                     return f"load {shell_path(other.path)}, which is complete, or save again"
     return "save again; no complete checkpoint lies next to it"
 
@@ -161,7 +161,7 @@ def incomplete(checkpoint: Path) -> str | None:
 
 
 def _trainer_problem(checkpoint: Path) -> str | None:
-    """Return why a folder without random states of ``save_state`` is no complete one of the Trainer."""
+    """Return why a folder without random states of ``save_state`` is not a complete one of the Trainer."""
     number = checkpoint_number(checkpoint.name, _TRAINERS)
     try:
         with (checkpoint / TRAINER_STATE).open("rb") as file:

@@ -22,7 +22,7 @@ from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.storage.reading import open_reader
-from ckptfix.tensors.dcp_tensors import dcp_weights, read_metadata_of, whole_tensors
+from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
 from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch
 from ckptfix.tensors.stored import StoredTensor
@@ -407,7 +407,7 @@ def judge(
         damaged = (*items.kept(str(where)), *unlike) if keep_damaged else ()
         return JudgedFolder(reason=reason, damaged=damaged, unchecked=unchecked)
     if unlike or len(of_files) < len(own):
-        changed = sealed.changed(digests, whole_tensors(folder)[0]) if digests else {}
+        changed = sealed.changed(digests, intact_tensors(folder)[0]) if digests else {}
         items.changed |= {fqn: changed[name] for fqn, name in model.names.items() if name in changed}
         unchecked &= not digests.keys() >= set(model.names.values())
     reason = items.reason(keep_damaged)
@@ -439,7 +439,7 @@ def _whole_part(
     """Return the intact tensors of the model; all else is lost, as the new file holds only the model."""
     model = model_names(metadata)
     assert model is not None, "it was looked for"
-    tensors, lost = whole_tensors(folder)
+    tensors, lost = intact_tensors(folder)
     by_name = {name: fqn for fqn, name in model.names.items()}
     wrong = wrong.copy()
     for tensor in metadata.tensors:

@@ -59,7 +59,7 @@ class DcpTensor(NamedTuple):
 
 
 class DcpBytes(NamedTuple):
-    """An item that is no tensor: any object, pickled by torch.save. ``site`` as in ``DcpTensor``."""
+    """An item that is not a tensor: any object, pickled by torch.save. ``site`` as in ``DcpTensor``."""
 
     fqn: str
     site: int
@@ -400,7 +400,7 @@ def flattened_parts(key: str, names: Set[str]) -> tuple[str, str, str] | None:
 
 
 def keys_beside(metadata: DcpMetadata, names: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the first key of everything that is no part of the model."""
+    """Return the first key of everything that is not a part of the model."""
     paths = {one.fqn: one.path for one in metadata.planned or ()}
     every = (*(tensor.fqn for tensor in metadata.tensors), *(item.fqn for item in metadata.items))
     others = (fqn for fqn in every if fqn not in names)

@@ -19,7 +19,7 @@ Steps = tuple[str | int, ...]
 """The keys that lead to an item in the state dict that was saved."""
 
 
-class Place(NamedTuple):
+class ItemLocation(NamedTuple):
     """The position of an item: ``length`` bytes from ``offset`` of a file of the folder."""
 
     path: PurePosixPath
@@ -61,7 +61,7 @@ def with_paths(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> DcpMeta
 
 
 def rewrite_metadata(
-    metadata: DcpMetadata, new_paths: Mapping[str, Steps], places: Mapping[str, Place]
+    metadata: DcpMetadata, new_paths: Mapping[str, Steps], places: Mapping[str, ItemLocation]
 ) -> Renamed:
     """Return a ``.metadata`` in which items have other paths, names with them, and bytes items lie elsewhere.
 
@@ -84,7 +84,7 @@ def _rewritten(
     metadata: DcpMetadata,
     names: Mapping[str, str],
     new_paths: Mapping[str, Steps],
-    places: Mapping[str, Place],
+    places: Mapping[str, ItemLocation],
     *,
     opcode_by_opcode: bool = False,
 ) -> bytes:
@@ -161,7 +161,7 @@ def _expected(
     metadata: DcpMetadata,
     names: Mapping[str, str],
     new_paths: Mapping[str, Steps],
-    places: Mapping[str, Place],
+    places: Mapping[str, ItemLocation],
 ) -> tuple[object, ...]:
     """Return what a metadata should say with new names, and with bytes items in other places."""
     planned = metadata.planned
@@ -217,7 +217,7 @@ def _sites(metadata: DcpMetadata, names: Mapping[str, str], new_paths: Mapping[s
     return wanted
 
 
-def _infos(tree: PickleTree, places: Mapping[str, Place]) -> dict[str, Node]:
+def _infos(tree: PickleTree, places: Mapping[str, ItemLocation]) -> dict[str, Node]:
     """Return the ``_StorageInfo`` of the bytes items that move."""
     found = {}
     for key, info in pairs(attribute(tree.root, "storage_data")):

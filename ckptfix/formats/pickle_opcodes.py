@@ -16,7 +16,7 @@ from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
-"""Follows the data, so that reading a fixed-size operand never runs out; 0 is no opcode."""
+"""Follows the data, so that reading a fixed-size operand never runs out; 0 is not an opcode."""
 
 MAX_DEPTH = 1_000_000
 """Most open marks. A real pickle has as many as its objects nest."""

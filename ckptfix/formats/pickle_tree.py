@@ -28,7 +28,7 @@ class Text(NamedTuple):
 
 
 class Kind(Enum):
-    """The kind of a node. Constants are Python values and tuples are Python tuples, so they are no nodes."""
+    """The kind of a node. Constants are Python values and tuples are Python tuples, so they are not nodes."""
 
     LIST = "list"
     DICT = "dict"
@@ -364,7 +364,7 @@ def _exactly(constant: Any, text: Callable[[Text], str]) -> tuple[type, object]:
 
 
 def _merge(node: Node, text: Callable[[Text], str]) -> dict[str, Any] | None:
-    """Return a dict as it is once its keys are renamed, None when a key is no string."""
+    """Return a dict as it is once its keys are renamed, None when a key is not a string."""
     merged = {}
     for key, value in pairs(node):
         if type(key) is not Text:

@@ -192,7 +192,7 @@ def _local(reader: FileReader, offset: int) -> _Local | None:
 
 
 def _why_none(reader: FileReader, position: int) -> str:
-    """Say why there is no local header at an offset."""
+    """Return why there is no local header at an offset."""
     head = reader.read(position, min(4, reader.size - position)) if position < reader.size else b""
     if head == b"PK\1\2":
         return f"the directory begins at byte {position}"
@@ -201,7 +201,7 @@ def _why_none(reader: FileReader, position: int) -> str:
     return f"there is no record at byte {position}, where the next should begin"
 
 
-class StoragePlace(NamedTuple):
+class StorageLocation(NamedTuple):
     """The offset of a storage in the file, how many of its bytes are there, and the CRC-32 recorded for it (0: none).
 
     ``problem``: what is wrong although the bytes may be there, "" for nothing that can be seen without reading them.
@@ -223,13 +223,13 @@ class PartialTorchFile:
 
     tree: PickleTree = field(repr=False)
     storages: Mapping[str, PickledStorage] = field(repr=False)
-    places: Mapping[str, StoragePlace] = field(repr=False)
+    places: Mapping[str, StorageLocation] = field(repr=False)
     reason: str
     names_problem: str = ""
 
 
 def read_partial(reader: FileReader) -> PartialTorchFile:
-    """Read what is left of a file. Raises FormatError, saying why, when that is no tensor at all."""
+    """Read what is left of a file. Raises FormatError, saying why, when that has no tensors."""
     with paused_gc():
         head = reader.read(0, min(4, reader.size))
         if head == b"PK\3\4":
@@ -269,7 +269,7 @@ def _zip(reader: FileReader) -> PartialTorchFile:
             problem = found.problem
             if not problem and found.length != storage.nbytes:
                 problem = f"its record has {found.length} bytes, its object says {storage.nbytes}"
-            places[key] = StoragePlace(found.begin, 0 if not found.begin else have, found.crc, problem)
+            places[key] = StorageLocation(found.begin, 0 if not found.begin else have, found.crc, problem)
     crc = by_name[pickles.record].crc
     wrong = bool(crc) and zlib.crc32(pickles.tree.data) != crc and not pickles.is_longer
     return PartialTorchFile(
@@ -345,7 +345,7 @@ def _legacy(reader: FileReader, first: PickleTree) -> PartialTorchFile:
         if numel != storage.numel:
             problem = f"it begins with a length of {numel} elements, its object says {storage.numel}"
         begin = position + 8
-        places[key] = StoragePlace(begin, min(storage.nbytes, reader.size - begin), problem=problem)
+        places[key] = StorageLocation(begin, min(storage.nbytes, reader.size - begin), problem=problem)
         position = begin + storage.nbytes
     return PartialTorchFile(
         tree=tree, storages=known, places=places, reason=f"the file ends at byte {reader.size}"

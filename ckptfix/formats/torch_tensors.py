@@ -155,7 +155,7 @@ def kind_of_tensor(node: Node) -> str:
 
 
 def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
-    """Return the tensor that a call makes, None when it is no plain tensor or of a type without a noun.
+    """Return the tensor that a call makes, None when it is not a plain tensor, or of a type without a noun.
 
     A conjugated or negated view is no plain one: its bytes are not its numbers.
     """

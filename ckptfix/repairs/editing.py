@@ -19,7 +19,7 @@ from ckptfix.checkpoint.pairing import Files, Pairing, Saved, pair_up
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_items import renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata
-from ckptfix.formats.dcp_rewrite import Place, rewrite_metadata
+from ckptfix.formats.dcp_rewrite import ItemLocation, rewrite_metadata
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import (
     SafetensorsFile,
@@ -235,13 +235,13 @@ class _Writer:
         metadata = self._metadata(state)
         self._check_no_names_in_data(state, metadata)
         edits: list[Edit] = []
-        places: dict[str, Place] = {}
+        places: dict[str, ItemLocation] = {}
         items = list(self._renamed_items(state, metadata, action.maps))
         if items:
             name = self._free_name(state)
             data = b""
             for item, new in items:
-                places[item.fqn] = Place(name.relative_to(state.path), len(data), len(new))
+                places[item.fqn] = ItemLocation(name.relative_to(state.path), len(data), len(new))
                 data += new
             like = self.root / state.path / items[0][0].path
             edits.append(Replace(path=name, content=Recipe.like(like, (Literal(data),)), previous=ABSENT))
@@ -386,7 +386,7 @@ def _not_empty(pieces: tuple[RecipePart, ...]) -> tuple[RecipePart, ...]:
 
 
 def _superseded(
-    state: DcpFolder, metadata: DcpMetadata, places: Mapping[str, Place]
+    state: DcpFolder, metadata: DcpMetadata, places: Mapping[str, ItemLocation]
 ) -> Iterator[PurePosixPath]:
     """Yield the files of an earlier repair of which every item has moved to a new one."""
     for name, items in metadata.items_by_file().items():

@@ -298,7 +298,7 @@ def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 
 
 @paused_gc()
-def whole_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
+def intact_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
     """Return the tensors of the model in a damaged DCP folder that are all there, and why each other one is not.
 
     Raises OperationError when the metadata cannot be read, or has no model.

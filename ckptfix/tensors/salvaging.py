@@ -12,7 +12,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import read_safetensors
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_partial import PartialTorchFile, StoragePlace, read_partial
+from ckptfix.formats.torch_partial import PartialTorchFile, StorageLocation, read_partial
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor
 from ckptfix.storage.reading import FileReader, open_reader
@@ -139,7 +139,9 @@ def salvage_torch(
     return replace(first, lost=(*first.lost, *beside)), *others
 
 
-def _checksum_problem(reader: FileReader, place: StoragePlace, nbytes: int, progress: Progress | None) -> str:
+def _checksum_problem(
+    reader: FileReader, place: StorageLocation, nbytes: int, progress: Progress | None
+) -> str:
     """Return in words that a complete storage does not have its CRC-32; "" when it has, or none was written."""
     if not place.crc or place.have < nbytes:
         return ""

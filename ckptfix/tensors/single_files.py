@@ -39,7 +39,7 @@ KeyPath = tuple[str, ...]
 
 
 def held_beside(tree: PickleTree, taken: Collection[KeyPath]) -> tuple[str, ...]:
-    """Return everything that is no part of the state dicts at the paths in ``taken``, each once.
+    """Return everything that is not a part of the state dicts at the paths in ``taken``, each once.
 
     A value is named by the keys that lead to it, with dots between. The values of a state dict under string keys are
     its own affair (``PickledStateDict.opaque_keys``), those under other keys are none of its tensors.

@@ -21,7 +21,7 @@ from ckptfix.checkpoint.latest import (
     candidates,
     checkpoints_folder,
     mixed,
-    newest_whole,
+    newest_complete,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
@@ -195,7 +195,7 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
 
 def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     families = [found for pattern in patterns if (found := candidates(folder, pattern))]
-    newest = [best for found in families if (best := newest_whole(found)) is not None]
+    newest = [best for found in families if (best := newest_complete(found)) is not None]
     if not newest:
         said = "; ".join(f"{one.path.name}: {one.problem}" for found in families for one in found)
         raise UsageError(f"no complete checkpoint in {folder} ({said or _what_is_there(folder, patterns)})")
@@ -203,7 +203,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     _ensure_later(folder, best, newest)
     own = next(found for found in families if best in found)
     broken = [one for one in own if one.number > best.number]
-    broken += [found[0] for found in families if newest_whole(found) is None]
+    broken += [found[0] for found in families if newest_complete(found) is None]
     others = [one.path.name for one in newest if one is not best]
     words = (
         [f"passed over {'; '.join(f'{one.path.name}: {one.problem}' for one in broken)}"] if broken else []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptfix import check, repair, undo
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_whole
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, checkpoints_folder, incomplete, newest_complete
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint, missing_files, read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import MANIFEST
@@ -228,10 +228,10 @@ def test_candidates_are_ordered_by_number_and_others_are_passed_over(tmp_path: P
         (tmp_path / name / "random_states_0.pkl").write_bytes(b"x")
     (tmp_path / "checkpoint_11").write_text("a file")
     assert [candidate.number for candidate in candidates(tmp_path)] == [10, 9]
-    best = newest_whole(candidates(tmp_path))
+    best = newest_complete(candidates(tmp_path))
     assert best is not None
     assert best.path.name == "checkpoint_10"
-    assert newest_whole(()) is None
+    assert newest_complete(()) is None
 
 
 def test_a_folder_into_which_a_save_was_under_way_is_not_whole(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_items import listed_names, read_item, renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata, parse_dcp_metadata
-from ckptfix.formats.dcp_rewrite import Place, Steps, paths_of, rewrite_metadata
+from ckptfix.formats.dcp_rewrite import ItemLocation, Steps, paths_of, rewrite_metadata
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.pickle_rewrite import number_behind, rewrite
 from ckptfix.formats.pickle_stream import parse
@@ -77,7 +77,7 @@ def test_torch_unpickles_the_new_names_and_nothing_else_new(tmp_path: Path) -> N
 @pytest.mark.parametrize("offset", [0, 255, 256, 70_000, 1 << 31, 1 << 40])
 def test_an_item_gets_another_place(tmp_path: Path, offset: int) -> None:
     before = saved(tmp_path)
-    place = Place(PurePosixPath("__ckptfix_0.distcp"), offset, offset + 7)
+    place = ItemLocation(PurePosixPath("__ckptfix_0.distcp"), offset, offset + 7)
     new = rewrite_metadata(read(tmp_path), {}, {ITEM: place})
     stored: Any = before.storage_data
     info = stored[MetadataIndex(ITEM)]
@@ -121,7 +121,7 @@ def test_a_name_that_is_not_made_of_its_path(tmp_path: Path) -> None:
 def test_an_item_that_is_nowhere(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(FormatError, match="no place of 'other'"):
-        rewrite_metadata(read(tmp_path), {}, {"other": Place(PurePosixPath("x"), 0, 1)})
+        rewrite_metadata(read(tmp_path), {}, {"other": ItemLocation(PurePosixPath("x"), 0, 1)})
 
 
 def stored_item(folder: Path) -> StoredItem:

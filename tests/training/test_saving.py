@@ -19,7 +19,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 
 from ckptfix import check
-from ckptfix.checkpoint.latest import candidates, incomplete, newest_whole
+from ckptfix.checkpoint.latest import candidates, incomplete, newest_complete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.training.accelerator import Accelerator
@@ -556,7 +556,7 @@ def test_a_rank_killed_at_any_step_leaves_no_half_checkpoint(tmp_path: Path, vic
         statuses = run_ranks(2, work)
         folder = project / "checkpoints"
         found = candidates(folder)
-        best = newest_whole(found)
+        best = newest_complete(found)
         assert best is not None
         assert weight_in(best.path) == best.number + 1.0
         assert all(candidate.problem is None for candidate in found), "half a checkpoint has a number"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix import check
-from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_whole
+from ckptfix.checkpoint.latest import UNFINISHED, candidates, incomplete, mixed, newest_complete
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.cli import run
 from ckptfix.storage import staged
@@ -126,7 +126,7 @@ def test_killed_at_any_step_the_old_or_the_new_one_is_there(tmp_path: Path, how:
 
         status = in_child(work)
         assert status in (0, signal.SIGKILL)
-        found = newest_whole(candidates(target.parent))
+        found = newest_complete(candidates(target.parent))
         now = contents(target) if target.exists() else None
         expected = {**NEW, "notes.txt": b"mine"} if how is How.INSIDE else NEW
         if found is None:
