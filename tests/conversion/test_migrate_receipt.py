@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migrate_receipt import MigrateReceipt
 from ckptfix.errors import OperationError
-from tests.tensors.test_single import LONG, quantized, two_shards
+from tests.tensors.test_single_files import LONG, quantized, two_shards
 
 
 def words_of(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What an optimizer's pickle says of its training."""
+"""Facts about training in an optimizer's pickle."""
 
 from pathlib import Path
 
