@@ -13,7 +13,7 @@ from ckptfix.storage.paths import MANIFEST, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.verification.matching import crossed, crossing, moved, pair_models
-from ckptfix.verification.verify_report import Change, Item, Kind, Outcome
+from ckptfix.verification.verify_report import Change, Item, Kind, Outcome, file_item
 from ckptfix.wording import list_names
 
 _BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothing else of it"
@@ -144,7 +144,7 @@ def _files(
     for name in alike:
         item = _same_name(name, contents, other, results)
         if item.change is not None and name in of_models and name in of_others:
-            yield _item(Kind.FILE, name, name, Outcome.NOT_CHECKED, item.change, _BY_TENSOR)
+            yield file_item(name, Outcome.NOT_CHECKED, item.change, _BY_TENSOR)
         else:
             yield item
     compared = of_models | of_others
@@ -156,10 +156,10 @@ def _files(
         for name in sorted(mine.files.keys() - yours.files.keys()):
             if name in compared:
                 text = f"{words}: its tensors are compared one by one"
-                yield _item(Kind.FILE, name, name, Outcome.NOT_CHECKED, change, text)
+                yield file_item(name, Outcome.NOT_CHECKED, change, text)
             else:
                 outcome = Outcome.DIFFER if whole else Outcome.NOT_CHECKED
-                yield _item(Kind.FILE, name, name, outcome, change, words)
+                yield file_item(name, outcome, change, words)
 
 
 def _same_name(
@@ -173,7 +173,7 @@ def _same_name(
     if ours is not None and theirs is not None:
         return _compared(Kind.FILE, name, name, ours, theirs)
     sizes = f"has {contents.files[name].size} bytes here, {other.files[name].size} there"
-    return _item(Kind.FILE, name, name, Outcome.DIFFER, Change.CHANGED, sizes)
+    return file_item(name, Outcome.DIFFER, Change.CHANGED, sizes)
 
 
 def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) -> Iterator[str]:
@@ -208,10 +208,10 @@ def _tensors(
     for name, tensor in ours.items():
         where, match = _home(tensor, contents.root), theirs.get(name)
         if match is None:
-            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.EXTRA, "is only here")
+            yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.EXTRA, "is only here")
         elif (tensor.dtype, tensor.shape) != (match.dtype, match.shape):
             text = f"is {_kind(tensor)} here, {_kind(match)} there"
-            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.CHANGED, text)
+            yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.CHANGED, text)
         else:
             assert pair.ours is not None
             assert pair.theirs is not None
@@ -222,20 +222,16 @@ def _tensors(
         if name not in ours:
             where = _home(tensor, other.root)
             text = f"is only in {other.root}"
-            yield _item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.MISSING, text)
+            yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.MISSING, text)
 
 
 def _compared(kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed) -> Item:
     if ours.problem:
-        return _item(kind, name, where, Outcome.NOT_CHECKED, None, f"cannot be read: {ours.problem}")
+        return Item(kind, name, where, Outcome.NOT_CHECKED, None, f"cannot be read: {ours.problem}")
     if ours.digest == theirs.digest:
-        return _item(kind, name, where, Outcome.MATCH, None, "")
+        return Item(kind, name, where, Outcome.MATCH, None, "")
     text = f"differs: sha256 {ours.digest[:12]} here, {theirs.digest[:12]} there"
-    return _item(kind, name, where, Outcome.DIFFER, Change.CHANGED, text)
-
-
-def _item(kind: Kind, name: str, where: str, outcome: Outcome, change: Change | None, text: str) -> Item:
-    return Item(kind=kind, name=name, where=where, outcome=outcome, change=change, text=text)
+    return Item(kind, name, where, Outcome.DIFFER, Change.CHANGED, text)
 
 
 def _kind(tensor: StoredTensor) -> str:

@@ -10,7 +10,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
 from ckptfix.storage.paths import command
 from ckptfix.tensors.hashing import Hashed, first_place
-from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, judge
+from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, file_item, judge
 
 _Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
 
@@ -265,25 +265,25 @@ def _file_items(
         yield _file_without_digest(name, contents, recorded)
     for name, why in contents.special.items():
         if name not in told and name not in recorded.sizes:
-            yield _file(name, Outcome.NOT_CHECKED, None, why)
+            yield file_item(name, Outcome.NOT_CHECKED, None, why)
 
 
 def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:
     state, size = contents.files.get(name), recorded.sizes.get(name)
     if state is None:
         size_of = f"; {size} bytes were saved" if size is not None else ""
-        return _file(name, Outcome.DIFFER, Change.MISSING, f"is missing{size_of}")
+        return file_item(name, Outcome.DIFFER, Change.MISSING, f"is missing{size_of}")
     if size is not None and state.size != size:
-        return _file(name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved")
+        return file_item(name, Outcome.DIFFER, Change.CHANGED, f"has {state.size} bytes, {size} were saved")
     if name in recorded.repaired:
         text = f"{_NO_DIGEST} since a repair changed it; next: {command('seal', contents.root)}"
-        return _file(name, Outcome.NOT_CHECKED, None, text)
+        return file_item(name, Outcome.NOT_CHECKED, None, text)
     if size is not None:
-        return _file(name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same")
+        return file_item(name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same")
     if recorded.manifest is None:
-        return _file(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)
+        return file_item(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)
     outcome = Outcome.DIFFER if recorded.is_sealed or _changes_a_load(name) else Outcome.NOT_CHECKED
-    return _file(name, outcome, Change.EXTRA, "is not in the manifest")
+    return file_item(name, outcome, Change.EXTRA, "is not in the manifest")
 
 
 def _changes_a_load(name: str) -> bool:
@@ -295,10 +295,6 @@ def _changes_a_load(name: str) -> bool:
     if parsed is None or parsed.is_of_trainer:
         return False
     return parsed.role not in (Role.RNG_STATE, Role.UNKNOWN)
-
-
-def _file(name: str, outcome: Outcome, change: Change | None, text: str) -> Item:
-    return Item(kind=Kind.FILE, name=name, where=name, outcome=outcome, change=change, text=text)
 
 
 def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:

@@ -142,7 +142,7 @@ class Kind(Enum):
     TENSOR = "tensor"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Item(Serialized):
     """The verdict on one file or tensor.
 
@@ -169,6 +169,11 @@ class Item(Serialized):
     def label(self) -> str:
         """The file, or the tensor and its file, in words."""
         return self.name if self.kind is Kind.FILE else f"{self.where}: {self.name!r}"
+
+
+def file_item(name: str, outcome: Outcome, change: Change | None, text: str) -> Item:
+    """Return the verdict on a file."""
+    return Item(Kind.FILE, name, name, outcome, change, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
