@@ -1,4 +1,4 @@
-"""Which model of one checkpoint is compared with which of another, by ``diff`` and by ``verify --against``."""
+"""Pairs of models that ``diff`` and ``verify --against`` compare."""
 
 from pathlib import Path
 
