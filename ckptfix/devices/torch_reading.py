@@ -191,7 +191,7 @@ def read_weights(root: Path, entry: Entry, *, trust: bool) -> "OrderedDict[str, 
             for step in entry.path:
                 part = part[int(step)] if isinstance(part, list | tuple) else part[step]
         if not isinstance(part, Mapping):
-            raise Unreadable(f"{root / member.path} holds no state dict but a {type(part).__name__}")
+            raise Unreadable(f"{root / member.path} holds a {type(part).__name__}, not a state dict")
         weights.update(part)
         if (metadata := getattr(part, "_metadata", None)) is not None:
             vars(weights).setdefault("_metadata", OrderedDict()).update(metadata)
@@ -210,7 +210,7 @@ def read_pickle(root: Path, component: Component, *, trust: bool, mapped: bool =
     """
     path = root / component.path
     if component.problem is not None or not isinstance(component.content, TorchFile):
-        reason = component.problem.message if component.problem else "no file of torch.save"
+        reason = component.problem.message if component.problem else "it is not a file of torch.save"
         raise Unreadable(f"{path}: {reason}; next: {command('check', root)}")
     tree = component.content.tree
     allowed, refused = resolve(tree.globals)

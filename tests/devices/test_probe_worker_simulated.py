@@ -75,12 +75,12 @@ def test_a_copy_that_kills_the_process_is_a_crash_of_its_pair(tmp_path: Path) ->
         "from ckptfix.devices.probe import trials\n"
         "run = trials.PairTrials.run\n"
         "def run_or_abort(self, case, seed):\n"
-        "    tell = self._tell\n"
-        "    self._tell = lambda stage: (tell(stage), stage and self.pair == (0, 1) and os.abort())\n"
+        "    announce = self._announce\n"
+        "    self._announce = lambda stage: (announce(stage), stage and self.pair == (0, 1) and os.abort())\n"
         "    try:\n"
         "        return run(self, case, seed)\n"
         "    finally:\n"
-        "        self._tell = tell\n"
+        "        self._announce = announce\n"
         "trials.PairTrials.run = run_or_abort\n"
     )
     code = (

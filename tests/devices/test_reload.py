@@ -315,8 +315,8 @@ def test_a_file_that_changes_meanwhile_is_no_proof(tmp_path: Path) -> None:
         ("nothing", "write module:factory"),
         ("no_such_module_at_all:build", "ModuleNotFoundError"),
         (f"{MODELS}:none_such", "AttributeError"),
-        (f"{MODELS}:Path.cwd.__name__", "a str, no function"),
-        (f"{MODELS}:no_model", "returned dict, no torch.nn.Module"),
+        (f"{MODELS}:Path.cwd.__name__", "a str, not a function"),
+        (f"{MODELS}:no_model", "returned dict, not a torch.nn.Module"),
         (f"{MODELS}:broken", "raised RuntimeError: no data here"),
     ],
 )

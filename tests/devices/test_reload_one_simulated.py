@@ -1,4 +1,4 @@
-"""Reloads on one simulated device: the device, the host's memory and the disk are exercised, peer copies are not."""
+"""Reloads on one simulated device: the device, the host's memory and the disk are exercised, P2P copies are not."""
 
 from pathlib import Path
 from typing import Any

@@ -19,7 +19,7 @@ from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, classify, compared, free_memory, same
 from ckptfix.devices.probe.probe_report import Kind
-from ckptfix.devices.probe.task import Failure
+from ckptfix.devices.probe.task import Announce, Failure
 from ckptfix.devices.probe.trials import REMEMBERED, Copy, prove_again, still_holds
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Pair, device
@@ -34,7 +34,7 @@ _FINITE = 0xBFFF - (1 << 16)
 """In each word of 16 bits: an exponent with its highest bit clear is that of a finite number, in floats of any size."""
 
 _BESIDE = 24 << 20
-"""Bytes of a device that are left for what copies and comparisons need beside their payloads."""
+"""Bytes of a device that are left for what copies and comparisons need next to their payloads."""
 
 _PATIENCE = 60.0
 """Seconds that pairs wait for each other. Longer than a hang is waited for, so that one that hangs is found as such."""
@@ -131,7 +131,7 @@ def run_large(
     row: Row,
     seeds: Sequence[int],
     memory: Memory,
-    tell: Callable[[str | None], None],
+    announce: Announce,
     earlier: "Callable[[Pair], deque[Any]]",
 ) -> tuple[Failure, ...]:
     """Make one copy over each of these pairs, which have no device in common, and return what is wrong with them.
@@ -154,13 +154,13 @@ def run_large(
             all_queued.abort()  # which ends the others' waiting
             raise
 
-    tell(str(case) + (f" over {len(pairs)} pairs without a device in common" if len(pairs) > 1 else ""))
+    announce(str(case) + (f" over {len(pairs)} pairs without a device in common" if len(pairs) > 1 else ""))
     if len(pairs) == 1:
         done = [copied(pairs[0], seeds[0])]
     else:
         with ThreadPoolExecutor(len(pairs)) as pool:  # much of it is the host's work, on bytes that came back
             done = list(pool.map(copied, pairs, seeds))
-    tell(None)
+    announce(None)
     failures = []
     for copy in done:
         failures.append(copy.failure(tuple(earlier(copy.pair))))
@@ -206,7 +206,7 @@ def run_batch(
     row: Row,
     seed: int,
     memory: Memory,
-    tell: Callable[[str | None], None],
+    announce: Announce,
     earlier: "deque[Any]",
     most: int,
 ) -> tuple[Failure, ...]:
@@ -223,14 +223,14 @@ def run_batch(
     window = row.window(pair, whole, seed, what)
     source, reference = (row.on(index)[window] for index in pair)
     block = row.complement[window].to(device(pair[1]))
-    tell(what)
+    announce(what)
     seen = []
     for case, slot in zip(cases, slots, strict=True):
         block[slot].view(payload.dtype_of(case.dtype)).copy_(laid_out(case, source[slot]))
         seen.append(compared(block[slot], reference[slot]))
     in_time = torch.stack(seen).tolist()
     back = memory.on_host(whole, "batch").copy_(block)
-    tell(None)
+    announce(None)
     sent, expected = row.bytes[window], row.complement[window].clone()
     for slot in slots:
         expected[slot] = sent[slot]
@@ -262,7 +262,7 @@ _AT_ONCE = 1 << 20
 
 
 def all_at_once(
-    pairs: Sequence[Pair], round_number: int, seed: int, tell: Callable[[str | None], None]
+    pairs: Sequence[Pair], round_number: int, seed: int, announce: Announce
 ) -> tuple[Failure, ...]:
     """Queue a copy on every pair before the host waits for one of them; return those that were wrong."""
     size = _AT_ONCE + 8 * round_number
@@ -277,7 +277,7 @@ def all_at_once(
                 block=torch.bitwise_not(sent).to(device(pair[1])), reference=reference, expected=sent,
             )
         )  # fmt: skip
-    tell(what)
+    announce(what)
     for copy in copies:
         copy.block.copy_(copy.source, non_blocking=True)
     for copy in copies:
@@ -286,13 +286,11 @@ def all_at_once(
         copy.in_time = bool(copy.seen)
     for copy in copies:
         copy.read_back(torch.bitwise_not(copy.sent))
-    tell(None)
+    announce(None)
     return tuple(failure for copy in copies if (failure := copy.failure()) is not None)
 
 
-def chain(
-    hops: Sequence[Pair], size: int, seed: int, tell: Callable[[str | None], None]
-) -> tuple[Failure, ...]:
+def chain(hops: Sequence[Pair], size: int, seed: int, announce: Announce) -> tuple[Failure, ...]:
     """Send bytes over all hops with nothing but a kernel between two of them; return the first hop that was wrong.
 
     The kernel complements what arrived, and its result is both what travels on and the evidence: it shows what a
@@ -304,14 +302,14 @@ def chain(
     blocks = [(~bits).to(device(pair[1])) for pair, bits in zip(hops, expected, strict=False)]
     travelling = start.to(device(hops[0][0]))
     what = f"{exact_size(size)} through the chain {route}"
-    tell(what)
+    announce(what)
     consumed = []
     for block in blocks:
         block.copy_(travelling, non_blocking=True)
         travelling = block.bitwise_not()
         consumed.append(travelling)
     back = [torch.empty_like(start).copy_(bits) for bits in consumed]
-    tell(None)
+    announce(None)
     for pair, bits, block, seen in zip(hops, expected, blocks, back, strict=False):
         if not same(seen, ~bits):
             prove_again(pair[0], size)

@@ -111,7 +111,7 @@ def same(one: Any, other: Any) -> bool:
 def compared(one: Any, other: Any) -> Any:
     """Queue a comparison of two blocks on their device, and return what it will give: a tensor of one bool.
 
-    Large blocks are compared in parts, which keeps what a comparison needs beside them small.
+    Large blocks are compared in parts, which keeps what a comparison needs next to them small.
     """
     equal = [
         (part == its).all()
@@ -183,7 +183,7 @@ class Memory:
 class Damage:
     """A kind of damage; ``first_offset``: the first wrong byte, counted from the start of the payload.
 
-    None where no byte of the payload is wrong in the end: it came late, or the memory beside it was written.
+    None where no byte of the payload is wrong in the end: it came late, or the memory next to it was written.
     """
 
     kind: Kind

@@ -50,7 +50,7 @@ class Kind(Enum):
     SHIFT = "shift"  # the right bytes at a displaced address
     SWAP = "swap"  # the two halves in each other's place
     LATE = "late"  # right after the host has waited, wrong for the kernel queued behind the copy
-    OUTSIDE = "outside"  # memory beside the destination was written
+    OUTSIDE = "outside"  # memory next to the destination was written
     GARBAGE = "garbage"
     ERROR = "error"  # the copy raised
     CRASH = "crash"  # the process died in the copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptfix.devices.probe.payload import Damage
     from ckptfix.devices.torch_devices import Pair
+
+
+Announce = Callable[[str | None], None]
+"""A function to call with words before anything that can hang, and with None after it."""
 
 
 class Work(Enum):

@@ -21,7 +21,7 @@ from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same
 from ckptfix.devices.probe.probe_report import Kind
-from ckptfix.devices.probe.task import Failure
+from ckptfix.devices.probe.task import Announce, Failure
 from ckptfix.devices.torch_devices import Pair, device
 from ckptfix.errors import CkptfixError
 
@@ -48,12 +48,12 @@ class UnusableDevice(CkptfixError):
         self.index = index
 
 
-def prove(index: int, seed: int, memory: Memory, tell: Callable[[str | None], None]) -> Iterator[None]:
+def prove(index: int, seed: int, memory: Memory, announce: Announce) -> Iterator[None]:
     """Send bytes to a device and back, and yield after each time. Raises UnusableDevice when others come back."""
     for number, size in enumerate(_SIZES):
-        tell(f"host round trip of {exact_size(size)}")
+        announce(f"host round trip of {exact_size(size)}")
         _round_trip(index, size, payload.seed_of(seed, "host", index, number), memory)
-        tell(None)
+        announce(None)
         yield
 
 
@@ -163,7 +163,7 @@ class Landing:
 
     @property
     def is_all(self) -> bool:
-        """True if the copy itself makes the block, so that there is nothing beside it."""
+        """True if the copy itself makes the block, so that there is nothing next to it."""
         return self.case.route is Route.TO
 
     @property
@@ -196,20 +196,18 @@ class Landing:
 
 
 class PairTrials:
-    """Copies over one ordered pair. ``tell`` gets a case before its copy, and None when all bytes are back.
+    """Copies over one ordered pair. ``announce`` gets a case before its copy, and None when all bytes are back.
 
     ``earlier`` remembers what this pair carried.
     """
 
-    def __init__(
-        self, pair: Pair, memory: Memory, earlier: "deque[Any]", tell: Callable[[str | None], None]
-    ) -> None:
+    def __init__(self, pair: Pair, memory: Memory, earlier: "deque[Any]", announce: Announce) -> None:
         self.pair = pair
         self._memory = memory
         self.source, self.destination = (device(index) for index in pair)
         self.unpoisoned = 0
         self._earlier = earlier
-        self._tell = tell
+        self._announce = announce
 
     def run(self, case: Case, seed: int) -> Failure | None:
         """Make one copy and return what is wrong with it, or None.
@@ -222,7 +220,7 @@ class PairTrials:
         source = self._laid_out(case, self._memory.upload(bits(sent.source), self.source, "source"))
         block = self._poisoned(landing, sent.before)
         address = block.data_ptr()
-        self._tell(str(case))
+        self._announce(str(case))
         with self._streams(case):
             if landing.is_all:
                 del block
@@ -236,7 +234,7 @@ class PairTrials:
             block=block, reference=reference, expected=sent.after, seen=seen,
         )  # fmt: skip
         copy.read_back(sent.before)
-        self._tell(None)
+        self._announce(None)
         failure = copy.failure(tuple(self._earlier), landing.bytes_of)
         self._earlier.append(bits(landing.view(sent.after))[:REMEMBERED].clone())
         return failure

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -23,7 +23,7 @@ from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.bulk import NoRoom, Row, all_at_once, chain, next_batch, run_batch, run_large
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section
 from ckptfix.devices.probe.payload import Memory
-from ckptfix.devices.probe.task import Ending, Failure, Task, TaskResult, Work
+from ckptfix.devices.probe.task import Announce, Ending, Failure, Task, TaskResult, Work
 from ckptfix.devices.probe.trials import PairTrials, UnusableDevice, prove, side_streams_exist
 from ckptfix.devices.routing import bypassed
 from ckptfix.devices.torch_devices import Machine, Pair, device, device_type, this_machine
@@ -42,10 +42,10 @@ def no_memory(error: BaseException) -> bool:
 
 
 class Runner:
-    """Does tasks. ``tell`` is called with words before anything that can hang, and with None after it."""
+    """Does tasks. ``announce``: see ``Announce``."""
 
-    def __init__(self, tell: Callable[[str | None], None] = lambda stage: None) -> None:
-        self._report = tell
+    def __init__(self, announce: Announce = lambda stage: None) -> None:
+        self._report = announce
         self._stage = ""
         self._memory = Memory()
         self._long_row: Row | None = None
@@ -85,7 +85,7 @@ class Runner:
         with suppress(RuntimeError):  # a device that was lost has nothing to give back
             module.empty_cache()
 
-    def _tell(self, stage: str | None) -> None:
+    def _announce(self, stage: str | None) -> None:
         self._stage = stage or ""
         self._report(stage)
 
@@ -94,21 +94,21 @@ class Runner:
         match task.work:
             case Work.HOST:
                 index = task.pairs[0][0]
-                for _ in prove(index, task.seed, self._memory, self._tell):
+                for _ in prove(index, task.seed, self._memory, self._announce):
                     progress.add()
-                self._tell("host round trip of a large payload")
+                self._announce("host round trip of a large payload")
                 with suppress(NoRoom):  # the copies that need it will say so
                     self._row(task).prove(index)
-                self._tell(None)
+                self._announce(None)
             case Work.SECTION:
                 return self._section(task, deadline, progress)
             case Work.TOGETHER:
                 for number in range(plan.rounds):
-                    progress.failures += all_at_once(task.pairs, number, task.seed, self._tell)
+                    progress.failures += all_at_once(task.pairs, number, task.seed, self._announce)
                     progress.add()
             case Work.CHAIN:
                 for size in plan.chained:
-                    progress.failures += chain(task.pairs, size, task.seed, self._tell)
+                    progress.failures += chain(task.pairs, size, task.seed, self._announce)
                     progress.add()
             case _:
                 assert_never(task.work)
@@ -163,14 +163,14 @@ class Runner:
             (case,) = cases
             wanted = [seed for pair, seed in zip(task.pairs, seeds, strict=True) if pair in pairs]
             return run_large(
-                case, pairs, self._row(task), wanted, self._memory, self._tell, self._earlier.__getitem__
+                case, pairs, self._row(task), wanted, self._memory, self._announce, self._earlier.__getitem__
             )
         (pair,), (seed,) = pairs, seeds
         if section.batched:
             return run_batch(
-                cases, pair, self._row(task), seed, self._memory, self._tell, self._earlier[pair], ENOUGH
+                cases, pair, self._row(task), seed, self._memory, self._announce, self._earlier[pair], ENOUGH
             )
-        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._tell)
+        on_pair = PairTrials(pair, self._memory, self._earlier[pair], self._announce)
         failure = on_pair.run(cases[0], seed)
         progress.unpoisoned += on_pair.unpoisoned
         return () if failure is None else (failure,)
@@ -283,17 +283,17 @@ def main() -> None:
     _end_with_the_parent(os.getppid())
     answers = _own_channel()
 
-    def tell(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     with suppress(BrokenPipeError):
-        tell({"ready": this_machine().to_json()})
-        runner = Runner(lambda stage: tell({"stage": stage}))
+        send({"ready": this_machine().to_json()})
+        runner = Runner(lambda stage: send({"stage": stage}))
         for line in sys.stdin:
             asked = json.loads(line)
             outcome = runner.run(Task.from_json(asked["task"]), asked["seconds"])
-            tell({"outcome": outcome.to_json()})
+            send({"outcome": outcome.to_json()})
 
 
 def _own_channel() -> TextIO:

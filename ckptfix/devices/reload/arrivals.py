@@ -115,7 +115,7 @@ class Hops:
     wrong: Counter[Pair] = field(default_factory=Counter)
     tally: Tally = field(
         default_factory=lambda: Tally(
-            subject=Subject.PEER_HOPS, what="tensors over one peer hop", is_transfer=True
+            subject=Subject.PEER_HOPS, what="tensors over one P2P hop", is_transfer=True
         )
     )
     _dead: set[int] = field(default_factory=set)
@@ -222,7 +222,7 @@ def prove_files(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for name in weights.opaque:
-        proofs.read.skip(weights.prefix + name, "no plain tensor")
+        proofs.read.skip(weights.prefix + name, "not a plain tensor")
 
 
 def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally, *, must: bool) -> None:

@@ -49,11 +49,11 @@ def read_device_map(given: object) -> Spread | dict[str, Device]:
         return Spread(text)
     kinds = ", ".join(spread.value for spread in Spread)
     if not isinstance(text, str) or not text or not Path(text).is_file():
-        raise UsageError(f"the device map {given!r} is none of {kinds}, and no JSON file")
+        raise UsageError(f"the device map {given!r} is neither a JSON file nor one of {kinds}")
     try:
         document = json.loads(Path(text).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{text}: no JSON: {error}") from None
+        raise UsageError(f"{text} is not JSON: {error}") from None
     if not isinstance(document, dict) or not document:
         raise UsageError(
             f'{text}: a device map is a JSON object like {{"model.layers.0": 0, "lm_head": "cpu"}}'

@@ -253,8 +253,8 @@ def _untied(model: Any, names: Mapping[str, str], weights: Weights) -> tuple[tup
 
     transformers 5 leaves them apart and warns, so that the model itself no longer shows the tie.
     """
-    tell = getattr(model, "get_expanded_tied_weights_keys", None)
-    pairs = dict(tell(all_submodels=True)) if tell is not None else {}
+    ties_of = getattr(model, "get_expanded_tied_weights_keys", None)
+    pairs = dict(ties_of(all_submodels=True)) if ties_of is not None else {}
     apart = [
         (names[source], names[target])
         for target, source in pairs.items()

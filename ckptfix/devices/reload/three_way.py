@@ -370,7 +370,7 @@ def _compare_direct(
             direct.wrong += 1
             direct.raised = direct.raised or f"direct run {number + 1} raised {in_words(error)}"
             if not all(answers(device(index)) for index in trial.accelerators):
-                text = f"transfer fault: {direct.raised}; staged runs did not, and a device answers no more"
+                text = f"transfer fault: {direct.raised}; staged runs did not, and a device no longer answers"
                 runs.proofs.add(Subject.SPLIT, Outcome.FAILED, text)
                 return
             continue

@@ -160,7 +160,7 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
             made = called()
         model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"the factory {shown} returned {type(model).__name__}, no torch.nn.Module")
+            raise UsageError(f"the factory {shown} returned {type(model).__name__}, not a torch.nn.Module")
         model = model.to("cpu") if not any(one.is_meta for one in tensors_of(model).values()) else model
         model.eval()
     except CkptfixError:
@@ -211,7 +211,7 @@ def _imported(spec: str) -> Factory:
     except ANYTHING as error:  # importing runs the user's own code
         raise UsageError(f"--model {spec}: {in_words(error)}") from error
     if not callable(value):
-        raise UsageError(f"--model {spec}: {name} is a {type(value).__name__}, no function")
+        raise UsageError(f"--model {spec}: {name} is a {type(value).__name__}, not a function")
     factory: Factory = value
     return factory
 
