@@ -36,7 +36,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "journal: a failed repair is not rolled back",
-        "        _take_back(root, building, error, progress)\n        if not isinstance(error, Exception):",
+        "        _undo_after(root, building, error, progress)\n        if not isinstance(error, Exception):",
         "        if not isinstance(error, Exception):",
         ("test_journal.py::test_a_failed_verify_rolls_back",),
     ),

@@ -185,7 +185,7 @@ def _check_still(full: Path, path: PurePosixPath, expected: Fingerprint | None) 
 
 
 def _check_taken(old: Path, path: PurePosixPath, expected: Fingerprint | None) -> None:
-    """What was taken away may be deleted at the commit: it must be what the recipe makes again."""
+    """Check the file in the journal, which may be deleted at the commit: the recipe must be able to make it again."""
     found = fingerprint(old)
     if found != expected:
         raise OperationError(str(_saved_again(path, found, expected)))

@@ -1,6 +1,4 @@
-"""Durable writing: short writes completed, folders synced, files replaced by one rename that never covers
-another file.
-"""
+"""Durable writing: short writes completed, folders synced, and renames that never cover another file."""
 
 import ctypes
 import errno
@@ -10,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptfix.wording import human_size
-
-# Durable writing: short writes completed, folders synced, whole files replaced by one rename.
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk, or of a share of one, that has no room left."""
@@ -136,8 +132,6 @@ def remove_folder(folder: Path) -> None:
         os.close(fd)
     os.rmdir(folder)
 
-
-# Renames that never put one file over another that nobody looked at.
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2

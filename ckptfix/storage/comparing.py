@@ -1,4 +1,7 @@
-"""Comparison of byte ranges in two open files, with several threads and little memory."""
+"""Comparison of byte ranges in two open files, with several threads and little memory.
+
+Where the file system says on which blocks a range lies (Linux FIEMAP), shared blocks need not be read.
+"""
 
 import ctypes
 import errno
@@ -14,10 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage.parallel import Control, reading_threads, run_all
+from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.reading import page_buffer
-
-# Which blocks of the disk a range of a file lies on (Linux FIEMAP).
 
 _FS_IOC_FIEMAP = 0xC020660B
 _SYNC = (
@@ -34,7 +35,7 @@ _AT_ONCE = 256
 
 
 def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int) -> bool:
-    """True when two ranges of files on one device lie on the same blocks. False: they do not, or nobody knows."""
+    """Return True when two ranges of files on one device lie on the same blocks, False when that is not known."""
     try:
         parts_a, parts_b = _physical(fd_a, offset_a, length), _physical(fd_b, offset_b, length)
         done = 0
@@ -80,8 +81,6 @@ def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int
                 return
 
 
-# Compare byte ranges of two open files with several threads and little memory.
-
 # With 256 KiB blocks the threads spend half their time handing the interpreter's lock around; from 2 MiB on the
 # blocks fall out of the cores' caches before memcmp sees them.
 _BLOCK = 1 << 20  # per file and thread
@@ -119,7 +118,7 @@ def first_difference(
     runs: Sequence[Run],
     *,
     threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     digests: Digests | None = None,
 ) -> Difference | None:
     """Return the first differing byte in the order of ``runs``, None when all runs are equal.
@@ -146,7 +145,7 @@ def first_difference(
 
 
 def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> bool:
-    """True when the file system proves all runs equal: one inode, or the same blocks on disk. False: not known."""
+    """Return True when the file system proves all runs equal (one inode, or the same blocks), False when not known."""
     status_a, status_b = os.fstat(fd_a), os.fstat(fd_b)
     if status_a.st_dev != status_b.st_dev:
         return False
@@ -163,7 +162,7 @@ def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> boo
 
 
 def _same_path(fd_a: int, fd_b: int) -> bool:
-    """True when both were opened as one name. Some FUSE and SMB mounts give two files the same inode number."""
+    """Compare the names that both were opened by. Some FUSE and SMB mounts give two files the same inode number."""
     with suppress(OSError):  # no /proc
         return os.readlink(f"/proc/self/fd/{fd_a}") == os.readlink(f"/proc/self/fd/{fd_b}")
     return False
@@ -198,7 +197,7 @@ def _thread_count(fd_a: int, fd_b: int, runs: Sequence[Run]) -> int:
 
 
 def is_cached(fd: int, offset: int) -> bool:
-    """Whether the byte at ``offset`` is in memory already."""
+    """Return whether the byte at ``offset`` is in memory already."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except OSError:  # not in memory, or a file system that cannot tell

@@ -13,8 +13,6 @@ from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import located, sync_file, write_all
 from ckptfix.storage.reading import page_buffer
 
-# Copy ranges between files: by sharing blocks where the file system can, else paced.
-
 _FICLONE = 0x40049409
 _FICLONERANGE = 0x4020940D
 _BLOCK = 8 << 20
@@ -24,7 +22,7 @@ _PACE = 256 << 20
 
 
 def supports_reflink(folder: Path) -> bool:
-    """True when files in ``folder`` can share blocks (XFS, btrfs, bcachefs). Leaves nothing behind, even killed."""
+    """Return whether files in ``folder`` can share blocks (XFS, btrfs, bcachefs). Leaves nothing, even killed."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         source = os.open(folder, flags, 0o600)
@@ -113,8 +111,6 @@ def _copy_paced(
             os.posix_fadvise(target, target_offset + paced, done - paced, os.POSIX_FADV_DONTNEED)
             paced = done
 
-
-# Write large files at the speed of the disk: what is written goes out at once, and leaves the page cache.
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _STEP = 16 << 20

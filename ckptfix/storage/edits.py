@@ -52,8 +52,8 @@ class Truncate:
 class Replace:
     """Put a new file at ``path`` by one rename.
 
-    ``content``: its ranges name files as they stand before the first edit of the transaction.
-    ``previous``: how an undo gets the old file back. A recipe's ranges name files as they stand right after this
+    ``content``: its ranges name files as they are before the first edit of the transaction.
+    ``previous``: how an undo gets the old file back. A recipe's ranges name files as they are right after this
     edit, with all later edits undone; ``path`` itself is then the new file.
     """
 
@@ -129,7 +129,7 @@ def _is_sound(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appended:
-    """What the journal keeps of an Append: enough to cut it off again."""
+    """Record of an Append in the journal: enough to cut it off again."""
 
     path: PurePosixPath
     old_size: int
@@ -138,14 +138,14 @@ class Appended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """What the journal keeps of a Replace: how to get the old file back."""
+    """Record of a Replace in the journal: the way to get the old file back."""
 
     path: PurePosixPath
     previous: Recipe | Kept | Absent
 
 
 Record = Patch | Appended | Truncate | Replaced | Remove | Move
-"""What the journal keeps of an edit: all that an undo needs."""
+"""Record of an edit in the journal: all that an undo needs."""
 
 
 def record_of(edit: Edit) -> Record:

@@ -1,4 +1,4 @@
-"""Tell in a millisecond whether a file is still what it was."""
+"""Fingerprints of files: a millisecond shows that a file is no longer what it was."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ _PAGES, _PAGE = 24, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a name stands for: ``kind`` is file, link or folder.
+    """Fingerprint of a file, link or folder (``kind``).
 
     ``sha256`` is over the first and last 64 KiB of a file, or over where a link points; ``mtime_ns`` is in
     nanoseconds since 1970.
@@ -27,7 +27,7 @@ class Fingerprint:
     sha256: str
 
     def same_content(self, other: "Fingerprint | None") -> bool:
-        """True when only the modification time may differ, and the bytes between the ends of a file."""
+        """Return True when only the modification time may differ, and the bytes between the ends of a file."""
         return other is not None and (self.kind, self.size, self.sha256) == (
             other.kind,
             other.size,

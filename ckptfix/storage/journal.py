@@ -23,6 +23,7 @@ from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.comparing import Digests
 from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
 from ckptfix.storage.fingerprints import fingerprint, samples_digest
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.records import TransactionRecord, read_record, write_record
@@ -47,23 +48,10 @@ from ckptfix.storage.workspace import (
     write_after,
 )
 
-__all__ = [
-    "Progress",
-    "RecoveryReport",
-    "State",
-    "TransactionInfo",
-    "commit",
-    "recover",
-    "transactions",
-    "undo",
-]
-
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """What ``recover`` did: the transaction rolled back (None: none), and the number of left-overs removed."""
+    """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs removed."""
 
     rolled_back: TransactionInfo | None
     leftovers: int
@@ -148,11 +136,11 @@ def commit(
         os.rename(pending, done)
         sync_folder(root / JOURNAL)
     except BaseException as error:
-        _take_back(root, building, error, progress)
+        _undo_after(root, building, error, progress)
         if not isinstance(error, Exception):
             raise
         raise RolledBackError(f"{root}: {error}; everything is as it was") from error
-    with suppress(OSError):  # the transaction stands; the next run frees the space
+    with suppress(OSError):  # the transaction is committed; the next run frees the space
         _empty_trash(done)
     return number
 
@@ -265,7 +253,7 @@ def _with_digests(root: Path, edit: Edit, known: Mapping[PurePosixPath, Digests]
     return replace(edit, previous=with_digests(edit.previous, path, known))
 
 
-def _take_back(root: Path, building: Path, error: BaseException, progress: Progress | None) -> None:
+def _undo_after(root: Path, building: Path, error: BaseException, progress: Progress | None) -> None:
     """Roll back after ``error``, from whichever state the transaction got to."""
     pending, done = building.with_suffix(".pending"), building.with_suffix(".done")
     try:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
+Progress = Callable[[int], None]
+"""Called with a number of bytes since the last call, never by two threads at once."""
+
 _Task = TypeVar("_Task")
 _MOST_THREADS = 8
 _END = object()
@@ -14,15 +17,15 @@ _END = object()
 class Control:
     """Connection of the threads of one run: bytes are counted, and a long task is told to end early."""
 
-    def __init__(self, progress: Callable[[int], None] | None) -> None:
-        """Use a callback for bytes; it is never called by two threads at once."""
+    def __init__(self, progress: Progress | None) -> None:
+        """Use a callback for bytes."""
         self._progress = progress
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a thread has failed, or the user has interrupted: what this run finds is not wanted any more."""
+        """True when a thread has failed or the user has interrupted: nobody wants the rest of this run."""
         return self.error is not None
 
     def advance(self, count: int) -> None:
@@ -37,7 +40,7 @@ def run_all(
     worker: Callable[[Control], AbstractContextManager[Callable[[_Task], object]]],
     *,
     threads: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Do every task in one of several threads, this one included; tasks are taken in their order.
 

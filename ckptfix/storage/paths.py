@@ -1,5 +1,7 @@
-"""Paths: what the user named, how a shell takes them, which of them a transaction may touch, and why one cannot
-be read.
+"""Paths as the user names them and as a shell takes them, and the reasons why one cannot be read.
+
+A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest lies next to
+the transactions of the journal; it is about the checkpoint, and changes with it.
 """
 
 import errno
@@ -15,19 +17,14 @@ from typing import NamedTuple
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.wording import escape
 
-# Paths: what a user named, how a shell takes them, and which of them a transaction may touch.
-#
-# A transaction stays inside its folder, outside every journal, and follows no symbolic link. The manifest
-# lies next to the transactions of the journal; it is about the checkpoint, and changes with it.
-
 JOURNAL = ".ckptfix"
-"""Inside the checkpoint, never beside it: Accelerate reads every name in the parent folder as a number."""
+"""Inside the checkpoint, never next to it: Accelerate reads every name in the parent folder as a number."""
 
 MANIFEST = f"{JOURNAL}/manifest.json"
-"""Where the manifest of a checkpoint is (``checkpoint.manifest``), relative to it."""
+"""Path of the manifest of a checkpoint (``checkpoint.manifest``), relative to it."""
 
 RECEIPT = f"{JOURNAL}/migrated.json"
-"""Where a folder that ``migrate`` wrote says so (``conversion.placing``), relative to it."""
+"""Path of the file by which a folder that ``migrate`` wrote is known (``conversion.placing``), relative to it."""
 
 _KINDS = {
     stat.S_IFCHR: "a character device",
@@ -130,9 +127,6 @@ def forget(root: Path) -> str:
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
 
 
-# Why a file or folder may not be read, and what to type so that it may: a file of mode 0600 is not damaged.
-
-
 def unreadable(path: Path, error: OSError) -> str:
     """Return in words why ``path`` cannot be read; of a refusal the owner, the mode and the command that ends it."""
     if not isinstance(error, PermissionError):
@@ -220,9 +214,6 @@ def _name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
-
-
-# Every file below a folder, those behind links to folders too: weights are read through such links.
 
 
 class Listing(NamedTuple):

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, FormatError
 
-# Random reads of one open file.
-
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
@@ -28,8 +26,7 @@ class FileReader:
 
         Raises FormatError when the range is not inside the file.
         """
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+        self._ensure_inside(offset, length)
         data = os.pread(self.fd, length, self.start + offset)
         while len(data) < length:  # one read returns at most 2 GiB, and less on some network file systems
             more = os.pread(self.fd, length - len(data), self.start + offset + len(data))
@@ -40,8 +37,7 @@ class FileReader:
 
     def fill(self, view: memoryview, offset: int) -> None:
         """Read bytes from ``offset`` on until ``view`` is full. Any thread may. Raises FormatError as ``read`` does."""
-        if offset < 0 or offset + len(view) > self.size:
-            raise FormatError(f"bytes {offset} to {offset + len(view)} are needed, the file has {self.size}")
+        self._ensure_inside(offset, len(view))
         done = 0
         while done < len(view):
             got = os.preadv(self.fd, [view[done:]], self.start + offset + done)
@@ -54,9 +50,12 @@ class FileReader:
 
         Raises FormatError when the range is not inside the file.
         """
+        self._ensure_inside(offset, length)
+        return FileReader(self.fd, length, self.start + offset)
+
+    def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
-        return FileReader(self.fd, length, self.start + offset)
 
 
 @contextmanager
@@ -69,8 +68,6 @@ def open_reader(path: Path) -> Iterator[FileReader]:
     finally:
         os.close(fd)
 
-
-# Stretches of bytes in files, read block by block.
 
 _MOST_OPEN = 64
 _DROPPED_AT_ONCE = 8 << 20

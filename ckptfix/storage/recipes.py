@@ -1,4 +1,8 @@
-"""Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an edit."""
+"""Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an edit.
+
+Digests of those bytes make an undo restore these bytes or nothing. A file of gigabytes is hashed in parts of 64 MiB:
+the digest of its ranges is the sha256 over the sha256 of the parts, in the order in which the recipe needs them.
+"""
 
 import hashlib
 import os
@@ -18,13 +22,10 @@ from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.paths import locate
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 
-# Files described by where their bytes come from, so that the journal need not hold gigabytes to undo an
-# edit.
-
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes given outright."""
+    """Bytes that the recipe itself holds."""
 
     data: bytes = field(repr=False)
 
@@ -85,8 +86,6 @@ class Absent:
 KEPT = Kept()
 ABSENT = Absent()
 
-
-# Make a file from its recipe.
 
 # The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB and not one each.
 _GATHER = 1 << 20
@@ -156,12 +155,6 @@ def _write(
             gathered.clear()
     write_all(fd, memoryview(bytes(gathered)), written)
 
-
-# Digests of the bytes that a recipe takes from other files, so that an undo restores those bytes or
-# nothing.
-#
-# A file of gigabytes is hashed in parts of 64 MiB, by several threads: the digest of its ranges is the
-# sha256 over the sha256 of the parts, in the order in which the recipe needs them.
 
 Bytes = tuple[Piece | bytes, ...]
 """Some bytes: stretches of files and literal bytes, one after the other."""

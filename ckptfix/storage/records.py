@@ -1,5 +1,8 @@
-"""The plan of one transaction on disk (``plan.json`` and ``literals``); nothing read from it is trusted
-unchecked.
+"""The plan of one transaction on disk, written before anything else: ``plan.json`` and ``literals``.
+
+``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in ``literals`` in the order
+in which decoding the plan needs it; the plan holds only lengths and one sha256 over all. Nothing read from a journal
+is trusted unchecked: a checkpoint from elsewhere may bring one along.
 """
 
 import hashlib
@@ -33,14 +36,12 @@ from ckptfix.storage.fingerprints import Fingerprint
 from ckptfix.storage.paths import check_path, forget
 from ckptfix.storage.recipes import ABSENT, KEPT, Absent, Kept, Literal, Range, Recipe
 
-# What an undo restores of a file besides its bytes.
-
 _BITS = 0o1777
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """Permissions, owner and modification time (nanoseconds since 1970).
+    """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo besides the bytes.
 
     Never the set-uid and set-gid bits: a journal that somebody else wrote must not get them from root.
     """
@@ -74,8 +75,6 @@ class Metadata:
                 return False
         return True
 
-
-# Take nothing on trust that was read from a journal: a checkpoint from elsewhere may bring one along.
 
 LARGEST = (1 << 63) - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -174,17 +173,12 @@ def sha256_of(value: object) -> str:
     return text(value)
 
 
-# The plan of one transaction: ``plan.json`` and ``literals``, written before anything else.
-#
-# ``plan.json`` is a line with the sha256 of all that follows, then JSON. Binary data lies in ``literals``
-# in the order in which decoding the plan needs it; the plan holds only lengths and one sha256 over all.
-
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransactionRecord:
-    """What ``plan.json`` and ``literals`` hold. ``watched``: every path whose change makes an undo refuse."""
+    """Contents of ``plan.json`` and ``literals``. ``watched``: every path whose change makes an undo refuse."""
 
     target: str
     summary: object

@@ -1,9 +1,19 @@
-"""Undo of one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted."""
+"""Undo of one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
+
+Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed and repeated
+at any point. It syncs even what it finds in order: the run before may have been killed ahead of its sync. Anything
+that no interruption explains (somebody saved the file again) is a JournalError, and that file is left alone. A newer
+file where nothing has to be put is left alone, too.
+
+Of an edit that wrote into a file (Patch, Append, Truncate) the size and the ends that the file will have again first
+prove that it is the file that was edited. Then the old bytes are written even where the file seems to hold them
+already: after a failed fsync the kernel shows bytes that are not on the disk.
+"""
 
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -15,23 +25,35 @@ from ckptfix.storage.atomic import create_file, keep, move, put_back, sync_folde
 from ckptfix.storage.copying import copy_range
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate
 from ckptfix.storage.fingerprints import digest_before, ends_digest, fingerprint
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import forget
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.records import Metadata
 from ckptfix.storage.workspace import Note, Workspace, opened
 
-# Undo the edits that wrote into a file: Patch, Append and Truncate.
-#
-# First it is proved, from the size and the ends that the file will have again, that it is the file that was
-# edited; a newer save is left alone. Then the old bytes are written even where the file seems to hold them
-# already: after a failed fsync the kernel shows bytes that are not on the disk.
-
 _SECTOR = 512
 _CHUNK = 1 << 20
 
 
-def undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note) -> None:
+def undo_edit(
+    work: Workspace, index: int, edit: Record, note: Note, progress: Progress | None = None
+) -> None:
+    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError."""
+    match edit:
+        case Move():
+            _undo_move(work, edit, note)
+        case Remove():
+            _undo_remove(work, index, edit, note, progress)
+        case Replaced(previous=Absent()):
+            _undo_new_file(work, index, edit, note)
+        case Replaced():
+            _undo_replace(work, index, edit, note, progress)
+        case _:
+            _undo_in_place(work, index, edit, note)
+
+
+def _undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note) -> None:
     """Bring the file back durably to what it was before ``edit``. Raises JournalError and OSError."""
     path = work.at(edit.path)
     if not os.path.lexists(path):
@@ -118,7 +140,7 @@ def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
 
 
 def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
-    """True when every byte is the old or the new one: what a torn write leaves, in any order of its sectors."""
+    """Return True when every byte is the old or the new one: a torn write leaves its sectors in any order."""
     if current in (old, new):
         return True
     if len(current) != len(old):
@@ -170,33 +192,6 @@ def _digest(fd: int, length: int) -> str:
     for start in range(0, length, _CHUNK):
         digest.update(os.pread(fd, min(_CHUNK, length - start), start))
     return digest.hexdigest()
-
-
-# Undo one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
-#
-# Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed
-# and repeated at any point. It syncs even what it finds in order: the run before may have been killed ahead
-# of its sync. Anything that no interruption explains (somebody saved the file again) is a JournalError, and
-# that file is left alone. A newer file where nothing has to be put is nobody's business.
-
-Progress = Callable[[int], None]
-
-
-def undo_edit(
-    work: Workspace, index: int, edit: Record, note: Note, progress: Progress | None = None
-) -> None:
-    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError."""
-    match edit:
-        case Move():
-            _undo_move(work, edit, note)
-        case Remove():
-            _undo_remove(work, index, edit, note, progress)
-        case Replaced(previous=Absent()):
-            _undo_new_file(work, index, edit, note)
-        case Replaced():
-            _undo_replace(work, index, edit, note, progress)
-        case _:
-            undo_in_place(work, index, edit, note)
 
 
 def _undo_move(work: Workspace, edit: Move, note: Note) -> None:

@@ -18,8 +18,6 @@ from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, rename_to_free, sync_folder
 from ckptfix.wording import human_size
 
-# Temporary names, and the process that a name belongs to.
-
 SAVING = ".ckptfix-saving+"
 """The names of folders that a guarded save writes begin so; each becomes a checkpoint as it is."""
 
@@ -87,7 +85,7 @@ def holds_previous(folder: Path) -> bool:
 
 
 def this_machine() -> str:
-    """Return the host and the namespace of process numbers: containers may share the name of a host."""
+    """Return the host and the namespace of process numbers; containers may share the name of a host."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -125,8 +123,6 @@ def _changed_lately(path: Path) -> bool:
             latest = max(latest, os.lstat(one).st_mtime)
     return time.time() - (latest or time.time()) < _DEAD_AFTER
 
-
-# What dead writers left behind.
 
 _NEW, _OLD, _OUTPUT = "new", "old", "output"
 
@@ -195,9 +191,6 @@ def _holds_anything(folder: Path) -> bool:
     with suppress(FileNotFoundError, NotADirectoryError):
         return bool(os.listdir(folder))
     return False
-
-
-# One new file, or one new folder, in one step.
 
 
 def write_file(path: Path, data: bytes) -> None:

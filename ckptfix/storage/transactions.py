@@ -24,9 +24,6 @@ from ckptfix.storage.records import TransactionRecord, read_record
 from ckptfix.storage.workspace import Workspace, read_after, read_samples
 from ckptfix.wording import human_size
 
-# The bytes that an undo will restore, found where they are now: edits are undone in thought, nothing is
-# touched.
-
 
 class Rebuilt(NamedTuple):
     """A dropped file that an undo makes again: its path, its recipe, and where the bytes of a part of it are now.
@@ -76,6 +73,8 @@ class _View:
 
 def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
     """Yield every file that an undo makes again from ranges of other files; each holds until the next one.
+
+    The bytes are found where they are now: edits are undone in thought, nothing is touched.
 
     Raises ChangedError, OperationError, OSError.
     """
@@ -145,13 +144,11 @@ def _file(path: Path) -> _View | None:
         return None
 
 
-# What transactions the journal of a folder holds.
-
 _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 
 
 class State(Enum):
-    """Where a transaction stands."""
+    """State of a transaction, the end of its folder's name."""
 
     BUILDING = "building"  # garbage: nothing of the folder was touched yet
     PENDING = "pending"  # to be rolled back by the next run
@@ -234,11 +231,8 @@ def describe(folder: Path, number: int, state: State) -> TransactionInfo:
     )
 
 
-# What must hold before a committed transaction is undone.
-
-
 class Allowed(NamedTuple):
-    """What an undo may rely on.
+    """Differences that an undo accepts.
 
     ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it. ``unproven``: the files
     of which ``--force`` accepts it.
@@ -360,7 +354,7 @@ def _advice(root: Path) -> str:
 
 
 def _linked_size(root: Path, path: PurePosixPath) -> int:
-    """A file that got a second name is copied before it is changed in place."""
+    """Return the size of a file that got a second name: it is copied before it is changed in place."""
     try:
         status = os.lstat(locate(root, path))
     except FileNotFoundError:

@@ -1,4 +1,13 @@
-"""The folder of one transaction, its notes about progress, and files in it that the journal does not explain."""
+"""The folder of one transaction: its files, its notes about progress, and errors about files that it does not explain.
+
+Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the undo),
+``3.trash`` (one that goes at the commit, its recipe staying) and ``3.tail``; while it is undone also ``3.part`` and
+``3.copy``. Only the owner may read them: they hold bytes of files that others may not be allowed to read.
+
+``steps`` has one JSON line before each edit. ``after.json`` has a fingerprint of every file that the transaction left;
+``samples.json``, which 0.4.0 did not write, the digest of pages between its ends, so that a newer save differs from a
+copy whose time alone is new.
+"""
 
 import json
 import os
@@ -24,13 +33,6 @@ from ckptfix.storage.records import (
     text,
 )
 
-# The folder of one transaction, and what is said of a file that it does not explain.
-#
-# Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the
-# undo), ``3.trash`` (one that goes at the commit, its recipe staying) and ``3.tail``; while it is undone
-# also ``3.part`` and ``3.copy``. All of it is for the owner's eyes only: it holds bytes of files that
-# others may not be allowed to read.
-
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
@@ -44,19 +46,19 @@ class Workspace:
         return locate(self.root, path)
 
     def new(self, index: int) -> Path:
-        """Where the new file of a Replace waits."""
+        """Return the path of the new file of a Replace until its rename."""
         return self.folder / f"{index}.new"
 
     def old(self, index: int, previous: Recipe | Kept) -> Path:
-        """Where the previous file of a Replace or Remove goes."""
+        """Return the path of the previous file of a Replace or Remove."""
         return self.folder / f"{index}.{'kept' if isinstance(previous, Kept) else 'trash'}"
 
     def tail(self, index: int) -> Path:
-        """Where the bytes go that a Truncate cuts off."""
+        """Return the path of the bytes that a Truncate cuts off."""
         return self.folder / f"{index}.tail"
 
     def copy(self, index: int) -> Path:
-        """Where a file is copied that got a second name, before the copy is changed in its place."""
+        """Return the path of the copy of a file that got a second name; the copy is changed in its place."""
         return self.folder / f"{index}.copy"
 
     @property
@@ -79,7 +81,7 @@ class Workspace:
                 os.unlink(self.folder / "any-time")
 
     def is_the(self, found: Fingerprint | None, expected: Fingerprint | None) -> bool:
-        """True when ``found`` is the file that the journal means: the same time, size and ends."""
+        """Return True when ``found`` is the file that the journal means: the same time, size and ends."""
         if found is None or expected is None or not found.same_content(expected):
             return False
         return self.any_time or found.mtime_ns == expected.mtime_ns
@@ -115,11 +117,6 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-# How far a transaction got (``steps``: one JSON line before each edit), and what it left.
-#
-# ``after.json`` has a fingerprint of every file; ``samples.json``, which 0.4.0 did not write, the digest of
-# pages between its ends, so that a newer save is told from a copy whose time alone is new.
-
 _STEPS = "steps"
 _AFTER = "after.json"
 _SAMPLES = "samples.json"
@@ -127,7 +124,7 @@ _SAMPLES = "samples.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What is known of the files when an edit begins.
+    """State of the files when an edit begins.
 
     ``old`` and ``metadata``: of the file that the edit changes, takes away or moves; ``new``: the new file of a
     Replace; ``digest``: of the bytes before the place where a Truncate cuts; ``tail``: sha256 of what it cuts off.

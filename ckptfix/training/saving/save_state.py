@@ -1,4 +1,10 @@
-"""``save_state`` and ``save_model`` of a guarded Accelerator: complete or absent."""
+"""``save_state`` and ``save_model`` of a guarded Accelerator: complete or absent.
+
+Accelerate's own ``save_state`` needs no other process when it is given a folder under DistributedDataParallel, and
+many scripts call it on the main process alone. Such a save waits for nobody: the main process commits its files as a
+whole, any other adds its own. Where accelerate's own waits for all, and where the script says so, all processes save
+as one.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +23,6 @@ from ckptfix.training.saving.meeting import meet, timeout_of
 from ckptfix.training.saving.recording import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.staged_saves import Staging, abandon, add, begin, commit, plan_staging, rotate
 
-# ``save_state`` of a guarded Accelerator: whole or absent.
-#
-# Accelerate's own needs no other process when it is given a folder under DistributedDataParallel, and many
-# scripts call it on the main process alone. Such a save waits for nobody: the main process commits its
-# files as a whole, any other adds its own. Where accelerate's own waits for all, and where the script says
-# so, all processes save as one.
-
 Method = Callable[..., Any]
 
 WHAT = "save_state"
@@ -36,7 +35,7 @@ def save_state(
     safe_serialization: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Stand in front of ``Accelerator.save_state``: write beside, make durable, rename, then rotate.
+    """Stand in front of ``Accelerator.save_state``: write to a staging folder, make durable, rename, then rotate.
 
     Raises what the method raises, on every process that saves as one. The target is then as it was; where it had to be
     replaced file by file, OSError says so when it is not.
@@ -76,7 +75,7 @@ def _must_be_together(accelerator: Accelerator) -> bool:
 
 
 def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool:
-    """Return whether a save goes through as it is: what accelerate refuses, and where processes cannot agree."""
+    """Return whether a save goes through as it is: one that accelerate refuses, or whose processes cannot agree."""
     if not accelerator.project_configuration.automatic_checkpoint_naming and output_dir in (None, ""):
         return True
     return cannot_agree(accelerator)
@@ -246,14 +245,9 @@ def _recorded(accelerator: Accelerator, record: Callable[..., None], safetensors
         handle.remove()
 
 
-# ``save_model`` of a guarded Accelerator: nothing of an earlier save stays behind.
-
-SaveModel = Callable[..., Any]
-
-
 def save_model(
     accelerator: Accelerator,
-    method: SaveModel,
+    method: Method,
     model: Any,
     save_directory: str | os.PathLike[str],
     *args: Any,

@@ -1,4 +1,12 @@
-"""The staging folder of a save, the files that the save replaces, and the old checkpoints that it removes."""
+"""The staging folder of a save, the files that the save replaces, and the old checkpoints that it removes.
+
+A save replaces the files of our last save in the folder, and those of any older ``save_state``: left behind,
+``model_1.safetensors`` of a run that doubled its model makes two saves of one folder. All else is the user's, whatever
+its name.
+
+A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never lies there.
+The last complete checkpoint is never removed, nor one that no save wrote.
+"""
 
 import errno
 import json
@@ -28,12 +36,6 @@ from ckptfix.errors import FormatError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.staged import SAVING, is_temporary, outside_checkpoints, release, sweep, temporary_name
-
-# Which files of a folder a new save replaces: those of our last save there, and those of any older
-# ``save_state``.
-#
-# Left behind, ``model_1.safetensors`` of a run that doubled its model makes two saves of one folder. All
-# else is the user's, whatever its name.
 
 _STEMS = tuple(stem for stem, _ in LOADED_MODELS)
 _INDEXES = tuple(index_name(stem, suffix) for stem, suffix in LOADED_MODELS[:2])
@@ -155,12 +157,6 @@ def _recorded(target: Path) -> set[str]:
     return names
 
 
-# Where a save is written before it is whole, and how it becomes the checkpoint in one step.
-#
-# A folder of ``checkpoints/`` is a checkpoint to Accelerate whatever its name, so the staging folder never
-# lies there.
-
-
 class How(Enum):
     """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last."""
 
@@ -198,7 +194,7 @@ def plan_staging(target: Path, *, processes: int = 1) -> Staging:
 
 
 def begin(staging: Staging) -> bool:
-    """Make an empty staging folder; what dead saves left beside it goes. False: another process has made it.
+    """Make an empty staging folder; what dead saves left next to it is removed. False: another process has made it.
 
     Its name is of this save alone, so a folder of that name is on the same disk and not left over.
     """
@@ -244,7 +240,7 @@ def commit(staging: Staging, manifest: bytes) -> None:
 
 
 def add(staging: Staging) -> None:
-    """Put the files of one process beside those of the others, each in one step; nothing is removed."""
+    """Put the files of one process next to those of the others, each in one step; nothing is removed."""
     _widen_modes(staging.folder)
     sync_tree(staging.folder)
     for name in sorted(files_in(staging.folder)):
@@ -410,11 +406,8 @@ def _widen_modes(folder: Path) -> None:
             path.chmod(mode)
 
 
-# Which old checkpoints go after a save: never the last whole one, and never one that is not ours.
-
-
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
-    """Remove the oldest whole checkpoints beyond ``limit``, and broken ones older than those that stay.
+    """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those that stay.
 
     Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
     """
@@ -435,7 +428,7 @@ def rotate(checkpoints: Path, limit: int) -> list[Path]:
         except OSError:  # another disk, or a parent that we may not write to
             (path / MANIFEST).unlink(missing_ok=True)
             for states in path.glob("random_states_*.pkl"):
-                states.unlink()  # from here on nothing takes it for whole
+                states.unlink()  # from here on nothing takes it for complete
             trash = path
         shutil.rmtree(trash)
         release(name)
