@@ -1,7 +1,7 @@
 """Guarded methods of an Accelerator: an object that it holds already is not prepared, nor registered, again.
 
-Each function stands in front of one method of ``accelerate.Accelerator``. It gets the accelerator, the method it stands
-in front of, already bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
+Each function guards one method of ``accelerate.Accelerator``. It gets the accelerator, the original method, already
+bound, and the call's arguments, so that a subclass and a patch of the class itself share it.
 """
 
 import inspect
@@ -121,7 +121,7 @@ def guard_of(accelerator: Accelerator, settings: Settings | None = None) -> Guar
 
 
 def prepare(accelerator: Accelerator, method: Method, *args: Any, device_placement: Any = None) -> Any:
-    """Stand in front of ``Accelerator.prepare``."""
+    """Guard ``Accelerator.prepare``."""
     guard = guard_of(accelerator)
     with guard.entered() as is_outermost, _restored_on_error(accelerator, guard):
         if not is_outermost or _is_left_to_accelerate(accelerator, guard, args, device_placement):
@@ -158,12 +158,12 @@ def prepare_model(
     device_placement: Any = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    """Stand in front of ``Accelerator.prepare_model``."""
+    """Guard ``Accelerator.prepare_model``."""
     return _prepare_one(accelerator, method, model, (device_placement, evaluation_mode), {}, evaluation_mode)
 
 
 def prepare_other(accelerator: Accelerator, method: Method, thing: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in front of ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader``."""
+    """Guard ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader``."""
     return _prepare_one(accelerator, method, thing, args, kwargs, False)
 
 
@@ -190,7 +190,7 @@ def _prepare_one(
 
 
 def register_for_checkpointing(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
-    """Stand in front of ``Accelerator.register_for_checkpointing``."""
+    """Guard ``Accelerator.register_for_checkpointing``."""
     guard = guard_of(accelerator)
     with guard.entered() as is_outermost:
         if not is_outermost or guard.settings.on_reprepare is OnReprepare.ALLOW:
@@ -207,7 +207,7 @@ def register_for_checkpointing(accelerator: Accelerator, method: Method, *object
 
 
 def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
-    """Stand in front of ``Accelerator.free_memory`` and ``clear``: what was let go can be prepared anew."""
+    """Guard ``Accelerator.free_memory`` and ``clear``: what was let go can be prepared anew."""
     guard = guard_of(accelerator)
     with guard.entered():
         guard.held.clear()
@@ -216,7 +216,7 @@ def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
 
 
 def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any) -> Any:
-    """Stand in front of ``Accelerator.backward``: count it."""
+    """Guard ``Accelerator.backward``: count it."""
     count_backward()
     guard_of(accelerator).follow_the_registries()
     return method(loss, **kwargs)

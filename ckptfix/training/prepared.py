@@ -85,7 +85,7 @@ class PreparedObjects:
     def add(
         self, things: Iterable[object], prepared: object, where: str, *, evaluation: bool = False
     ) -> PreparedObject:
-        """Remember what these objects became; each of them, and what is inside it, stands for the entry."""
+        """Remember what these objects became; each of them, and what is inside it, leads to the entry."""
         entry = PreparedObject(prepared, where, evaluation)
         for thing in (*things, prepared):
             for level in levels(thing):

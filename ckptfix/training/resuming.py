@@ -110,7 +110,7 @@ def load_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stand in front of ``Accelerator.load_state``: without a path the newest complete checkpoint; numbering goes on.
+    """Guard ``Accelerator.load_state``: without a path the newest complete checkpoint; numbering goes on.
 
     A folder that an unguarded run doubled is loaded by content, repaired or not, and a warning says what went where.
     Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is complete.

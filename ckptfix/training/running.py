@@ -96,7 +96,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _ScriptLoader(SourceFileLoader):
-    """Leaves no compiled copy beside the script, and uses none: neither does python."""
+    """Leaves no compiled copy next to the script, and uses none: neither does python."""
 
     def path_stats(self, path: Any) -> Any:
         raise OSError

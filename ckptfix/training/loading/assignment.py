@@ -22,7 +22,7 @@ class Assignment:
     """``pairs``: target -> entry. ``by_position``: targets that others fit as well. ``left``: entries without target.
 
     ``refusal``: why some targets got nothing although entries fit them, in terms of (targets, entries) that cannot be
-    told apart; None when the assignment stands.
+    told apart; None when the assignment is valid.
     """
 
     pairs: dict[int, int]
@@ -101,7 +101,7 @@ def settle(
     """Decide which entry goes to which target.
 
     ``exact``: for models, where the names of an entry are the target's own; what the manifest says of classes is heeded
-    as long as that gives every target an entry. Without a whole assignment, proven doubles whose names are wrapped more
+    as long as that gives every target an entry. Without a complete assignment, proven duplicates with more wrappers
     are set aside, and then entries equal to another where there are too many for their targets. Raises OSError.
     """
     fits = [[not reason for reason in row] for row in reasons]
@@ -132,7 +132,7 @@ def settle_by_score(
 
     ``scores[entry][target]``: how many of their keys match. An entry goes to the target that matches it best of all,
     when that target has no better one; otherwise entries that match the same targets go by position. ``aside``: proven
-    doubles that are known already. Raises OSError.
+    duplicates that are known already. Raises OSError.
     """
     count = len(targets)
     modes = _type_modes(entries, targets)
@@ -156,7 +156,7 @@ def settle_by_score(
 
 
 def _surplus(root: Path, entries: Sequence[Entry], found: Assignment) -> dict[int, int]:
-    """Return the doubles to set aside where more entries than targets fit, {} when bytes do not say which."""
+    """Return the duplicates to set aside where more entries than targets fit, {} when bytes do not say which."""
     if found.refusal is None or len(found.refusal[1]) <= len(found.refusal[0]):
         return {}
     wanted, block = found.refusal
@@ -342,7 +342,7 @@ def _recorded(entry: Entry, before: Placement) -> frozenset[int]:
 
 
 def _apart(before: Placement, belongs: frozenset[int], held: tuple[int, ...]) -> str:
-    """Return why an entry does not belong to a target that holds these; what went nowhere is no reason."""
+    """Return why an entry does not belong to a target that holds these; an entry without a target never is a reason."""
     if not belongs or not held:
         return ""
     got = before.got()

@@ -102,7 +102,7 @@ def _mirrored(bits: int, width: int) -> int:
 
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of names that are no parameters; the file itself does not say."""
+"""Last parts of keys other than parameters; the file itself does not say."""
 
 Number = tuple[int, int]
 """Group and position in the group of a parameter; or model and position in the model of a key."""
@@ -298,7 +298,7 @@ def _in_group(
 ) -> dict[int, int] | None:  # fmt: skip
     """Return own place -> saved place within one group, None when no order agrees with the shapes.
 
-    ``outside``: parameters that the group may have had beside its own. ``are_all``: none of those was left out.
+    ``outside``: parameters that the group may have had as well. ``are_all``: none of those was left out.
     """
     places = [place for place, one in enumerate(group) if one.shape is not None]
     line: list[tuple[Number, int | None, Expected]] = []

@@ -253,7 +253,7 @@ def save_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stand in front of ``Accelerator.save_model``: shards and index of an earlier save there do not stay behind.
+    """Guard ``Accelerator.save_model``: shards and index of an earlier save there do not stay behind.
 
     The main process writes and cleans up; it waits for no other, as accelerate does not.
     """
