@@ -21,9 +21,9 @@ from ckptfix.lazy import lazily, names_in
 
 if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
     from ckptfix.conversion.migrate import migrate as migrate
-    from ckptfix.conversion.migrate_receipt import MigrateReceipt as MigrateReceipt
+    from ckptfix.conversion.migrate import MigrateReceipt as MigrateReceipt
     from ckptfix.conversion.salvage import salvage as salvage
-    from ckptfix.conversion.salvage_receipt import SalvageReceipt as SalvageReceipt
+    from ckptfix.conversion.salvage import SalvageReceipt as SalvageReceipt
     from ckptfix.diagnosis.check import CheckReport as CheckReport, check as check
     from ckptfix.diagnosis.findings.base import Finding as Finding, Severity as Severity
     from ckptfix.diagnosis.policy import Keys as Keys, Policy as Policy
@@ -69,10 +69,8 @@ _MODULES = {
     "verification.verify_report": "VerifyReport",
     "verification.diff": "diff",
     "verification.diff_report": "DiffReport",
-    "conversion.migrate": "migrate",
-    "conversion.migrate_receipt": "MigrateReceipt",
-    "conversion.salvage": "salvage",
-    "conversion.salvage_receipt": "SalvageReceipt",
+    "conversion.migrate": "migrate MigrateReceipt",
+    "conversion.salvage": "salvage SalvageReceipt",
     "environment.doctor": "doctor DoctorReport",
     "training.accelerator": "Accelerator patch_accelerate",
     "training.loading.load_state": "load_state_tolerant load_checkpoint_tolerant",

@@ -529,6 +529,7 @@ def test_what_is_no_file(
     assert os.listdir(folder) == [name]
 
 
+@pytest.mark.slow
 def test_a_huge_claim_of_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_safetensors(folder / "model-00001-of-99999.safetensors", {"w": b"1"})
     begin = time.process_time()

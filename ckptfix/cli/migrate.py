@@ -2,8 +2,8 @@
 
 import click
 
-from ckptfix.cli.interrupts import state_after_writing
 from ckptfix.cli.report import Report, interruptible
+from ckptfix.cli.several import state_after_writing
 from ckptfix.cli.verb import Verb
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, TARGETS

@@ -5,9 +5,8 @@ from functools import partial
 import click
 
 from ckptfix.checkpoint.filenames import Role
-from ckptfix.cli.interrupts import state_after_repair, state_after_writing
 from ckptfix.cli.report import Report
-from ckptfix.cli.several import run_each
+from ckptfix.cli.several import run_each, state_after_repair, state_after_writing
 from ckptfix.cli.verb import Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError

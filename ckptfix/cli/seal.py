@@ -2,9 +2,8 @@
 
 import click
 
-from ckptfix.cli.interrupts import state_after_seal
 from ckptfix.cli.report import Report
-from ckptfix.cli.several import run_each
+from ckptfix.cli.several import run_each, state_after_seal
 from ckptfix.cli.verb import Verb
 from ckptfix.verification.seal import SealReceipt, seal
 

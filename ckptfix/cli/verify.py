@@ -41,7 +41,7 @@ def reload(
         found = [(one.severity.value, one.code, str(one)) for one in serious]
         return _finish(report, {**document, "reload": None}, 1, html, _damage_page, path, next_step, found)
     gc.enable()  # a model is many cycles, and must go before the next one is dispatched
-    from ckptfix.devices.reload.reload_page import html_page
+    from ckptfix.devices.reload.reload_report import html_page
     from ckptfix.devices.reload.verifying import verify_reload
 
     # Stdout is for the result: a model of the user's that prints must not get into it.
@@ -70,7 +70,7 @@ def _finish(
 
 
 def _damage_page(path: str, next_step: str, found: Sequence[tuple[str, str, str]]) -> str:
-    from ckptfix.devices.reload.reload_page import damage_page
+    from ckptfix.devices.reload.reload_report import damage_page
 
     return damage_page(path, f"{_DAMAGED}; {next_step}", found)
 

@@ -368,7 +368,7 @@ def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
     if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
         return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
     assert dtype is not None
-    from ckptfix.tensors.converting import Counting  # numpy takes 0.1 s
+    from ckptfix.tensors.numbers import Counting  # numpy takes 0.1 s
 
     nbytes = prod(tensor.shape) * DTYPE_BITS[dtype] // 8
     return Source(NewTensor(tensor.fqn, dtype, tensor.shape, nbytes), tensor, Counting(tensor.dtype, dtype))

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
-from ckptfix.checkpoint.entries import model_position
+from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
-from ckptfix.checkpoint.groups import ModelFiles, group_files
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
@@ -23,9 +22,8 @@ from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
-from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import count_of
 
 

@@ -22,9 +22,8 @@ from ckptfix.storage.copying import Pacer, copy_range
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.storage.recipes import Literal
-from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
-from ckptfix.tensors.stored import StoredTensor, digest_head
+from ckptfix.tensors.stored import Contiguous, StoredTensor, digest_head
 
 _SCRATCH = 256 << 10
 """Bytes that are converted at a time: what is made of them stays in a core's cache (1 MiB takes 5 times as long)."""

@@ -27,10 +27,7 @@ from ckptfix.diagnosis.findings.damaged import (
     TruncatedFile,
     UnsafePickle,
 )
-from ckptfix.diagnosis.findings.duplicates import (
-    NestedPrefix,
-    WrapperPrefix,
-)
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteTensor,

@@ -12,6 +12,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     deepspeed_paths,
     is_deepspeed_file,
 )
+from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
@@ -21,7 +22,6 @@ from ckptfix.checkpoint.folder import (
     is_unreadable,
     scan_folder,
 )
-from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
 from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.findings.base import Finding

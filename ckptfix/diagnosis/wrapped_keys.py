@@ -5,10 +5,9 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.doubling import Evidence
-from ckptfix.checkpoint.entries import shapes_of
+from ckptfix.checkpoint.entries import ModelFiles, shapes_of
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
-from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import (
     KeyMap,
     collapse,

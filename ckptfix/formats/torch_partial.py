@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import PickleTree
-from ckptfix.formats.torch_legacy import is_legacy, read_pickle, read_pickles
+from ckptfix.formats.torch_file import is_legacy, read_pickle, read_pickles
 from ckptfix.formats.torch_tensors import PickledStorage, storages
 from ckptfix.formats.torch_zip import ENCRYPTED, LOCAL, STORED, U32, read_end, read_entries
 from ckptfix.storage.reading import FileReader

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder
+from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
-from ckptfix.checkpoint.groups import ModelFiles
 from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
 from ckptfix.checkpoint.pairing import strip_wrappers
 from ckptfix.diagnosis.dcp_folders import is_flat

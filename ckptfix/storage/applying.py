@@ -1,19 +1,47 @@
-"""Do one edit: ``prepare`` looks and writes only into the journal, ``act`` looks again and changes the folder."""
+"""One edit applied, or undone, whether it is done, half done or not begun."""
 
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from typing_extensions import assert_never
 
-from ckptfix.errors import ChangedError, OperationError
-from ckptfix.storage.atomic import keep, move, rename_to_free, sync_folder, write_all
-from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
-from ckptfix.storage.fingerprints import Fingerprint, digest_before, fingerprint, fingerprint_of_open, moment
-from ckptfix.storage.recipes import Absent, Recipe
+from ckptfix.errors import ChangedError, JournalError, OperationError
+from ckptfix.storage.atomic import create_file, keep, move, put_back, rename_to_free, sync_folder, write_all
+from ckptfix.storage.comparing import (
+    Fingerprint,
+    digest_before,
+    ends_digest,
+    fingerprint,
+    fingerprint_of_open,
+    moment,
+)
+from ckptfix.storage.copying import copy_range
+from ckptfix.storage.edits import (
+    Append,
+    Appended,
+    Edit,
+    Move,
+    Patch,
+    Record,
+    Remove,
+    Replace,
+    Replaced,
+    Truncate,
+)
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import forget
+from ckptfix.storage.reading import Piece
+from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.records import Metadata
 from ckptfix.storage.workspace import Note, Workspace, opened
+
+# Do one edit: ``prepare`` looks and writes only into the journal, ``act`` looks again and changes the
+# folder.
 
 _CHUNK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"
@@ -215,3 +243,297 @@ def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
     finally:
         os.close(out)
     return digest.hexdigest()
+
+
+# Undo of one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
+#
+# Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed
+# and repeated at any point. It syncs even what it finds in order: the run before may have been killed ahead
+# of its sync. Anything that no interruption explains (somebody saved the file again) is a JournalError, and
+# that file is left alone. A newer file where nothing has to be put is left alone, too.
+#
+# Of an edit that wrote into a file (Patch, Append, Truncate) the size and the ends that the file will have
+# again first prove that it is the file that was edited. Then the old bytes are written even where the file
+# seems to hold them already: after a failed fsync the kernel shows bytes that are not on the disk.
+
+_SECTOR = 512
+_BLOCK = 1 << 20
+
+
+def undo_edit(
+    work: Workspace, index: int, edit: Record, note: Note, progress: Progress | None = None
+) -> None:
+    """Bring the files of ``edit`` durably back to what they were before it. Raises OperationError and OSError."""
+    match edit:
+        case Move():
+            _undo_move(work, edit, note)
+        case Remove():
+            _undo_remove(work, index, edit, note, progress)
+        case Replaced(previous=Absent()):
+            _undo_new_file(work, index, edit, note)
+        case Replaced():
+            _undo_replace(work, index, edit, note, progress)
+        case _:
+            _undo_in_place(work, index, edit, note)
+
+
+def _undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncate, note: Note) -> None:
+    """Bring the file back durably to what it was before ``edit``. Raises JournalError and OSError."""
+    path = work.at(edit.path)
+    if not os.path.lexists(path):
+        raise work.unexplained(path, "is not there")
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise work.unexplained(path, "is no longer a regular file")
+    with opened(path, os.O_RDWR) as fd:
+        match edit:
+            case Patch():
+                _check_patch(work, path, fd, edit, note)
+                with _without_other_names(work, index, path, fd) as own:
+                    write_all(own, edit.old, edit.offset)
+                    _finish(work, own, note)
+            case Appended():
+                _check_append(work, path, fd, edit, note)
+                with _without_other_names(work, index, path, fd) as own:
+                    os.ftruncate(own, edit.old_size)
+                    _finish(work, own, note)
+            case Truncate():
+                with opened(work.tail(index), os.O_RDONLY) as tail:
+                    _check_truncate(work, path, fd, edit, note, tail)
+                    with _without_other_names(work, index, path, fd) as own:
+                        _write_tail(own, edit, tail)
+                        _finish(work, own, note)
+            case _:
+                assert_never(edit)
+
+
+def _finish(work: Workspace, fd: int, note: Note) -> None:
+    if note.metadata is not None and not note.metadata.restore(fd):
+        work.accept_any_time()  # somebody else's file keeps its new time, which earlier edits then have to accept
+    os.fsync(fd)
+
+
+@contextmanager
+def _without_other_names(work: Workspace, index: int, path: Path, fd: int) -> Iterator[int]:
+    """Yield a descriptor of the file at ``path`` when it has no other name, else of a copy that takes its place.
+
+    A snapshot made of hard links since the repair (``cp -al``, ``rsync --link-dest``) must keep its bytes.
+    """
+    status = os.fstat(fd)
+    if status.st_nlink == 1:
+        yield fd
+        return
+    copy = work.copy(index)
+    with suppress(FileNotFoundError):  # from an undo cut short
+        os.unlink(copy)
+    own = os.open(copy, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        copy_range(fd, 0, own, 0, status.st_size)
+        Metadata.of(status).restore(own)
+        os.fsync(own)
+        os.rename(copy, path)
+        sync_folder(path.parent)
+        sync_folder(work.folder)
+        yield own
+    finally:
+        os.close(own)
+        with suppress(FileNotFoundError):  # a full disk stays no fuller than it was
+            os.unlink(copy)
+
+
+def _check_patch(work: Workspace, path: Path, fd: int, edit: Patch, note: Note) -> None:
+    size = os.fstat(fd).st_size
+    current = os.pread(fd, len(edit.old), edit.offset)
+    if note.old is None or size != note.old.size:
+        raise work.unexplained(path, f"has {size} bytes, {note.old.size if note.old else 0} would be")
+    if not _is_mixture(current, edit.old, edit.new):
+        raise work.unexplained(path, f"holds other bytes at {edit.offset}")
+
+    def read(offset: int, length: int) -> bytes:
+        data = bytearray(os.pread(fd, length, offset))
+        start, end = max(offset, edit.offset), min(offset + length, edit.offset + len(edit.old))
+        if start < end:
+            data[start - offset : end - offset] = edit.old[start - edit.offset : end - edit.offset]
+        return bytes(data)
+
+    _check_ends(work, path, note, ends_digest(read, size))
+
+
+def _check_ends(work: Workspace, path: Path, note: Note, digest: str) -> None:
+    if note.old is None or digest != note.old.sha256:
+        raise work.unexplained(path, "holds other bytes at its ends, besides those that were edited")
+
+
+def _is_mixture(current: bytes, old: bytes, new: bytes) -> bool:
+    """Return True when every byte is the old or the new one: a torn write leaves its sectors in any order."""
+    if current in (old, new):
+        return True
+    if len(current) != len(old):
+        return False
+    for start in range(0, len(old), _SECTOR):
+        part = slice(start, start + _SECTOR)
+        if current[part] in (old[part], new[part]):
+            continue
+        if any(c not in (a, b) for c, a, b in zip(current[part], old[part], new[part], strict=True)):
+            return False
+    return True
+
+
+def _check_append(work: Workspace, path: Path, fd: int, edit: Appended, note: Note) -> None:
+    size, most = os.fstat(fd).st_size, edit.old_size + edit.length
+    if not edit.old_size <= size <= most:
+        raise work.unexplained(path, f"has {size} bytes, {edit.old_size} to {most} would be")
+    digest = ends_digest(lambda offset, length: os.pread(fd, length, offset), edit.old_size)
+    _check_ends(work, path, note, digest)
+
+
+def _check_truncate(work: Workspace, path: Path, fd: int, edit: Truncate, note: Note, tail: int) -> None:
+    size = os.fstat(fd).st_size
+    if not edit.new_size <= size <= edit.old_size:
+        raise work.unexplained(path, f"has {size} bytes, {edit.new_size} to {edit.old_size} would be")
+    if digest_before(fd, edit.new_size) != note.digest:
+        raise work.unexplained(path, f"holds other bytes before byte {edit.new_size}")
+    if _digest(tail, edit.old_size - edit.new_size) != note.tail:
+        raise JournalError(
+            f"{work.folder}: the end cut off from {path} is damaged, its sha256 is another; {forget(work.root)}"
+        )
+
+    def read(offset: int, length: int) -> bytes:
+        before = max(0, min(length, edit.new_size - offset))
+        after = os.pread(tail, length - before, max(0, offset - edit.new_size))
+        return os.pread(fd, before, offset) + after
+
+    _check_ends(work, path, note, ends_digest(read, edit.old_size))
+
+
+def _write_tail(fd: int, edit: Truncate, tail: int) -> None:
+    length = edit.old_size - edit.new_size
+    for start in range(0, length, _BLOCK):
+        write_all(fd, os.pread(tail, min(_BLOCK, length - start), start), edit.new_size + start)
+
+
+def _digest(fd: int, length: int) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, length, _BLOCK):
+        digest.update(os.pread(fd, min(_BLOCK, length - start), start))
+    return digest.hexdigest()
+
+
+def _undo_move(work: Workspace, edit: Move, note: Note) -> None:
+    source, target = work.at(edit.source), work.at(edit.target)
+    at_source, at_target = fingerprint(source), fingerprint(target)
+    if at_source is None:
+        if not work.is_the(at_target, note.old):
+            raise work.not_the(target, at_target, note.old)
+        _make_folder(source.parent)
+        move(target, source)
+    elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
+        raise work.unexplained(source, f"is there again, and what was there is now {edit.target}")
+    for folder in dict.fromkeys((source.parent, target.parent)):
+        sync_folder(folder)
+
+
+def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> None:
+    path, new = work.at(edit.path), work.new(index)
+    if not os.path.lexists(new) and os.path.lexists(path):
+        found = fingerprint(path)
+        if not work.is_the(found, note.new):
+            raise work.not_the(path, found, note.new)
+        move(path, new)
+    sync_folder(work.folder)
+    sync_folder(path.parent)
+
+
+def _undo_replace(work: Workspace, index: int, edit: Replaced, note: Note, progress: Progress | None) -> None:
+    """``N.new`` is there exactly while the new file is not at its place, or a second name of it is kept here."""
+    assert not isinstance(edit.previous, Absent)
+    path, new, old = work.at(edit.path), work.new(index), work.old(index, edit.previous)
+    if not os.path.lexists(new):
+        found = fingerprint(path)
+        if found is not None and not work.is_the(found, note.new):
+            raise work.not_the(path, found, note.new)
+        if not os.path.lexists(old):
+            _rebuild(work, index, edit.path, edit.previous, old, note, progress)
+        if found is None:  # moved away by hand; the rule above needs a stand-in
+            create_file(new, b"", mode=0o600)
+        else:
+            keep(path, new)
+        sync_folder(work.folder)
+    if os.path.lexists(old):
+        _check_place(work, path, (old, new), note)
+        put_back(old, path)
+    sync_folder(path.parent)
+    sync_folder(work.folder)
+
+
+def _check_place(work: Workspace, path: Path, ours: tuple[Path, ...], note: Note) -> None:
+    """Raise JournalError when a file is at ``path`` that is neither the previous nor the new one."""
+    if not os.path.lexists(path):
+        return
+    status = os.lstat(path)
+    if any(os.path.lexists(one) and os.path.samestat(status, os.lstat(one)) for one in ours):
+        return
+    found = fingerprint(path)
+    if not work.is_the(found, note.old) and not work.is_the(found, note.new):
+        raise work.not_the(path, found, note.new)
+
+
+def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress: Progress | None) -> None:
+    path, old = work.at(edit.path), work.old(index, edit.previous)
+    if os.path.lexists(path):
+        if os.path.lexists(old):
+            raise work.unexplained(path, "is there again")
+        # The file was never taken away, or is back. Not so when the commit deleted it, and it must be built again.
+        if work.was_committed and not work.is_the(found := fingerprint(path), note.old):
+            raise work.not_the(path, found, note.old)
+        sync_folder(path.parent)
+        return
+    if not os.path.lexists(old):
+        _rebuild(work, index, edit.path, edit.previous, old, note, progress)
+    _make_folder(path.parent)
+    move(old, path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a file that comes back, which somebody may have deleted when it was empty."""
+    if not os.path.lexists(folder):
+        os.mkdir(folder)
+        sync_folder(folder.parent)
+
+
+def _rebuild(
+    work: Workspace,
+    index: int,
+    path: PurePosixPath,
+    previous: object,
+    old: Path,
+    note: Note,
+    progress: Progress | None,
+) -> None:
+    """Make the previous file at ``old``, complete or not at all, and check that it is the one that was there."""
+    if not isinstance(previous, Recipe):
+        raise JournalError(
+            f"{old}: the previous version of {path} is no longer in the journal; {forget(work.root)}"
+        )
+    part = old.with_suffix(".part")
+    with suppress(FileNotFoundError):
+        os.unlink(part)
+    try:
+        # for nobody else to read before it is known to be what was there
+        build(replace(previous, mode=0o600, uid=-1, gid=-1), work.root, part, progress=progress)
+        made, why = fingerprint(part), "the files that hold its bytes are no longer what they were"
+        if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):
+            made = None
+    except (OperationError, FileNotFoundError) as error:  # a source is shorter than it was, or gone
+        made, why = None, str(error)
+    if made is None or not made.same_content(note.old):
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+        raise JournalError(
+            f"{work.root / path}: cannot be rebuilt: {why}; bring them back, or {forget(work.root)}"
+        )
+    if note.metadata is not None:
+        with opened(part, os.O_RDWR) as fd:
+            note.metadata.restore(fd)
+            os.fsync(fd)
+    os.rename(part, old)
+    sync_folder(work.folder)

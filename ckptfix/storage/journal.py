@@ -18,16 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
-from ckptfix.storage.applying import act, prepare
+from ckptfix.storage.applying import act, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder
-from ckptfix.storage.comparing import Digests
+from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
 from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
-from ckptfix.storage.fingerprints import fingerprint, samples_digest
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.records import TransactionRecord, read_record, write_record
-from ckptfix.storage.rollback import undo_edit
 from ckptfix.storage.transactions import (
     State,
     TransactionInfo,

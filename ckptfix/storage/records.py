@@ -20,6 +20,7 @@ from typing_extensions import assert_never
 
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.atomic import create_file, read_file
+from ckptfix.storage.comparing import Fingerprint
 from ckptfix.storage.edits import (
     Appended,
     Move,
@@ -32,7 +33,6 @@ from ckptfix.storage.edits import (
     edited_paths,
     read_paths,
 )
-from ckptfix.storage.fingerprints import Fingerprint
 from ckptfix.storage.paths import check_path, forget
 from ckptfix.storage.recipes import ABSENT, KEPT, Absent, Kept, Literal, Range, Recipe
 

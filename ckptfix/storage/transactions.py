@@ -14,9 +14,9 @@ from typing import NamedTuple
 from typing_extensions import assert_never
 
 from ckptfix.errors import ChangedError, JournalError, OperationError
+from ckptfix.storage.comparing import fingerprint, moment, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
-from ckptfix.storage.fingerprints import fingerprint, moment, samples_digest
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Bytes, Kept, Literal, Part, Recipe, differing, parts_of

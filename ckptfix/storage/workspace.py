@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptfix.errors import JournalError
 from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
-from ckptfix.storage.fingerprints import Fingerprint, moment
+from ckptfix.storage.comparing import Fingerprint, moment
 from ckptfix.storage.paths import command, forget, locate
 from ckptfix.storage.recipes import Kept, Recipe
 from ckptfix.storage.records import (

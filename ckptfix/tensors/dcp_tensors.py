@@ -24,8 +24,7 @@ from ckptfix.formats.pickle_stream import parse, paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
-from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tile, Tiled
-from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.tensors.stored import Contiguous, Format, Layout, StoredTensor, Strided, Tile, Tiled, Weights
 from ckptfix.wording import count_of, list_names
 
 _NOTHING = b"N."  # the shortest pickle

@@ -26,9 +26,8 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.formats.torch_tensors import read_tensor, storages
 from ckptfix.storage.reading import Piece, open_reader
-from ckptfix.tensors.layouts import Contiguous, Strided
 from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums
-from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Strided, Weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name -> shape."""

@@ -16,8 +16,7 @@ from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.parallel import Control, run_all
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
-from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tiled
-from ckptfix.tensors.stored import BLOCK, StoredTensor, digest_head
+from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
 
 if TYPE_CHECKING:
     from ckptfix.tensors.scanning import Scan

@@ -29,16 +29,7 @@ from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_tensors import STORAGE_DTYPES, TORCH_DTYPES
-from ckptfix.formats.torch_zip import (
-    ALIGNMENT,
-    ENTRY,
-    IN_UTF8,
-    LOCAL,
-    MAX_PICKLE,
-    STORED,
-    U32,
-    end_records,
-)
+from ckptfix.formats.torch_zip import ALIGNMENT, ENTRY, IN_UTF8, LOCAL, MAX_PICKLE, STORED, U32, end_records
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_files import (
     NO_WORDS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import deepspeed_folders, deepspeed_paths, is_deepspeed_file
-from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
+from ckptfix.checkpoint.entries import Entry, all_state_dicts, group_files, model_entries
 from ckptfix.checkpoint.filenames import (
     NOT_STATES,
     TRAINER_STATE,
@@ -19,7 +19,6 @@ from ckptfix.checkpoint.filenames import (
     parse_folder_name,
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
-from ckptfix.checkpoint.groups import group_files
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc

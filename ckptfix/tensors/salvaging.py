@@ -16,7 +16,6 @@ from ckptfix.formats.torch_partial import PartialTorchFile, StorageLocation, rea
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor
 from ckptfix.storage.reading import FileReader, open_reader
-from ckptfix.tensors.layouts import Contiguous, Layout
 from ckptfix.tensors.single_files import (
     LISTED,
     bounded_layout,
@@ -26,7 +25,7 @@ from ckptfix.tensors.single_files import (
     recorded_ties,
     run,
 )
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor
 
 _BLOCK = 1 << 20
 _BESIDE = "it is next to the state dicts of modules, which alone are saved"

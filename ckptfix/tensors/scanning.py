@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.layouts import Contiguous, Layout, Strided, Tiled
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Strided, Tiled
 
 PAGE = 4096
 """Bytes that a file system writes, and loses, together."""

@@ -31,8 +31,7 @@ from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, kind_of_tens
 from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
-from ckptfix.tensors.layouts import Contiguous, Layout, Strided
-from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.tensors.stored import Contiguous, Format, Layout, StoredTensor, Strided, Weights
 
 _LONGEST_NUMBER = 64  # bits; a pickle can hold a number that takes minutes to print
 KeyPath = tuple[str, ...]

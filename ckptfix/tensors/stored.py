@@ -1,22 +1,301 @@
-"""Tensors as they are stored, the models and folders that they make up, and the digest of a tensor.
-
-The digest is the same through a rename, other shards, a tie, another format. ``formats.tensor.TensorInfo`` is the same
-tensor as one file describes it: a header is parsed without the path of its file, and a scan makes 100,000 of them in a
-second, so it has offsets where a ``StoredTensor`` has a layout.
+"""Tensors as they are stored: the models they make up, their digests, and the places of their bytes, read in
+order.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.layouts import Layout
+
+# Layouts of a tensor's bytes: one run, strides, or tiles in several files; and reading them in order.
+#
+# Every layout gives the bytes in the order that safetensors has: row-major, little-endian, without a gap.
+# Elements that lie apart are gathered a window of the file at a time. Nothing is mapped: resident memory
+# stays what is asked for here, and a file that is cut short meanwhile, or a disk that fails, is an error
+# and not the end of the process.
+
+
+class Layout(Protocol):
+    """The positions of a tensor's bytes."""
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes in order, in views that hold until the next one; each but the last has whole elements.
+
+        ``buffer``: memory to use, at least 64 KiB and a multiple of 16 bytes. Raises ChangedError when a file has
+        become shorter, OSError.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """Pieces of files whose bytes, one after the other, are the tensor."""
+
+    pieces: tuple[Piece, ...]
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes, as ``Layout`` says."""
+        return files.blocks(self.pieces, buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided:
+    """Elements of one storage that lie apart: a transposed matrix, every second row, an expanded row.
+
+    ``storage``: all of the storage. ``first`` and ``stride`` count elements of ``width`` bytes.
+    """
+
+    storage: Piece
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor; more than its storage has where elements repeat, as ``expand`` makes them."""
+        return prod(self.shape) * self.width
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes, as ``Layout`` says."""
+        return gathered(self, files, buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A rectangular part of a tensor: its first index and its length in every dimension, and its own bytes."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    layout: Contiguous | Strided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled:
+    """Tiles that cover a tensor once, cut in other dimensions than the first. ``width``: bytes of an element."""
+
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+    width: int
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes, as ``Layout`` says; takes as much memory again."""
+        return assembled(self, files, buffer)
+
+
+_WINDOW = 1 << 20
+"""Bytes of a file that are held at a time."""
+
+_GAP = 16 << 10
+"""Bytes that are read along where nobody needs them: a read of its own behind them takes as long."""
+
+_SMALLEST_BOX, _LARGEST_BOX = 8 << 20, 64 << 20
+_PASSES = 8
+
+
+def box_bytes(layout: Strided) -> int:
+    """Return how many bytes of a tensor are best gathered at a time: every box may have to go through the whole file.
+
+    64 MiB only where the tensor itself has eight times as many.
+    """
+    return max(_SMALLEST_BOX, min(_LARGEST_BOX, layout.nbytes // _PASSES))
+
+
+def element_dtype(width: int) -> str:
+    """Return the dtype of elements that are only moved: numpy moves whole words fastest."""
+    return f"u{width}" if width in (1, 2, 4, 8) else f"V{width}"
+
+
+def read_box(layout: Strided, begin: tuple[int, ...], out: Any, files: OpenFiles) -> None:
+    """Fill ``out``, an array of ``element_dtype`` in any order of memory, with the elements from an index on.
+
+    Raises ChangedError when the file has become shorter, OSError.
+    """
+    import numpy
+
+    place = layout.first + sum(
+        index * step for index, step in zip(begin, layout.stride, strict=True) if index
+    )
+    steps = [  # a file can claim any stride where none is ever taken
+        step * layout.width if length > 1 else 0
+        for step, length in zip(layout.stride, out.shape, strict=True)
+    ]
+    order = sorted(range(len(steps)), key=lambda axis: -steps[axis])
+    window: Any = numpy.empty(min(_WINDOW, layout.storage.length), numpy.uint8)
+    source = _Source(layout, files, window)
+    source.fill(
+        out.transpose(order),
+        tuple(steps[axis] for axis in order),
+        layout.storage.offset + place * layout.width,
+    )
+
+
+class _Source:
+    """One storage, and the window that is moved over it."""
+
+    def __init__(self, layout: Strided, files: OpenFiles, window: Any) -> None:
+        self._path, self._width = layout.storage.path, layout.width
+        self._dtype = element_dtype(layout.width)
+        self._files, self._fd = files, files.descriptor(layout.storage.path)
+        self._window = window
+        self._view = memoryview(window)
+
+    def fill(self, out: Any, steps: tuple[int, ...], place: int) -> None:
+        """Fill an array whose steps, in bytes, get smaller from axis to axis. ``place``: of its first element."""
+        import numpy
+
+        axis, span = len(steps), self._width
+        while axis and steps[axis - 1] <= span + _GAP:
+            longer = span + (out.shape[axis - 1] - 1) * steps[axis - 1]
+            if longer > len(self._window):
+                break
+            axis, span = axis - 1, longer
+        if not axis:
+            self._read(0, span, place)
+            out[...] = self._array(out.shape, steps)
+            return
+        # What lies behind ``axis`` is one stretch of the file; several of them go into the window at a time.
+        axis -= 1
+        step, inner = steps[axis], steps[axis + 1 :]
+        is_dense = step <= span + _GAP
+        many = 1 + (len(self._window) - span) // (step if is_dense else span)
+        for outer in numpy.ndindex(out.shape[:axis]):
+            row = out[outer]
+            start = place + sum(index * one for index, one in zip(outer, steps, strict=False))
+            for first in range(0, len(row), many):
+                part = row[first : first + many]
+                if is_dense:
+                    self._read(0, span + (len(part) - 1) * step, start + first * step)
+                else:
+                    self._read_apart(len(part), span, start + first * step, step)
+                part[...] = self._array(part.shape, (step if is_dense else span, *inner))
+
+    def _array(self, shape: tuple[int, ...], steps: tuple[int, ...]) -> Any:
+        import numpy
+
+        return numpy.ndarray(shape, self._dtype, buffer=self._window, strides=steps)
+
+    def _read_apart(self, count: int, span: int, place: int, step: int) -> None:
+        """Read stretches that lie apart in the file, one behind the other in the window."""
+        fd, view, preadv = self._fd, self._view, os.preadv
+        for begin in range(0, count * span, span):
+            if preadv(fd, [view[begin : begin + span]], place) != span:
+                self._read(begin, span, place)
+            place += step
+
+    def _read(self, begin: int, length: int, place: int) -> None:
+        """Read into the window. The cache keeps what is read: another box may need the same pages."""
+        got = os.preadv(self._fd, [self._view[begin : begin + length]], place)
+        if got < length:  # at the end of the file, where this raises, or interrupted
+            self._files.fill(self._view[begin + got : begin + length], self._path, place + got)
+
+
+def gathered(layout: Strided, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the elements of a strided tensor in row-major order, as many at a time as ``buffer`` has."""
+    import numpy
+
+    if 0 in layout.shape:
+        return
+    most = len(buffer) // layout.width * layout.width
+    many = min(max(box_bytes(layout), most) // layout.width, prod(layout.shape))
+    room: Any = numpy.empty(many, element_dtype(layout.width))
+    for begin, lengths in _boxes(layout.shape, many):
+        box = room[: prod(lengths)]
+        read_box(layout, begin, box.reshape(lengths), files)
+        data = memoryview(box.view(numpy.uint8))
+        for done in range(0, len(data), most):
+            yield data[done : done + most]
+
+
+def assembled(layout: Tiled, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield a tensor that is cut into tiles in row-major order, as much at a time as ``buffer`` has."""
+    import numpy
+
+    if 0 in layout.shape:
+        return
+    tiles = [tile for tile in layout.tiles if 0 not in tile.lengths]
+    begins = numpy.array([tile.offsets for tile in tiles], numpy.int64)
+    ends = begins + numpy.array([tile.lengths for tile in tiles], numpy.int64)
+    for begin, lengths in _boxes(layout.shape, len(buffer) // layout.width):
+        box: Any = numpy.empty(lengths, element_dtype(layout.width))
+        end = numpy.add(begin, lengths)
+        for number in numpy.flatnonzero(((begins < end) & (begin < ends)).all(axis=1)):
+            _place(box, begin, tiles[number], layout.width, files)
+        yield memoryview(box.reshape(-1).view(numpy.uint8))
+
+
+def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor into boxes of at most ``most`` elements that follow each other in memory: first indexes, lengths."""
+    import numpy
+
+    axis, inner = len(shape), 1
+    while axis and inner * shape[axis - 1] <= most:
+        axis -= 1
+        inner *= shape[axis]
+    if not axis:
+        yield (0,) * len(shape), shape
+        return
+    axis -= 1
+    many = most // inner
+    for outer in numpy.ndindex(shape[:axis]):
+        for first in range(0, shape[axis], many):
+            lengths = (*(1 for _ in outer), min(many, shape[axis] - first), *shape[axis + 1 :])
+            yield (*outer, first, *(0 for _ in shape[axis + 1 :])), lengths
+
+
+def _place(box: Any, begin: tuple[int, ...], tile: Tile, width: int, files: OpenFiles) -> None:
+    """Put the part of a tile into a box that lies in it. ``begin``: the first index of the box."""
+    import numpy
+
+    low = [max(pair) for pair in zip(begin, tile.offsets, strict=True)]
+    ends = (
+        (first + length, start + many)
+        for first, length, start, many in zip(begin, box.shape, tile.offsets, tile.lengths, strict=True)
+    )
+    lengths = [min(pair) - start for pair, start in zip(ends, low, strict=True)]
+    place, inside = (
+        tuple(
+            slice(start - first, start - first + length)
+            for start, first, length in zip(low, firsts, lengths, strict=True)
+        )
+        for firsts in (begin, tile.offsets)
+    )
+    if isinstance(tile.layout, Strided):
+        read_box(tile.layout, tuple(part.start for part in inside), box[place], files)
+        return
+    skip = (
+        0  # the box is cut along one dimension and has all of those behind it: its part of a tile is one run
+    )
+    for part, length in zip(inside, tile.lengths, strict=True):
+        skip = skip * length + part.start
+    data = memoryview(bytearray(prod(lengths) * width))
+    _read(tile.layout, skip * width, data, files)
+    box[place] = numpy.frombuffer(data, element_dtype(width)).reshape(lengths)
+
+
+def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> None:
+    """Fill ``view`` with the bytes of a tile from ``skip`` on."""
+    for path, offset, length in run.pieces:
+        take = max(0, min(length - skip, len(view)))
+        if take:
+            files.fill(view[:take], path, offset + skip)
+            view = view[take:]
+        skip = max(0, skip - length)
+
+
+# Tensors as they are stored, the models and folders that they make up, and the digest of a tensor.
+#
+# The digest is the same through a rename, other shards, a tie, another format.
+# ``formats.tensor.TensorInfo`` is the same tensor as one file describes it: a header is parsed without the
+# path of its file, and a scan makes 100,000 of them in a second, so it has offsets where a ``StoredTensor``
+# has a layout.
 
 
 class Format(Enum):

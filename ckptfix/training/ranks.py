@@ -1,12 +1,21 @@
-"""Agreement of the processes of a run, so that all of them succeed or all of them fail."""
+"""The processes of a run: they agree on success, and find each other before a save."""
 
+import logging
+import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast_object_list, gather_object
 
-from ckptfix.errors import OperationError, RemoteOSError
+from ckptfix.errors import OperationError, RemoteOSError, UsageError
+from ckptfix.training.running import as_given
+from ckptfix.wording import count_of
+
+# Agreement of the processes of a run, so that all of them succeed or all of them fail.
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 """Runs with models sharded over ranks: accelerate's own save_state and load_state are collective operations there."""
@@ -61,3 +70,97 @@ class Ranks:
         """Return when every process is here."""
         if self._several and self._accelerator is not None:
             self._accelerator.wait_for_everyone()
+
+
+# Processes that save as one find each other before any of them does anything, and none waits for ever.
+#
+# They meet in the store of torch's process group, not in a collective operation: where a script saves on
+# the main process alone, the others are in a step of the training by then, and two different collectives
+# would be taken for one.
+
+PATIENCE = 30.0
+"""Seconds after which a process that waits says for whom."""
+
+TIMEOUT = 540.0
+"""Seconds after which it ends with an error. torch ends NCCL's operations after 600: this error comes before that."""
+
+VARIABLE = "CKPTFIX_SAVE_TIMEOUT"
+
+_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between two looks
+
+_log = logging.getLogger("ckptfix")
+_number = 0  # of the next meeting
+_VERDICT, _ALL = "verdict", b"all"
+
+
+def timeout_of(given: float | None) -> float:
+    """Return the seconds to wait: those given, else those of the environment, else ``TIMEOUT``."""
+    text: object = given if given is not None else os.environ.get(VARIABLE) or TIMEOUT
+    what = "save_timeout" if given is not None else VARIABLE
+    try:
+        seconds = float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise UsageError(f"{what}={text}: expected a number of seconds above 0 (inf waits for ever)")
+    return seconds
+
+
+def meet(rank: int, processes: int, word: str, timeout: float, *, can_save_alone: bool) -> list[str]:
+    """Return what every process says, by rank, once all are here.
+
+    Raises OperationError after ``timeout`` seconds, naming who did not come. Either all are said to be here or the
+    meeting is given up, whichever is written first; who comes late passes over what was given up.
+    ``can_save_alone``: whether a save that waits for nobody is an alternative here.
+    """
+    global _number
+    begin = time.monotonic()
+    pause, is_said, verdict = _SHORTEST, False, b""
+    while verdict != _ALL:
+        store = torch.distributed.PrefixStore(f"ckptfix/save/{_number}", _store())
+        if store.check([_VERDICT]):
+            verdict = store.get(_VERDICT)  # given up before this process came: on to the next meeting
+        else:
+            store.set(str(rank), word)
+            verdict = b""
+            if store.add("here", 1) == processes:
+                verdict = store.compare_set(_VERDICT, "", _ALL.decode())
+        while not verdict:
+            waited = time.monotonic() - begin
+            if store.check([_VERDICT]):
+                verdict = store.get(_VERDICT)
+            elif waited >= timeout:
+                verdict = store.compare_set(_VERDICT, "", f"given up by {rank}")
+            elif waited >= PATIENCE and not is_said:
+                is_said = True
+                text = _why(PATIENCE, _missing(store, processes), can_save_alone)
+                _log.warning("%s; after %g s this save ends with an error", text, timeout)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+        _number += 1
+        if verdict != _ALL and time.monotonic() - begin >= timeout:
+            raise OperationError(
+                f"{_why(timeout, _missing(store, processes), can_save_alone)}; nothing was written"
+            )
+    words = [store.get(str(other)).decode() for other in range(processes)]
+    with suppress(
+        RuntimeError
+    ):  # a store that cannot delete; who came to this meeting has read the one before
+        torch.distributed.PrefixStore(f"ckptfix/save/{_number - 2}", _store()).delete_key(str(rank))
+    return words
+
+
+def _store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def _missing(store: Any, processes: int) -> list[int]:
+    return [rank for rank in range(processes) if not store.check([str(rank)])]
+
+
+def _why(seconds: float, missing: list[int], can_save_alone: bool) -> str:
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    who = f"{count_of(len(missing), 'process')} (rank {shown})" if missing else "the other processes"
+    alone = as_given("pass save_together=False", "leave out --save-together")
+    remedy = f"; if only the main process saves, {alone}: then it waits for none" if can_save_alone else ""
+    return f"save_state has waited {seconds:g} s for {who}: every process must call it{remedy}"

@@ -16,13 +16,7 @@ from ckptfix.checkpoint.entries import Entry, doubles, model_entries, state_entr
 from ckptfix.checkpoint.filenames import ACCELERATE, FAMILIES, Role, checkpoint_number
 from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.keys import common_wrappers
-from ckptfix.checkpoint.latest import (
-    Candidate,
-    candidates,
-    checkpoints_folder,
-    mixed,
-    newest_complete,
-)
+from ckptfix.checkpoint.latest import Candidate, candidates, checkpoints_folder, mixed, newest_complete
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
@@ -30,7 +24,7 @@ from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.training.guard import guard_of
 from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
 from ckptfix.training.loading.load_state import load_here
-from ckptfix.training.loading.randomness import not_of_a_rank
+from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
 
 _STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))

@@ -19,10 +19,9 @@ from ckptfix.storage.comparing import is_cached
 from ckptfix.storage.parallel import Control, reading_threads, run_all
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
-from ckptfix.tensors.differing import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
-from ckptfix.tensors.layouts import Contiguous, Layout
+from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
 from ckptfix.tensors.opening import open_checkpoint, other_files
-from ckptfix.tensors.stored import StoredCheckpoint, StoredTensor, Weights
+from ckptfix.tensors.stored import Contiguous, Layout, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, TensorDiff
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
 from ckptfix.wording import count_of, list_names

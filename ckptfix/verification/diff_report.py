@@ -6,7 +6,7 @@ from enum import Enum
 from typing import ClassVar
 
 from ckptfix.reports import Serialized, items
-from ckptfix.tensors.differing import Tally, Tolerance
+from ckptfix.tensors.numbers import Tally, Tolerance
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of, line
 
 

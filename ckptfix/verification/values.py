@@ -21,8 +21,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.reports import Serialized
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.hashing import Hashed
-from ckptfix.tensors.layouts import Contiguous
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import count_of, human_size, layer_of, list_names
 
 if TYPE_CHECKING:

@@ -58,6 +58,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
     return document
 
 
+@pytest.mark.slow
 def test_the_keys_of_every_verb_stay(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptfix import OperationError, UsageError, migrate
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest
-from ckptfix.conversion.migrate_receipt import MigrateReceipt
+from ckptfix.conversion.migrate import MigrateReceipt
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import StoredCheckpoint
 from tests.conversion.making import FORMATS, digests, digests_at, names_below, ties_at, write_safetensors

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptfix import migrate
-from ckptfix.conversion.migrate_receipt import MigrateReceipt
+from ckptfix.conversion.migrate import MigrateReceipt
 from ckptfix.tensors.opening import open_checkpoint
 from fixtures.digests import tensor_digests
 from tests.conversion.making import FORMATS, digests

@@ -8,8 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ckptfix.conversion.migrate import migrate
-from ckptfix.conversion.migrate_receipt import MigrateReceipt
+from ckptfix.conversion.migrate import MigrateReceipt, migrate
 from ckptfix.errors import OperationError
 from tests.tensors.test_single_files import LONG, quantized, two_shards
 

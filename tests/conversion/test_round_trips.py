@@ -29,6 +29,7 @@ from tests.sampling import examples
 PAIRS = list(itertools.product(FORMATS, FORMATS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda name: name)
 @settings(
     max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptfix import OperationError, UsageError, diff, salvage
-from ckptfix.conversion import salvage_receipt as writing
+from ckptfix.conversion import salvage as writing
 from ckptfix.conversion.streaming import write_file
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.verification.diff_report import Outcome

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckptfix import OperationError, UsageError, diff, migrate, repair
-from ckptfix.conversion.salvage import salvage
-from ckptfix.conversion.salvage_receipt import SalvageReceipt
+from ckptfix.conversion.salvage import SalvageReceipt, salvage
 from ckptfix.tensors.opening import open_checkpoint
 from tests.repairs.dcp_folders import copy
 from tests.tensors import dcp_making

@@ -13,10 +13,11 @@ import pytest
 import torch
 from accelerate import dispatch_model as imported_before
 
-from ckptfix.devices import dispatching, probe, remove_safe_transfers, transfers
+from ckptfix.devices import dispatching, probe, transfers
+from ckptfix.devices.dispatching import remove_safe_transfers
 from ckptfix.devices.transfers import staged_pairs
 from ckptfix.errors import UsageError
-from ckptfix.training import patch_accelerate, unpatch_accelerate
+from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
 from tests.simulated.models import THREE, generated, logits_of, qwen2, t5, transformer
 from tests.simulated.simulator import Simulator
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.devices.probe import hints as hinting
-from ckptfix.devices.probe.hints import hints
+from ckptfix.devices.probe import measuring as hinting
+from ckptfix.devices.probe.measuring import hints
 from ckptfix.hardware import Distance, distance, parse_topology, read_device, redirecting_bridges
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m

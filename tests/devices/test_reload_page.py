@@ -4,7 +4,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ckptfix.devices.reload.reload_page import html_page
 from ckptfix.devices.reload.reload_report import (
     Accelerators,
     Divergence,
@@ -13,6 +12,7 @@ from ckptfix.devices.reload.reload_report import (
     Proof,
     ReloadReport,
     Subject,
+    html_page,
 )
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e\"'&\ud800"

@@ -261,12 +261,14 @@ class Backwards(Shuffled):
         return super().mark(Queue.SOURCE if queue is Queue.DESTINATION else Queue.DESTINATION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", Waiting)
 @pytest.mark.parametrize("engine", [WithoutDataWait, WithoutSlotWait, WithoutLastWait, Backwards])
 def test_an_engine_that_waits_for_too_little_is_caught(engine: type[Shuffled], waiting: Waiting) -> None:
     assert broken(waiting, engine=engine) > SCHEDULES // 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", Waiting)
 def test_only_a_consumer_on_the_sources_stream_misses_the_last_wait(waiting: Waiting) -> None:
     assert broken(waiting, engine=WithoutLastWait, consumers=(Queue.DESTINATION,)) == 0

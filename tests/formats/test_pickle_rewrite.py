@@ -162,6 +162,7 @@ def test_values_that_only_python_calls_equal_differ(one: Any, other: Any) -> Non
     assert same_tree(parse(pickle.dumps(float("nan"))), parse(pickle.dumps(float("nan"))), {})
 
 
+@pytest.mark.slow
 def test_bombs_and_deep_trees_are_compared_in_linear_time() -> None:
     bomb = parse(b"N\x85q\x00" + b"0h\x00h\x00\x86q\x00" * 3000 + b".")
     assert same_tree(bomb, parse(bomb.data), {})

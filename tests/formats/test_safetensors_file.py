@@ -155,6 +155,7 @@ def test_sizes_beyond_64_bits_are_refused_as_the_reference_does(
         deserialize(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(1000), deadline=None)
 @given(
     header=HEADERS,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats import torch_legacy
+from ckptfix.formats import torch_file as torch_legacy
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.reading import FileReader, open_reader
 from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
@@ -78,6 +78,7 @@ def test_every_truncation_is_a_format_error(tmp_path: Path) -> None:
     assert (caught.value.have, caught.value.need) == (len(data) - 1, len(data))
 
 
+@pytest.mark.slow
 def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
     data = saved({"a": torch.ones(2)}, **LEGACY)
     path = tmp_path / "flip.bin"

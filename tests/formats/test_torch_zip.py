@@ -110,6 +110,7 @@ def test_every_truncation_says_so(tmp_path: Path) -> None:
     assert caught.value.need == len(data)
 
 
+@pytest.mark.slow
 def test_every_byte_flip_parses_or_raises_format_error(tmp_path: Path) -> None:
     data = bytearray(saved({"a": torch.ones(2)}))
     path = tmp_path / "flip.bin"

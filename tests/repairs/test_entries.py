@@ -219,6 +219,7 @@ def test_a_damaged_torch_file_is_no_conflict(tmp_path: Path, whole: bool) -> Non
     assert "pytorch_model.bin is damaged" in str(check(folder, data=True).findings[-1])
 
 
+@pytest.mark.slow
 def test_a_byte_between_the_samples_stops_a_repair(tmp_path: Path) -> None:
     weight = bytearray(64 << 20)
     one = {"w": bytes(weight)}

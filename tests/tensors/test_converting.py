@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ckptfix.tensors.converting import converter
+from ckptfix.tensors.numbers import converter
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MINI = {

@@ -15,9 +15,8 @@ from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import ItemReader
 from ckptfix.formats.dcp_metadata import parse_dcp_metadata
 from ckptfix.storage.reading import FileReader, open_reader
-from ckptfix.tensors.layouts import Contiguous, Strided, Tiled
 from ckptfix.tensors.opening import open_checkpoint, other_files
-from ckptfix.tensors.stored import Format, Weights
+from ckptfix.tensors.stored import Contiguous, Format, Strided, Tiled, Weights
 from tests.tensors.dcp_making import digests, digests_of, every_dtype, save
 from tests.tensors.dcp_ranks import net, save_all, whole
 from tests.training.ranks import run_ranks

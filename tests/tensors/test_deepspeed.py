@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.reading import OpenFiles
-from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.opening import open_checkpoint, other_files
-from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
 from fixtures import digests as fixture_digests
 from fixtures.make_deepspeed import SCENARIOS
 from tests.sampling import examples
@@ -438,6 +437,7 @@ def test_any_parameters_on_any_number_of_ranks(
 # Damage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["zero2", "zero3"], indirect=True)
 def test_a_file_cut_anywhere_is_an_error(copied: Path) -> None:
     for path in sorted((copied / "pytorch_model").iterdir()):
@@ -449,6 +449,7 @@ def test_a_file_cut_anywhere_is_an_error(copied: Path) -> None:
         path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", ["zero1", "zero3"], indirect=True)
 def test_flipped_bytes_end_in_our_own_errors_or_in_whole_tensors(copied: Path) -> None:
     buffer = memoryview(bytearray(1 << 16))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
-from ckptfix.tensors.differing import ELEMENTS, Tally, has_numbers, same_bytes, tally
+from ckptfix.tensors.numbers import ELEMENTS, Tally, has_numbers, same_bytes, tally
 
 FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"]
 INTEGERS = ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"]

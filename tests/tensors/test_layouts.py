@@ -13,7 +13,7 @@ import pytest
 
 from ckptfix.errors import ChangedError
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.layouts import Contiguous, Strided, Tile, Tiled, assembled, gathered
+from ckptfix.tensors.stored import Contiguous, Strided, Tile, Tiled, assembled, gathered
 
 
 def cut(path: Path, shape: "tuple[int, ...]", cuts: "list[list[int]]") -> "tuple[Tiled, bytes]":
@@ -29,6 +29,7 @@ def cut(path: Path, shape: "tuple[int, ...]", cuts: "list[list[int]]") -> "tuple
     return Tiled(shape=shape, tiles=tuple(tiles), width=4), whole.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_in_buffers_of_any_size(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -74,9 +75,9 @@ def test_any_strides_give_what_numpy_gives(
 ) -> None:
     """Windows, gaps and boxes of a few bytes: every way of reading is taken."""
     chance = random.Random(seed)
-    monkeypatch.setattr("ckptfix.tensors.layouts._WINDOW", chance.choice([16, 48, 400, 1 << 20]))
-    monkeypatch.setattr("ckptfix.tensors.layouts._GAP", chance.choice([0, 16, 200]))
-    monkeypatch.setattr("ckptfix.tensors.layouts._SMALLEST_BOX", chance.choice([32, 1000, 1 << 20]))
+    monkeypatch.setattr("ckptfix.tensors.stored._WINDOW", chance.choice([16, 48, 400, 1 << 20]))
+    monkeypatch.setattr("ckptfix.tensors.stored._GAP", chance.choice([0, 16, 200]))
+    monkeypatch.setattr("ckptfix.tensors.stored._SMALLEST_BOX", chance.choice([32, 1000, 1 << 20]))
     width = chance.choice([1, 2, 4, 8, 16])
     shape = tuple(chance.choice([1, 2, 3, 7, 20]) for _ in range(chance.randint(0, 4)))
     stride = tuple(chance.choice([0, 1, 2, 5, 40, 111]) for _ in shape)
@@ -120,8 +121,8 @@ import re
 from pathlib import Path
 from ckptfix.errors import ChangedError
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.layouts import gathered
-from ckptfix.tensors.layouts import Strided
+from ckptfix.tensors.stored import gathered
+from ckptfix.tensors.stored import Strided
 storage = Piece(Path({str(tmp_path / "x")!r}), 0, {rows * row})
 peak = lambda: int(re.search(r"VmHWM:\\s*([0-9]+)", Path("/proc/self/status").read_text())[1])
 before = peak()

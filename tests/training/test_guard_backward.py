@@ -109,6 +109,7 @@ def test_after_free_memory_the_optimizer_is_not_watched() -> None:
     assert not raw._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 def test_a_compiled_step() -> None:
     training = Training(Accelerator(cpu=True, gradient_accumulation_steps=2))
     raw = training.optimizers[0].optimizer

@@ -243,7 +243,7 @@ def test_a_disk_that_keeps_whole_seconds_loses_no_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 @FORKS
 def test_a_process_that_waits_in_vain_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfix.training.saving.meeting.PATIENCE", 0.2)
+    monkeypatch.setattr("ckptfix.training.ranks.PATIENCE", 0.2)
     said = tmp_path / "said"
 
     def work(rank: int) -> None:

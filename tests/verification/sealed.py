@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from ckptfix import VerifyReport, seal
 from ckptfix.storage.reading import Piece
-from ckptfix.tensors.layouts import Contiguous
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.stored import Contiguous
 from ckptfix.verification.verify_report import Outcome
 
 Summary = dict[str, tuple[str, str | None]]

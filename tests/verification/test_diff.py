@@ -13,7 +13,7 @@ from safetensors.torch import save_file, save_model
 from ckptfix import UsageError, diff
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.reading import Piece
-from ckptfix.tensors.layouts import Contiguous
+from ckptfix.tensors.stored import Contiguous
 from ckptfix.verification import diff as comparing
 from ckptfix.verification import diff as reading
 from ckptfix.verification.diff_report import DiffReport, Outcome, TensorDiff, rows

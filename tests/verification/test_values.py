@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 from ckptfix import Severity, verify
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import TensorJob, hash_all
-from ckptfix.tensors.layouts import Contiguous, Strided, Tile, Tiled
 from ckptfix.tensors.opening import open_checkpoint
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, StoredTensor, Strided, Tile, Tiled
 from ckptfix.verification.values import judge_values
 from tests.repairs.refused import nobody_may_read
 from tests.verification.sealed import place

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ckptfix.devices.reload.arrivals import (
-    Hops,
-    Loaded,
-    Tally,
-    hop_model,
-    prove_model,
-    remember_loaded,
-)
+from ckptfix.devices.reload.arrivals import Hops, Loaded, Tally, hop_model, prove_model, remember_loaded
 from ckptfix.devices.reload.device_maps import CPU, DISK, Device, DeviceMap, Spread, device_of
 from ckptfix.devices.reload.dispatched import (
     MapPlan,

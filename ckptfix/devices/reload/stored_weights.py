@@ -25,8 +25,8 @@ from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.reading import OpenFiles, page_buffer
-from ckptfix.tensors.layouts import Layout
 from ckptfix.tensors.single_files import is_expanded, recorded_ties, run, torch_layout
+from ckptfix.tensors.stored import Layout
 
 Bytes = Any
 """A one-dimensional numpy array of uint8."""

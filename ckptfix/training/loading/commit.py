@@ -31,7 +31,7 @@ from ckptfix.training.loading.draft import (
     as_load_error,
 )
 from ckptfix.training.loading.load_report import LoadError, Part
-from ckptfix.training.loading.randomness import current_random, set_random
+from ckptfix.training.loading.states import current_random, set_random
 from ckptfix.training.loading.targets import distinct
 from ckptfix.training.prepared import innermost, levels
 from ckptfix.training.ranks import Ranks

@@ -15,15 +15,15 @@ from ckptfix.formats.torch_file import TorchFile, read_torch_file
 from ckptfix.storage.reading import open_reader
 from ckptfix.training.loading.commit import agree, go_on_numbering, perform
 from ckptfix.training.loading.draft import Draft, SetRandom, SetStep, as_load_error, stop_if_failed, warn_of
-from ckptfix.training.loading.load_report import (
-    LoadError,
-    LoadPolicy,
-    LoadReport,
-    Part,
-    Requirement,
+from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Part, Requirement
+from ckptfix.training.loading.states import (
+    current_random,
+    has_sampler,
+    is_stateful,
+    not_of_a_rank,
+    plan_random,
+    set_random,
 )
-from ckptfix.training.loading.randomness import current_random, not_of_a_rank, plan_random, set_random
-from ckptfix.training.loading.states import has_sampler, is_stateful
 from ckptfix.training.loading.targets import Target, distinct
 from ckptfix.training.ranks import Ranks
 

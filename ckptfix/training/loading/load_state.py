@@ -22,14 +22,16 @@ from ckptfix.training.loading.delegated import load_delegated
 from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Part, Requirement
 from ckptfix.training.loading.models import plan_models, run_hooks
-from ckptfix.training.loading.randomness import not_of_a_rank, plan_random, ranks_in
 from ckptfix.training.loading.states import (
     SavedStates,
     after_models,
     is_hopeless,
+    not_of_a_rank,
     plan_dataloaders,
+    plan_random,
     plan_scaler,
     plan_states,
+    ranks_in,
     read_states,
 )
 from ckptfix.training.loading.targets import distinct, model_targets

@@ -18,8 +18,7 @@ from accelerate import Accelerator
 from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.training.guard import guard_of
-from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
-from ckptfix.training.saving.meeting import meet, timeout_of
+from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree, meet, timeout_of
 from ckptfix.training.saving.recording import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.staged_saves import Staging, abandon, add, begin, commit, plan_staging, rotate
 
