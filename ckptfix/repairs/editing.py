@@ -1,8 +1,9 @@
-"""From steps to edits: the bytes of each file that change, and what undoes them.
+"""Edits compiled from steps: the bytes of each file that change, and the bytes that undo the change.
 
-A rename in a DCP folder writes a new ``.metadata``, which one rename puts in the old one's place. An optimizer's keys
-are in small items of its ``.distcp`` files, too: those are written to a new file that the new ``.metadata`` points to,
-and the old ones stay where they are. So a reader finds the old keys or the new ones, and no tensor's byte is touched.
+A rename in a DCP folder writes a new ``.metadata``, which atomically replaces the old one. An optimizer's
+keys are in small items of its ``.distcp`` files, too: those are written to a new file that the new
+``.metadata`` points to, and the old ones stay where they are. So a reader finds the old keys or the new ones,
+and no tensor's byte is touched.
 """
 
 import os
@@ -49,17 +50,17 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe, RecipePart
 
 NEW_DATA = "__ckptfix_{}" + DATA_SUFFIX
-"""The file for rewritten items; the first number that is free."""
+"""Name of the file for rewritten items, with the first free number."""
 
 _OWN = re.compile(r"__ckptfix_[0-9]+\.distcp")
 
 BLOCK = 4096
-"""Phase that a new file keeps, so that file systems with reflinks can share the rest of its blocks."""
+"""Alignment that a new file keeps, so that file systems with reflinks can share the rest of its blocks."""
 
 
 @dataclass(slots=True)
 class Compiled:
-    """Edits in the order of their steps, and the steps that turned out impossible, with the reason."""
+    """Edits in the order of their steps, and the impossible steps, each with the reason."""
 
     edits: list[Edit] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -69,10 +70,10 @@ class Compiled:
 def compile_plan(plan: Plan, *, new_files: bool) -> Compiled:
     """Turn a plan into edits. Nothing is written.
 
-    ``new_files``: replace whole files instead of patching them in place (``--atomic``, or a file system where that
-    costs nothing). Linked files are always replaced.
+    ``new_files``: write new files instead of patching the old ones in place (``--atomic``, or a file system
+    where that costs nothing). Linked files are always replaced.
 
-    Raises OSError, and FormatError when a file is no longer what it was when it was scanned.
+    Raises OSError, and FormatError when a file changed since it was scanned.
     """
     trims = {step.action.path: step.action.size for step in plan.steps if isinstance(step.action, Trim)}
     writer = _Writer(plan, new_files, trims)
@@ -135,7 +136,7 @@ class _Writer:
         self.by_metadata = {state.metadata_path: state for state in plan.sharded}
         self.entries: dict[PurePosixPath, Saved] = {**self.components, **self.states}
         self.made: dict[PurePosixPath, list[PurePosixPath]] = {}
-        """The files that a rename adds to a DCP folder, by the folder."""
+        """Folder -> files that a rename adds to this DCP folder."""
         self.gone: set[PurePosixPath] = set()
         self.new_files = new_files
         self.trims = trims
@@ -157,7 +158,7 @@ class _Writer:
         ]
 
     def _is_elsewhere(self, pairing: Pairing, path: PurePosixPath) -> bool:
-        """Return whether the bytes that stay of a file are outside of the checkpoint: they may go any time."""
+        """Return whether the kept bytes of a file are outside of the checkpoint, where anyone may delete them."""
         kept = pairing.kept
         return os.path.islink(self.root / kept.path) or (
             isinstance(kept, DcpFolder)
@@ -165,7 +166,7 @@ class _Writer:
         )
 
     def _recipe(self, runs: Mapping[Files, tuple[Run, ...]], path: PurePosixPath) -> Recipe:
-        """Return how a file of the duplicate is made again from ranges of the files that stay."""
+        """Return the recipe that rebuilds a file of the duplicate from ranges of the files that stay."""
         ranges = [(run, kept) for (kept, other), found in runs.items() if other == path for run in found]
         pieces: list[RecipePart] = []
         position = 0
@@ -182,7 +183,7 @@ class _Writer:
         return Recipe.like(self.root / path, tuple(pieces))
 
     def move(self, action: Renumber) -> list[Edit]:
-        """Return the edits that move a file, or every file of a folder into one that is there, and empty by then."""
+        """Return the edits that move a file, or every file of a folder into an existing, empty folder."""
         entry = self.entries[action.source]
         files = [path for path in entry.files if path not in self.gone] + self.made.get(action.source, [])
         return [Move(source=path, target=action.target / path.relative_to(action.source)) for path in files]
@@ -215,7 +216,7 @@ class _Writer:
         header = rename_header(content, key_map, add_format=action.add_format)
         room = len(content.raw)
         if len(header) > room and action.renames:
-            plain = rename_header(content, key_map)  # "format" is a gift only while it costs nothing
+            plain = rename_header(content, key_map)  # "format" is added only if it costs nothing
             header = plain if len(plain) <= room else header
         if len(header) <= room and not (self.new_files or component.is_linked):
             return self.change(component, Patched(8, content.raw, pad_header(header, room)))
@@ -255,12 +256,12 @@ class _Writer:
         return edits
 
     def _metadata(self, state: DcpFolder) -> DcpMetadata:
-        """Return the metadata that was planned with. Raises FormatError when the file is no longer that."""
-        assert state.metadata is not None  # else it has no names that could change
+        """Return the metadata that the plan is based on. Raises FormatError when the file changed since."""
+        assert state.metadata is not None  # a folder without metadata has no keys to change
         with open_reader(self.root / state.metadata_path) as reader:
             data = reader.read(0, reader.size)
         if data[: state.metadata.tree.end] != state.metadata.tree.data:
-            raise FormatError(f"{state.metadata_path} is not what it was when it was read")
+            raise FormatError(f"{state.metadata_path} changed since it was read")
         return state.metadata
 
     def _check_no_names_in_data(self, state: DcpFolder, metadata: DcpMetadata) -> None:
@@ -276,8 +277,8 @@ class _Writer:
     def _renamed_items(
         self, state: DcpFolder, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]
     ) -> Iterator[tuple[StoredItem, bytes]]:
-        """Yield the items whose names change, each with its new bytes."""
-        changes: dict[str, dict[int, str]] = {}  # one item can be several places
+        """Yield the items whose keys change, each with its new bytes."""
+        changes: dict[str, dict[int, str]] = {}  # one item can hold keys in several places
         for key, place in state.listed.items():
             key_map = maps.get(key)
             if key_map is not None:
@@ -296,7 +297,7 @@ class _Writer:
         return state.path / NEW_DATA.format(number)
 
     def change(self, component: Component, edit: Patched | Appended | None) -> list[Edit]:
-        """Trim a file where that was asked for, and patch it or append to it."""
+        """Trim a file if its step asks for that, and patch it or append to it."""
         path, size = component.path, component.size
         end = self.trims.get(path, size)
         if not (self.new_files or component.is_linked):

@@ -1,4 +1,4 @@
-"""Keep the manifest true when a repair drops, moves, renames or rewrites what it speaks of."""
+"""Edits of the manifest after a repair drops, moves, renames or rewrites the files that it lists."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ def manifest_edits(folder: CheckpointFolder, steps: Sequence[Step], edits: Seque
         return []
     if manifest is None:
         return []
-    if folder.only is not None:  # the manifest speaks of all shards of a model
+    if folder.only is not None:  # the manifest lists all shards of a model
         folder = scan_folder(folder.root)
     new = followed(manifest, folder, steps, edits)
     if new == manifest:
@@ -82,7 +82,7 @@ def followed(
 def _renamed_in_dcp(
     entries: Iterable[ManifestEntry], folder: CheckpointFolder, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> Iterator[ManifestEntry]:
-    """Give the entries of DCP folders the new names of their tensors."""
+    """Rename the keys in the entries of DCP folders."""
     found: dict[str, tuple[DcpMetadata, dict[str, str]]] = {}
     if any(path.name == METADATA_NAME for path in renames):
         for state in scan_dcp_folders(folder):
@@ -120,7 +120,7 @@ def _renamed_in_dcp(
 
 
 def _new_names(state: DcpFolder, metadata: DcpMetadata, action: RewriteNames) -> dict[str, str]:
-    """Return the new names of the tensors of a DCP folder's model by the old ones, as the manifest has them."""
+    """Return old key -> new key of the model in a DCP folder, as the manifest has the keys."""
     model = model_names(metadata)
     if model is None:
         return {}
@@ -132,7 +132,7 @@ def _new_names(state: DcpFolder, metadata: DcpMetadata, action: RewriteNames) ->
 def _renamed(
     entry: ManifestEntry, found: Entry, renames: Mapping[PurePosixPath, RewriteNames]
 ) -> ManifestEntry:
-    """Give an entry the new names of its tensors."""
+    """Rename the keys in an entry."""
     names: dict[str, str] = {}
     key_map: Callable[[str], str] | None = None
     for member in found.members:
@@ -161,7 +161,7 @@ def _renamed(
 def _moved(
     entries: Iterable[ManifestEntry], dropped: Mapping[str, str], moved: Mapping[str, str]
 ) -> tuple[tuple[ManifestEntry, ...], dict[int, int]]:
-    """Return the entries that are left at their new positions, and old position -> new one, a double's too."""
+    """Return the remaining entries at their new positions, and old position -> new one, also of a duplicate."""
     entries = tuple(entries)
     position = {entry.file: entry.index for entry in entries}
     new = {}
@@ -182,7 +182,7 @@ def _moved(
 
 
 def _files(manifest: Manifest, edits: Iterable[Edit]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes and the digests of the files after the edits; "" for a file that would have to be read again."""
+    """Return the sizes and the digests of the files after the edits; the digest is "" where only a read gives it."""
     sizes, sha256 = dict(manifest.files), dict(manifest.sha256)
     for edit in edits:
         match edit:
@@ -223,7 +223,7 @@ def _move(known: dict[str, int] | dict[str, str], source: str, target: str) -> N
 
 
 def _digest(recipe: Recipe) -> str:
-    """Return the sha256 of a file that a recipe gives outright, as an index; "" when bytes come from other files."""
+    """Return the sha256 of a file that a recipe contains in full, as an index; "" when bytes come from other files."""
     if not all(isinstance(piece, Literal) for piece in recipe.pieces):
         return ""
     data = b"".join(piece.data for piece in recipe.pieces if isinstance(piece, Literal))

@@ -1,4 +1,8 @@
-"""From findings to steps. Pure: the same diagnosis and policy give the same plan, and nothing is touched."""
+"""Plan of a repair: the steps that follow from findings and a policy.
+
+Planning is pure: the same diagnosis and policy give the same plan, and no file changes. The keys of all files
+of a model change by one map: a model that is renamed in part would load wrong.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +52,9 @@ Maps = Mapping[ScopeKey, KeyMap]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Steps in the order in which they are applied, and what stays although it could be repaired.
+    """Steps in the order in which they are applied, and the repairable findings that stay.
 
-    ``findings``: all that was found before.
+    ``findings``: all findings before the repair.
     """
 
     folder: CheckpointFolder
@@ -90,7 +94,7 @@ def make_plan(diagnosis: Diagnosis, policy: Policy) -> Plan:
 
 
 def _hint_at_options(draft: Draft) -> None:
-    """Say of what was named with ``--only``, and needs the user's word besides, that it does."""
+    """Note the codes named with ``--only`` that need another option, too."""
     done = {code for step in draft.steps for code in step.fixes} | {stay.code for stay in draft.unplanned}
     for code in sorted(draft.policy.only - done):
         paths = [finding.path for finding in draft.findings if finding.code == code]
@@ -98,11 +102,8 @@ def _hint_at_options(draft: Draft) -> None:
             draft.stay(code, paths, f"it needs {CODES[code].option}, too")
 
 
-# Objections to dropping or moving an entry.
-
-
 def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
-    """Return why an entry must not go, with the moves of the entries behind it; None when nothing is against it."""
+    """Return why an entry must not be dropped, or why the later entries must not move; None when both may."""
     state = draft.states.get(path)
     if not draft.unsafe.isdisjoint(draft.files_of(path)):
         return "a file with an unsafe pickle is never edited"
@@ -121,13 +122,13 @@ def drop_objection(draft: Draft, path: PurePosixPath) -> str | None:
 
 
 def move_objection(draft: Draft, entries: Sequence[Numbered]) -> str | None:
-    """Return why none of these entries may move, None when nothing is against it."""
+    """Return why none of these entries may move, None when they may."""
     paths = [entry.path for entry in entries]
     return _own_journal(draft, paths) or _linked(draft, paths) or _needed(draft, paths, None)
 
 
 def _family(draft: Draft, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
-    """Return an entry and those behind it, which move when it goes."""
+    """Return an entry and the later ones, which move when it is dropped."""
     for role in {entry.role for entry in draft.folder.components} | {
         state.name.role for state in draft.states.values() if state.name is not None
     }:
@@ -139,7 +140,7 @@ def _family(draft: Draft, path: PurePosixPath) -> tuple[PurePosixPath, ...]:
 
 
 def _own_journal(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
-    """An undo in a folder that was repaired alone must find the folder where it was."""
+    """Return why a folder with a journal of its own must stay: its undo looks for the folder where it was."""
     for path in paths:
         state = draft.states.get(path)
         if state is not None and state.journals:
@@ -156,21 +157,18 @@ def _linked(draft: Draft, paths: Iterable[PurePosixPath]) -> str | None:
 
 
 def _needed(draft: Draft, paths: Sequence[PurePosixPath], dropped: PurePosixPath | None) -> str | None:
-    """Return which symbolic link leads to one of these entries, and would lead nowhere without it."""
+    """Return a sentence about a symbolic link that leads to one of these entries and would be broken without it."""
     gone = {file for path in paths for file in draft.files_of(path)} | set(paths)
     for link, places in draft.links.items():
         if dropped is not None and (link == dropped or dropped in link.parents):
-            continue  # it goes, too
+            continue  # dropped, too
         if needed := sorted(places & gone):
             return f"{link} is a symbolic link to {needed[0]}, which would no longer be there"
     return None
 
 
-# Entries that go, and the numbers that change by that.
-
-
 def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
-    """Plan which entries go, and return their files."""
+    """Plan the drops, and return the files of the dropped entries."""
     dropped: set[PurePosixPath] = set()
     listed = {name: group.index_path for group in draft.groups for name in group.listed.values()}
     for finding in draft.findings:
@@ -200,7 +198,7 @@ def plan_drops(draft: Draft) -> frozenset[PurePosixPath]:
 
 
 def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath]:
-    """Plan which states go with the doubled models, all of them or none, and say what stays for the user to decide."""
+    """Plan the drops of states that go with duplicate models, all or none, and note what the user must decide."""
     found: list[IdenticalStates] = [
         finding
         for finding in draft.findings
@@ -231,7 +229,7 @@ def _plan_states(draft: Draft, dropped: set[PurePosixPath]) -> set[PurePosixPath
 def _surplus(
     draft: Draft, role: Role, entries: Sequence[Numbered], dropped: set[PurePosixPath]
 ) -> list[IdenticalModels | IdenticalStates]:
-    """Return which equal entries go so that as many as the user said remain."""
+    """Return the equal entries to drop, so that as many remain as the user asked for."""
     position = {entry.path: entry.name.index for entry in entries}
     proven = sorted(
         (
@@ -273,7 +271,7 @@ def _is_one_run(
     position: Mapping[PurePosixPath, int],
     dropped: set[PurePosixPath],
 ) -> bool:
-    """Return whether one entry and its copies follow one another: any may go, and none takes another model's place."""
+    """Return whether an entry and its copies have consecutive numbers, so that no other model changes its position."""
     if len({finding.original for finding in copies}) != 1:
         return False
     places = sorted(position[path] for path in {copies[0].original, *(finding.path for finding in copies)})
@@ -282,7 +280,7 @@ def _is_one_run(
 
 
 def _is_wanted(draft: Draft, role: Role) -> bool:
-    """Return whether equal entries of a role may go, whatever is known of them besides."""
+    """Return whether the policy lets equal entries of a role be dropped."""
     kinds = (IdenticalModels,) if role is Role.MODEL else (IdenticalStates, DoubledStates, SurplusStates)
     return any(draft.policy.wants(kind.code) for kind in kinds)
 
@@ -292,7 +290,7 @@ def _code(role: Role) -> str:
 
 
 def plan_moves(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
-    """Plan the moves that close the gaps which drops leave, or which were there."""
+    """Plan the moves that close the gaps in numbers, old ones and those that drops leave."""
     close_gaps = "entry-gap" in draft.policy.allow and draft.policy.wants("entry-gap")
     gaps = {finding.path for finding in draft.findings if isinstance(finding, EntryGap)}
     for role in GAPLESS_ROLES + tuple(draft.policy.drops - set(GAPLESS_ROLES)):
@@ -323,11 +321,8 @@ def _drop(draft: Draft, path: PurePosixPath, kept: PurePosixPath, code: str, saf
     draft.add(action, code, safety, (*draft.files_of(path), *draft.files_of(kept)))
 
 
-# Keys that change, by one map for all files of a model together: renamed in part, it would load wrong.
-
-
 def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
-    """Plan the renames and return the maps of those that will happen."""
+    """Plan the renames and return the key maps of the planned ones."""
     adds_format = {
         finding.path
         for finding in draft.findings
@@ -346,7 +341,7 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
         renamed = [member for member in group.members if member.path in own]
         objection = _objection(draft, group, maps) if renamed else None
         if renamed and bundles.get(group.members[0].path) in counted:
-            # Other names would make another verdict of them, and so another plan.
+            # Other keys would change the verdict about the duplicates, and so the plan.
             objection = "a duplicate of the same names stays, as the number of models asked for counts it"
         if objection is not None:
             draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
@@ -364,9 +359,9 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
 
 
 def _bundles(draft: Draft) -> dict[PurePosixPath, PurePosixPath]:
-    """Return for each numbered model the first one with the same names and shapes, when there are several.
+    """Return for each numbered model the first one with the same keys and shapes, when there are several.
 
-    Renamed in part, two intentional models of one architecture would look like doubles, or related.
+    Renamed in part, two intentional models of one architecture would look like duplicates, or related.
     """
     bundles: dict[PurePosixPath, PurePosixPath] = {}
     firsts: dict[Hashable, PurePosixPath] = {}
@@ -382,7 +377,7 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
     if group.stale_of is not None:
         return {}
     result: dict[ScopeKey, KeyMap] = {}
-    asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # by place: one answer for all shards
+    asked: dict[tuple[tuple[str, ...], str], KeyMap | None] = {}  # one answer for all shards of a model
     for member in group.members:
         nested = {
             finding.scope: finding
@@ -402,7 +397,7 @@ def _key_maps(draft: Draft, group: ModelFiles) -> dict[ScopeKey, KeyMap]:
 
 
 def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameScope) -> KeyMap | None:
-    """Return the map that the user's own words give, by ``--keys`` or ``--allow wrapper-prefix``, if any."""
+    """Return the key map that ``--keys`` or ``--allow wrapper-prefix`` asks for, if any."""
     policy = draft.policy
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
         return None
@@ -412,14 +407,14 @@ def _asked_for(draft: Draft, group: ModelFiles, member: Component, scope: NameSc
         return None
     insert = DDP_CHAIN if policy.keys is Keys.DDP else ()
     if scope.is_model or scope.kind != "state dict":
-        # Private wrappers go first: what they hid may be a wrapper that every name carries.
+        # Private wrappers are removed first: a wrapper that every key carries may be hidden behind them.
         inner = common_wrappers(map(without_private_wrappers, group.names(scope)))
         return KeyMap(remove=inner, insert=insert, inner=True)
     return KeyMap(remove=chain, insert=insert) if chain else None
 
 
 def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
-    """Return why the names of a model must stay, or None when they can change."""
+    """Return why the keys of a model must stay, or None when they can change."""
     first = group.members[0]
     if draft.folder.only is not None and first.name.shard is not None:
         return "it is one shard of a model: repair the folder"
@@ -452,7 +447,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
 
 
 def _is_one_of_several(draft: Draft, component: Component) -> bool:
-    """Return whether a model of a checkpoint is looked at alone."""
+    """Return whether the target is one model of a checkpoint that has several."""
     return draft.folder.only is not None and bool(draft.folder.ranks) and component.role is Role.MODEL
 
 
@@ -481,7 +476,7 @@ def _rewrite(
     action = RewriteNames(
         path=component.path,
         maps={(path, kind): key_map for (_, path, kind), key_map in maps.items()},
-        add_format=is_safetensors,  # free where the header is rewritten anyway
+        add_format=is_safetensors,  # costs nothing where the header is rewritten anyway
         renames=len(changes),
         example=changes[0] if changes else None,
     )
@@ -495,11 +490,8 @@ def _code_of(draft: Draft, component: Component) -> str:
     return NestedPrefix.code if NestedPrefix in kinds else WrapperPrefix.code
 
 
-# Steps about whole files: bytes behind the end, and indexes that follow the headers.
-
-
 def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
-    """Plan to cut off what follows the content of files that stay."""
+    """Plan to cut off the bytes that follow the content of files that stay."""
     for finding in draft.findings:
         if not isinstance(finding, TrailingBytes) or finding.path in dropped:
             continue

@@ -1,4 +1,12 @@
-"""The keys of DCP folders that a repair changes, and the reasons why some stay."""
+"""Plan of the renames in DCP folders, and the reasons why some keys stay.
+
+All folders change together or none does: otherwise a model, its optimizer and its copies would not fit each
+other. So a rename is refused when anything that stays would still hold an old name, or cannot be read.
+
+A script can use a text in any way. So a text that may hold an old name counts as one: the name itself, its
+wrappers with any separators between them, a module on the way to a parameter, or a name behind other
+characters.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,24 +36,18 @@ from ckptfix.repairs.steps import Draft, RewriteNames, Safety
 from ckptfix.storage.paths import command
 from ckptfix.wording import list_names
 
-# Where an old name may still be: in any text that stays, whatever stands around the name in it.
-#
-# Nothing tells what a script does with a text. So one that may hold an old name is one: the name itself,
-# the wrappers that go with any separators between them, a module on the way to a parameter, or a name with
-# something in front of it.
-
 _GAP = "[^A-Za-z0-9]{1,4}"
-"""Characters between two segments: a dot, one of another file's, of JSON, of a regular expression."""
+"""Pattern of the separators between two segments: a dot, or those of paths, JSON and regular expressions."""
 
 MAX_SLICES = 1 << 22
-"""Limit of the parts of one text that are compared; a longer one may hold anything."""
+"""Limit of the compared parts of one text; a longer text counts as one that may hold an old name."""
 
 
 class OldNames:
-    """The names that would go, and what of them can be in a text."""
+    """Names that a rename would remove, and the parts of them that a text can hold."""
 
     def __init__(self, changes: Iterable[tuple[NameScope, KeyMap]]) -> None:
-        """Take each place of names that change, and how."""
+        """Take the places of the names, each with its key map."""
         self._whole: set[str] = set()
         self._modules: set[str] = set()
         self._new: set[str] = set()
@@ -69,12 +71,12 @@ class OldNames:
             patterns |= dict.fromkeys(_patterns(scope, old, key_map))
             if len(scope.chain) == 1 and not any(new.startswith(dotted(scope.chain)) for new in old.values()):
                 wrappers[f"(?<![A-Za-z0-9]){scope.chain[0]}[.]"] = None
-            if len(scope.chain) < 2 or key_map.inner:  # else any part of a text begins with the chain
+            if len(scope.chain) < 2 or key_map.inner:  # below a nested chain, every part begins with it
                 self._parts.update(_plain(name) for name in old)
         self._modules -= still
         self._lengths = sorted({len(name) for name in self._parts})
         self._chains = re.compile("|".join(patterns)) if patterns else None
-        # Another model's names may begin with it and be right.
+        # Correct names of another model may begin with it.
         self._one_wrapper = re.compile("|".join(wrappers)) if wrappers else None
 
     def in_text(self, text: str, *, is_name: bool, is_key: bool) -> str | None:
@@ -94,11 +96,11 @@ class OldNames:
         return self._part(_plain(text), is_name=is_name) if self._parts else None
 
     def is_whole(self, part: str) -> bool:
-        """Return whether what was found is an old name, not only a part of one."""
+        """Return whether a text is a complete old name, not only a part of one."""
         return part in self._whole
 
     def _longest(self, text: str, begin: int) -> str | None:
-        """Return the old name that begins at a place of a text, the longest one."""
+        """Return the longest old name that begins at a place of a text."""
         lengths = sorted({len(name) for name in self._whole}, reverse=True)
         parts = (text[begin : begin + length] for length in lengths)
         return next((part for part in parts if part in self._whole), None)
@@ -118,7 +120,7 @@ class OldNames:
                 part = text[begin:end]
                 if part not in self._parts or text[end : end + 1].isalnum():
                     continue
-                # Words of torch's own are made of the names of parameters: "weight_decay".
+                # Some of torch's own words contain names of parameters: "weight_decay".
                 if "." in part or "_" not in (text[begin - 1 : begin], text[end : end + 1]):
                     return part
         return None
@@ -141,7 +143,7 @@ def _modules_of(name: str) -> Iterable[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text with a dot for whatever parts its words."""
+    """Return a text with a dot for every separator of its words."""
     return re.sub(r"\W+", ".", text)
 
 
@@ -155,20 +157,14 @@ def _patterns(scope: NameScope, old: dict[str, str], key_map: KeyMap) -> Iterabl
         yield from sorted(segments & PRIVATE_WRAPPERS)
 
 
-# Why names in DCP folders stay although they could change.
-#
-# What belongs together changes together: a model, its optimizer, and whatever else of them speaks of the
-# same names. So a rename is refused when anything that stays would still hold an old name, or cannot be
-# read.
-
 PlaceMaps = dict[tuple[tuple[str, ...], str], KeyMap]
-"""(path, kind) of a place of names -> how they change."""
+"""(path, kind) of a place of names -> its key map."""
 
 
 def objections(
     draft: Draft, kept: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
 ) -> Iterator[str]:
-    """Yield why the names of these folders must stay; ``maps``: how those of each folder would change."""
+    """Yield why the names of these folders must stay; ``maps``: the planned key maps of each folder."""
     for state in kept:
         if state.path in maps:
             yield from _of_folder(draft, state)
@@ -218,7 +214,7 @@ def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
 
 
 def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
-    """Yield which names would be taken for something else: "state.w" beside options of a group is an optimizer's."""
+    """Yield the names that would be mistaken: "state.w" next to options of a group is read as an optimizer's."""
     if state.metadata is None:
         return
     for scope in state.scopes:
@@ -262,7 +258,7 @@ def _mapped(scope: NameScope, maps: PlaceMaps) -> list[str]:
 
 
 def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield a place whose names would get a wrapper although nothing shows that they are names of parameters."""
+    """Yield a place whose names would get a wrapper without proof that they are names of parameters."""
     known = frozenset(
         without_private_wrappers(name)
         for state in states
@@ -287,7 +283,7 @@ def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMap
 
 
 def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[str, ...]:
-    """Return the keys in the dict of a model that are none of its names, and that the map would change."""
+    """Return the keys in a model's dict that are not names of the model and that the map would change."""
     if state.metadata is None:
         return ()
     depth, names = len(scope.path), frozenset(scope.names)
@@ -296,7 +292,7 @@ def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[s
         for path in paths_of(state.metadata).values()
         if len(path) > depth and tuple(map(str, path[:depth])) == scope.path
     }
-    own = names | flattened_keys(steps)  # of those an optimizer's place speaks
+    own = names | flattened_keys(steps)  # the place of the optimizer covers them
     return tuple(step for step in steps if step not in own and key_map(step) != step)
 
 
@@ -311,7 +307,7 @@ def _unread(state: DcpFolder) -> Iterator[str]:
 
 
 def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
-    """Yield why several state dicts of one folder do not change together: what they are only the script knows."""
+    """Yield why several state dicts of one folder stay as they are: only the script knows their purpose."""
     dicts = [scope for scope in state.scopes if scope.kind == STATE_DICT]
     first = next((scope for scope in dicts if scope.is_model), dicts[0] if dicts else None)
     for scope in dicts:
@@ -331,7 +327,7 @@ def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
 
 
 def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield which optimizer could be of several models, has the names of none, and would not fit all of them."""
+    """Yield the optimizer whose model is unknown: it has the names of none, and would not fit all of them."""
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     models = [(state, scope) for state, scope in places if scope.kind == STATE_DICT]
     for state, scope in places if len(models) > 1 else ():
@@ -347,7 +343,7 @@ def _unclear(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps
 
 
 def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield an old name that would stay somewhere: in a key, or in an object that is not looked into."""
+    """Yield each old name that would stay in a key, or in an object that is not read."""
     old = OldNames(
         (scope, key_map)
         for state in states
@@ -369,7 +365,7 @@ def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMa
 
 
 def _words_that_stay(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, bool]]:
-    """Yield each text that is not renamed, and whether it is a key of the state dict that was saved."""
+    """Yield each text that is not renamed, and whether it is a key of the saved state dict."""
     if state.metadata is None:
         return
     words: dict[str, None] = {}
@@ -387,7 +383,7 @@ def _words_that_stay(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, b
 
 
 def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
-    """Yield which names of an optimizer are those of its model, and would no longer be."""
+    """Yield the places where an optimizer has the names of its model now, and would not after the renames."""
     places = [(state, scope) for state in states for scope in state.scopes if scope.names]
     for state, model in places:
         if model.kind != STATE_DICT:
@@ -401,12 +397,6 @@ def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
 def _renamed(state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:
     key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
     return iter(scope.names) if key_map is None else map(key_map, scope.names)
-
-
-# Which names in DCP folders change, and by which map.
-#
-# All folders change together or none does: a model, its optimizer and its copies would not fit each other
-# otherwise.
 
 
 def plan_dcp_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
@@ -452,7 +442,7 @@ def _key_maps(draft: Draft, state: DcpFolder) -> PlaceMaps:
 
 
 def _asked_for(draft: Draft, state: DcpFolder, scope: NameScope) -> KeyMap | None:
-    """Return the map that the user's own words give, by ``--keys`` or ``--allow wrapper-prefix``, if any."""
+    """Return the key map that ``--keys`` or ``--allow wrapper-prefix`` asks for, if any."""
     policy = draft.policy
     if policy.keys is Keys.AUTO and WrapperPrefix.code not in policy.allow:
         return None

@@ -1,7 +1,7 @@
-"""Saved plans: what ``repair --plan-out FILE`` writes, and ``repair --plan FILE`` applies unchanged or refuses.
+"""Saved plans: ``repair --plan-out FILE`` writes one, and ``repair --plan FILE`` applies it unchanged or refuses.
 
-A file holds no steps to obey. The folder is planned again with the saved policy, and the two plans must agree: so an
-edited file can do nothing that a repair would not do.
+The steps in a file are never executed. The folder is planned again with the saved policy, and the two plans
+must agree: so an edited file can do nothing that a repair would not do.
 """
 
 import hashlib
@@ -40,9 +40,9 @@ class SavedPlan:
     unplanned: list[Any]
 
     def plan(self, *, recover: bool = False, progress: Progress | None = None) -> RepairPlan:
-        """Plan again and return the plan, which is the saved one.
+        """Plan again and return the plan, which equals the saved one.
 
-        Raises ChangedError when the folder has changed since, so that the plan may be wrong for it now, and all that
+        Raises ChangedError when the folder changed since, so that the plan may be wrong now, and all that
         ``plan_repair`` raises.
         """
         plan = plan_repair(self.path, self.policy, output=self.output, recover=recover, progress=progress)
@@ -70,11 +70,11 @@ class SavedPlan:
                     (at for at, pair in enumerate(zip(mine, now, strict=False)) if pair[0] != pair[1]), None
                 )
                 which = "number of steps" if number is None else f"step {number + 1}"
-                yield f"{plan.path} now needs another plan (another {which})"
+                yield f"{plan.path} now needs another plan (different {which})"
 
 
 def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
-    """Write a plan to a new file. Raises UsageError when that cannot be written, or exists."""
+    """Write a plan to a new file. Raises UsageError when the file exists or cannot be written."""
     path = Path(file)
     if plan.pending:
         raise UsageError(f"{plan.path}: {plan.pending[0]}; {plan.pending[0].advice}, then plan again")
@@ -106,7 +106,7 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
 
 
 def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
-    """Read a plan. Raises UsageError when the file cannot be read, or is not a plan as it was written."""
+    """Read a plan. Raises UsageError when the file cannot be read, is not a plan, or was edited."""
     path = Path(file)
     try:
         document = json.loads(read_file(path))
@@ -154,7 +154,7 @@ def apply_command(file: str | os.PathLike[str]) -> str:
 def _files(plan: RepairPlan) -> dict[str, list[int]]:
     found = {one.path: one.fingerprint for one in plan.diagnosis.folder.components}
     found |= {path: one.fingerprint for state in plan.diagnosis.sharded for path, one in state.files.items()}
-    # An inode is another one after a file system is mounted again, so it is not compared.
+    # Inodes can change when a file system is mounted again, so they are not compared.
     return {str(path): [one.size, one.mtime_ns] for path, one in found.items()}
 
 

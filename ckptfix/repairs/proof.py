@@ -28,7 +28,7 @@ from ckptfix.storage.edits import Append, Edit, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import Absent, Range
 
 PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
-"""(path, kind) of a place of keys -> how the keys change."""
+"""(path, kind) of a place of keys -> its key map."""
 
 _BROKEN = (
     IncompleteTensor,
@@ -39,7 +39,7 @@ _BROKEN = (
     NotATensorFile,
     TruncatedFile,
 )
-"""Damage that no repair may cause."""
+"""Codes of the damage that no repair may cause."""
 
 
 class Span(NamedTuple):
@@ -77,9 +77,10 @@ def prove_repair(
 def _known(
     verdicts: Verdicts, moved: Mapping[PurePosixPath, PurePosixPath], dropped: Set[PurePosixPath]
 ) -> Verdicts:
-    """Return the comparisons of what stays, in both directions and for every pair of equal entries.
+    """Return the comparisons of the entries that stay, in both directions and for every pair of equal entries.
 
-    Renamed, another of several equal models can be the one with the fewest wrappers, which counts as the original.
+    After a rename another one of several equal models can have the fewest wrappers, and count as the
+    original.
     """
     known: dict[tuple[PurePosixPath, PurePosixPath], Verdict] = {}
     equal: dict[PurePosixPath, frozenset[PurePosixPath]] = {}
@@ -98,7 +99,7 @@ def _known(
 
 
 def _moved(path: PurePosixPath, moved: Mapping[PurePosixPath, PurePosixPath]) -> PurePosixPath:
-    """Return where a file is after the moves, of which one may be of its folder."""
+    """Return the path of a file after the moves, which may include one of its folder."""
     return moved[path.parent] / path.name if path.parent in moved else moved.get(path, path)
 
 
@@ -157,7 +158,7 @@ def _prove_names(old: Component, new: Component, maps: PlaceMaps) -> None:
 
 
 def _places(scopes: Iterable[NameScope], maps: PlaceMaps) -> list[tuple[tuple[str, ...], str, list[str]]]:
-    """Return the places of keys with their keys after a repair by these maps."""
+    """Return the places of keys with the keys that they have after a repair by these maps."""
     return [(one.path, one.kind, _renamed(one.names, maps.get((one.path, one.kind)))) for one in scopes]
 
 
@@ -177,7 +178,7 @@ def _is_same_range(was: tuple[int, int], now: tuple[int, int], spans: tuple[Span
 
 
 def _spans(before: CheckpointFolder, edits: tuple[Edit, ...]) -> dict[PurePosixPath, tuple[Span, ...]]:
-    """Return, for every edited file, which of its bytes are old ones and where they were."""
+    """Return the old bytes in every edited file, and where they were."""
     sizes = {component.path: component.size for component in before.components}
     spans: dict[PurePosixPath, tuple[Span, ...]] = {}
     for edit in edits:
@@ -220,7 +221,7 @@ def _recipe_spans(edit: Replace) -> Iterable[Span]:
 def _prove_no_new_damage(
     plan: Plan, diagnosis: Diagnosis, moved: Mapping[PurePosixPath, PurePosixPath]
 ) -> None:
-    """No file may be broken or missing that was not so before."""
+    """Raise OperationError when a file is newly damaged or missing."""
     known = {(finding.code, _moved(finding.path, moved)) for finding in plan.findings}
     for finding in diagnosis.findings:
         if isinstance(finding, _BROKEN) and (finding.code, finding.path) not in known:
@@ -228,7 +229,7 @@ def _prove_no_new_damage(
 
 
 def _prove_nothing_left(diagnosis: Diagnosis, stays: set[PurePosixPath], policy: Policy) -> None:
-    """A second repair must find nothing to do, except about files of which this one said that they stay."""
+    """Raise OperationError when a second repair would change files other than those that this one left on purpose."""
     plan = make_plan(diagnosis, policy)
     asked = {path for stay in plan.unplanned if stay.code == DoubledModel.code for path in stay.paths}
     doubles = [
@@ -275,14 +276,14 @@ def _prove_dcp_folders(
             _prove_dcp_names(state, new, own)
             _prove_items(state, state.metadata, new.metadata, own)
         elif (state.metadata is None) != (new.metadata is None):
-            raise OperationError(f"{state.metadata_path} after the repair: it is not what it was")
+            raise OperationError(f"{state.metadata_path} after the repair: it changed without a step")
     left = {moved.get(state.path, state.path) for state in before if state.path not in dropped}
     if more := sorted(str(path) for path in found.keys() - left):
         raise OperationError(f"after the repair {more[0]} still holds files of a save")
 
 
 def _written(edits: Iterable[Edit]) -> Iterable[PurePosixPath]:
-    """Yield the files whose bytes change and that were there."""
+    """Yield the existing files whose bytes change."""
     for edit in edits:
         is_new = isinstance(edit, Replace) and isinstance(edit.previous, Absent)
         if isinstance(edit, Patch | Append | Truncate | Replace) and not is_new:
@@ -290,7 +291,7 @@ def _written(edits: Iterable[Edit]) -> Iterable[PurePosixPath]:
 
 
 def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) -> None:
-    """Every file but those that an edit replaced or removed is the file that it was, also behind a symbolic link."""
+    """Raise OperationError unless every file without an edit is unchanged, also behind a symbolic link."""
     for path, file in old.files.items():
         if path in touched:
             continue
@@ -319,12 +320,12 @@ def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: Place
     tensors = {one.fqn: one for one in now.tensors}
     for one in was.tensors:
         twin = tensors.get(names[one.fqn] or "")
-        if twin is None or one[1:-1] != twin[1:-1]:  # all but the name and its site
+        if twin is None or one[1:-1] != twin[1:-1]:  # all fields but the name and its site
             raise OperationError(f"{old.metadata_path}: {one.fqn!r} is another tensor after the repair")
     rewritten = {item.fqn for place, item in old.listed.items() if place in maps}
     for (fqn, offsets), item in was.stored.items():
         place = now.stored.get((names.get(fqn) or fqn, offsets))
         if fqn in rewritten and offsets is None:
-            continue  # its names were looked at
+            continue  # its names were compared above
         if place is None or item[1:-1] != place[1:-1]:
             raise OperationError(f"{old.metadata_path}: {fqn!r} lies elsewhere after the repair")

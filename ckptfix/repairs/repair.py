@@ -1,6 +1,6 @@
-"""``plan_repair`` and ``RepairPlan.execute``: plan, journal, act, prove, commit; and the receipt of what was done.
+"""Repair of a checkpoint: ``plan_repair`` and ``RepairPlan.execute`` plan, journal, act, prove and commit.
 
-Planning reads and changes nothing. Executing leaves the old folder or the new one, never something between.
+Planning reads and changes nothing. Executing leaves the old folder or the new one, never a mixture.
 """
 
 import os
@@ -56,10 +56,10 @@ from ckptfix.wording import Line, Printable, count_of, few, human_size, line, un
 class RepairReceipt(Printable, Serialized):
     """Receipt of a repair: its plan, and the outcome.
 
-    ``found``: the findings before it; ``left``: those after it, in a dry run all of them. ``transaction``: the number
-    that ``undo`` undoes, None when nothing was changed. ``recovered``: an interrupted run was rolled back first.
-    ``below``: the reports of the sub-folders that hold models of the checkpoint, such as ``unet``; each has a repair of
-    its own.
+    ``found``: the findings before it; ``left``: those after it, in a dry run all of them. ``transaction``:
+    the number that ``undo`` undoes, None when nothing was changed. ``recovered``: an interrupted run was
+    rolled back first. ``below``: the reports of the sub-folders that hold models of the checkpoint, such as
+    ``unet``; each has a repair of its own.
     """
 
     json_keys: ClassVar = (
@@ -81,13 +81,13 @@ class RepairReceipt(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 0 when no error or warning is left and all that was asked for was done, else 1."""
+        """Exit status: 0 when no error or warning is left and every requested repair was done, else 1."""
         is_below = any(status_of(report.all_findings) for report in self.below)
         return int(status_of(self.left) or bool(self.unplanned) or is_below)
 
     @property
     def where(self) -> Path:
-        """The checkpoint that was looked at last: the copy, once it is written."""
+        """The checkpoint that was checked last: the copy, once it is written."""
         return self.path if self.dry_run else self.output or self.path
 
     @property
@@ -96,12 +96,12 @@ class RepairReceipt(Printable, Serialized):
         return _before_resuming(self.steps, self.found)
 
     def lines(self) -> Iterator[Line]:
-        """Yield the plan, what was done, what is left, and how to undo it."""
+        """Yield the plan, the outcome, the findings that are left, and the command to undo."""
         yield from plan_lines(self.path, self.steps, self.unplanned)
         yield from self.outcome_lines()
 
     def outcome_lines(self) -> Iterator[Line]:
-        """Yield what became of the plan: what was done, what is left, and how to undo it."""
+        """Yield the outcome, the findings that are left, and the command to undo."""
         if self.recovered:
             yield line("an interrupted earlier run was rolled back first")
         if self.dry_run:
@@ -122,7 +122,7 @@ class RepairReceipt(Printable, Serialized):
         yield from map(unchecked_line, self._unchecked())
 
     def _left_now(self) -> list[dict[str, object]]:
-        """Return what is left, with commands for the folder in which it is."""
+        """Return the findings that are left, with commands for their folder."""
         return [finding.as_json(str(self.output or self.path)) for finding in self.left]
 
     def _unchecked(self) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class RepairPlan(Printable):
         return (*self.draft.unplanned, *self.compiled.refused)
 
     def lines(self) -> Iterator[Line]:
-        """Yield the steps, and what stays as it is, with the reason."""
+        """Yield the steps, and the findings that stay, with the reasons."""
         yield from plan_lines(self.path, self.steps, self.unplanned)
 
     def preview(self) -> RepairReceipt:
@@ -179,9 +179,9 @@ class RepairPlan(Printable):
     def execute(self, *, progress: Progress | None = None) -> RepairReceipt:
         """Do the steps, prove the result, and commit.
 
-        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. ``progress`` is called with byte
-        counts. Raises ChangedError when a file is not what was planned for, other OperationErrors (LockedError,
-        JournalError, RolledBackError) when it could not finish: the folder is then as it was.
+        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. ``progress`` is called
+        with byte counts. Raises ChangedError when a file changed since planning, other OperationErrors
+        (LockedError, JournalError, RolledBackError) when it could not finish: the folder is then as it was.
         """
         if self.output is not None:
             return self._execute_on_copy(self.output, progress)
@@ -209,7 +209,7 @@ class RepairPlan(Printable):
         )
 
     def _apply(self, progress: Progress | None) -> RepairReceipt:
-        """Do the edits: those of the steps, and what the manifest needs to follow them. The caller holds the lock."""
+        """Do the edits of the steps and of the manifest. The caller holds the lock."""
         root = self.target.root
         compiled = self.compiled
         shares_blocks = bool(compiled.edits) and supports_reflink(root)
@@ -286,11 +286,12 @@ def plan_repair(
 ) -> RepairPlan:
     """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to ``output``.
 
-    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts. ``recover``: roll back
-    an interrupted earlier run first, which is the only change; without it, ``execute`` does that and plans again.
+    Every byte of what a step deletes is compared first; ``progress`` is called with byte counts. ``recover``:
+    roll back an interrupted earlier run first, which is the only change; without it, ``execute`` does that
+    and plans again.
 
-    Raises UsageError for a path or a policy that makes no sense, OperationError for a folder that cannot be repaired
-    now, OSError when it cannot be read.
+    Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be repaired now,
+    OSError when it cannot be read.
     """
     target = find_target(path)
     if inside := interrupted_inside(target):
@@ -316,7 +317,7 @@ def repair(
     output: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> RepairReceipt:
-    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, which say what they raise.
+    """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors of both.
 
     ``dry_run``: change nothing, and return what would be done.
     """
@@ -355,7 +356,7 @@ def _plan(target: Target, policy: Policy, output: Path | None, progress: Progres
 
 
 def _unanswered(diagnosis: Diagnosis, policy: Policy) -> tuple[Finding, ...]:
-    """Return the findings without those about equal entries of which the user said that they belong there."""
+    """Return the findings without those about equal entries that the user declared intentional."""
     answered = {
         entry.path
         for role, count in policy.keep.items()
@@ -380,13 +381,13 @@ def _check_space(root: Path, edits: Sequence[Edit], shares_blocks: bool) -> None
 
 
 def _moved(report: CheckReport, source: Path, output: Path) -> CheckReport:
-    """Return the report of a model below with the name that its folder has in the copy."""
+    """Return the report of a model in a sub-folder, with the name of that folder in the copy."""
     below = tuple(_moved(one, source, output) for one in report.below)
     return replace(report, path=output / report.path.relative_to(source), below=below)
 
 
 def plan_lines(path: Path | str, steps: tuple[Step, ...], stays: tuple[Unplanned, ...]) -> Iterator[Line]:
-    """Yield what a repair of ``path`` will do, and what stays as it is, with the reason."""
+    """Yield the steps of a repair of ``path``, and the findings that stay, with the reasons."""
     yield line(f"plan for {path}:" if steps else f"nothing that a repair would change in {path}", bold=True)
     for (_, codes, safety), group in groupby(steps, key=_kind):
         asked = " (asked for)" if safety is Safety.LOSSY else ""
@@ -400,7 +401,7 @@ def _kind(step: Step) -> tuple[type, tuple[str, ...], Safety]:
 
 
 def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return what becomes of the script that registered an object twice, and what to do first."""
+    """Return the advice for a script that registered an object twice: it fails until it is fixed."""
     last: dict[Role, FileName | FolderName] = {}
     dropped: set[Role] = set()
     for action in (step.action for step in steps):
@@ -409,7 +410,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
         path = action.path if isinstance(action, DropEntry) else action.source
         name = parse_file_name(path.name) or parse_folder_name(path.name)
         if name is not None:
-            # Later entries move down, so the highest number is the one that is gone.
+            # Later entries move down, so the highest number is missing afterwards.
             last[name.role] = max(last.get(name.role, name), name, key=lambda one: one.index)
             if isinstance(action, DropEntry):
                 dropped.add(name.role)
@@ -426,7 +427,7 @@ def _before_resuming(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[s
 
 
 def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[str, ...]:
-    """Return which script reads the keys that a repair took nested wrappers from, and when that was wrong."""
+    """Return the advice after a repair removed nested wrappers: the models that load the keys, and when to undo."""
     targets = {
         key_map.insert
         for step in steps
@@ -440,12 +441,12 @@ def _before_loading(steps: Sequence[Step], found: Sequence[Finding]) -> tuple[st
     return (
         f"the keys now fit {' or '.join(map(fitting, sorted(targets)))}; the script wrapped the model twice: "
         f"unchanged, it looks for the old keys, and loading fails{wrong}",
-        "before you resume, wrap the model only so, or start the script with: ckptfix run SCRIPT",
+        "before you resume, wrap the model only that way, or start the script with: ckptfix run SCRIPT",
     )
 
 
 def _looked_for(name: FileName | FolderName) -> str:
-    """Return the file that accelerate misses: of a model the last of the names that it tries."""
+    """Return the file that accelerate reports as missing: of a model the last of the names that it tries."""
     if isinstance(name, FileName) and name.suffix == ".safetensors":
         return str(model_file(".bin", name.index))
     return str(name)

@@ -21,7 +21,7 @@ from ckptfix.wording import count_of, human_size
 
 
 class Safety(Enum):
-    """SAFE: applied by default. LOSSY: only when asked for by name, for it rests on the user's knowledge."""
+    """Safety of a step. SAFE: applied by default. LOSSY: applied only when named, as only the user can judge it."""
 
     SAFE = "safe"
     LOSSY = "lossy"
@@ -29,9 +29,9 @@ class Safety(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropEntry:
-    """Remove a file that another file holds again; the journal keeps what rebuilds it.
+    """Removal of a duplicate file; the journal keeps the recipe that rebuilds it.
 
-    Of a DCP folder all files go; the folder itself stays, and nothing looks into an empty one.
+    Of a DCP folder all files are removed; the folder itself stays, and no loader reads an empty one.
     """
 
     path: PurePosixPath
@@ -47,7 +47,7 @@ class DropEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trim:
-    """Cut a file to the size that its own content has."""
+    """Cut of a file to the size of its own content."""
 
     path: PurePosixPath
     size: int
@@ -59,10 +59,10 @@ class Trim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteNames:
-    """Rename what a file's header or pickle names, or the ``.metadata`` of a DCP folder; tensor bytes stay as they are.
+    """Rename of keys in a file's header or pickle, or in the ``.metadata`` of a DCP folder; no tensor byte changes.
 
-    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors "format".
-    ``renames`` counts the names that change; ``example`` is one of them, old and new.
+    ``maps``: (path to the dict, kind of place) -> key map. ``add_format``: add a missing safetensors
+    "format". ``renames`` counts the names that change; ``example`` is one of them, old and new.
     """
 
     path: PurePosixPath
@@ -80,7 +80,7 @@ class RewriteNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteIndex:
-    """Write an index that agrees with the headers. ``weight_map`` holds the names after the repair."""
+    """New index that agrees with the headers. ``weight_map`` holds the keys after the repair."""
 
     path: PurePosixPath
     weight_map: Mapping[str, str]
@@ -94,7 +94,7 @@ class WriteIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renumber:
-    """Move an entry, a file or all files of a DCP folder, to the position where the correct script looks for it."""
+    """Move of an entry, a file or all files of a DCP folder, to the position where the correct script looks for it."""
 
     source: PurePosixPath
     target: PurePosixPath
@@ -137,7 +137,10 @@ class Step(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unplanned(Serialized):
-    """A finding that was to be fixed and is not, with the reason. ``others``: further files that stay for it."""
+    """A finding that a repair leaves although its code was requested, with the reason.
+
+    ``others``: further files that stay for it.
+    """
 
     json_keys: ClassVar = "code path reason"
 
@@ -217,7 +220,7 @@ class Draft:
         return (path,) if state is None else tuple(state.files)
 
     def findings_of(self, path: PurePosixPath) -> Sequence[Finding]:
-        """Return what may be repaired in one file."""
+        """Return the repairable findings about one file."""
         return self._by_path.get(path, ())
 
     def add(
@@ -235,5 +238,5 @@ class Draft:
         self.steps.append(Step(action=action, fixes=(code,), safety=safety, before=before, bundle=bundle))
 
     def stay(self, code: str, paths: Sequence[PurePosixPath], reason: str) -> None:
-        """Say why something that was to be repaired stays, in all of these files."""
+        """Note why a finding stays in all of these files."""
         self.unplanned.append(Unplanned(code=code, path=paths[0], reason=reason, others=tuple(paths[1:])))

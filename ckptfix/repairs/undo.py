@@ -22,8 +22,8 @@ from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 class UndoReceipt(Printable, Serialized):
     """Receipt of an undo: the transaction's number and its steps in words; ``remaining`` can be undone next.
 
-    ``recovered``: an interrupted run was rolled back, and that was all there was to do. ``unproven``: the files that
-    ``force`` accepted without a proof that their content is what the repair left.
+    ``recovered``: an interrupted run was rolled back, and nothing else needed an undo. ``unproven``: the
+    files that ``force`` accepted without proof that they are unchanged since the repair.
     """
 
     json_keys: ClassVar = "path status transaction steps remaining recovered unproven"
@@ -37,11 +37,11 @@ class UndoReceipt(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 0, for a failure is an exception."""
+        """Exit status: always 0, as a failure raises."""
         return 0
 
     def lines(self) -> Iterator[Line]:
-        """Yield what was undone, step by step, and what can be undone next."""
+        """Yield the steps that were undone, and the transaction that can be undone next."""
         what = "an interrupted run" if self.recovered else "the last repair"
         yield line(f"undid {what} of {self.path}:", bold=True)
         yield from few([f"  undone: {step}" for step in self.steps], "steps")
