@@ -1,6 +1,7 @@
 """The layers, read off the syntax tree: imports point down, and only training/ and devices/ need torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ WITH_TORCH = {"training", "devices"}
 HEAVY = {"torch", "accelerate", "numpy", "transformers"}
 NUMBERS = "tensors"
 """The one layer without torch that looks at numbers; ``check`` must not import numpy (tested below)."""
+
+OTHER_WORDS = {"save_model"}
+"""Names in the docstrings of packages that are not modules."""
 
 EXECUTES = {"pickle", "marshal", "shelve", "runpy"}
 
@@ -62,6 +66,21 @@ def test_the_house_stays_easy_to_take_in() -> None:
     assert not house.circles(), "two modules that import each other cannot be read one after the other"
     assert not house.names_used_twice(), "a name in two rooms leads to the wrong one"
     assert not house.splinters(), "a small module with one importer belongs into it"
+
+
+def test_packages_name_modules_that_exist() -> None:
+    names = {path.stem for path in MODULES} | {path.parent.name for path in MODULES}
+    for path in MODULES:
+        if path.stem == "__init__" and path.parent.name in (
+            "saving",
+            "loading",
+            "reload",
+            "probe",
+            "tensors",
+        ):
+            words = re.findall(r"``([a-z_]+)``", ast.get_docstring(house.tree(path)) or "")
+            unknown = {word for word in words if word not in names} - OTHER_WORDS
+            assert not unknown, f"{path}: no module is called so: a newcomer reads this first"
 
 
 def test_modules_stay_small_and_are_named_for_what_they_hold() -> None:
