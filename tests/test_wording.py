@@ -67,7 +67,17 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-SWEPT = ("cli", "environment", "manual", "repairs", "training", "verification", "reports.py", "wording.py")
+SWEPT = (
+    "cli",
+    "conversion",
+    "environment",
+    "manual",
+    "repairs",
+    "training",
+    "verification",
+    "reports.py",
+    "wording.py",
+)
 """Rooms whose docstrings speak as messages do; a room joins when its own have been swept."""
 
 

@@ -1,4 +1,4 @@
-"""``migrate``: the same tensors in another format. Plan, show, write, prove, one rename, and the receipt."""
+"""Migration of a checkpoint to another format: plan, show, write, prove, one rename, and the receipt."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -37,11 +37,9 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
 
-# The receipt of a migration.
-
 
 class MigratedModel(NamedTuple):
-    """One model: what it was called, its tensors (each tie once), their bytes as written, and its new files."""
+    """One migrated model: its old label, its tensors (each tie once), their bytes as written, and its new files."""
 
     label: str
     tensors: int
@@ -52,13 +50,13 @@ class MigratedModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MigrateReceipt(Printable, Serialized):
-    """The receipt of a migration, or, of a dry run, of what it would do.
+    """The receipt of a migration, done or, in a dry run, only planned.
 
-    ``carried``: files that were copied unchanged. ``left_out``: what is in the source and not in the new checkpoint.
-    ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``: what is wrong with
-    the source and so with its copy, and what was lost in converting, in words. ``removed``: files that were at the
-    output and are not any more, relative to it. ``bytes_to_write``: the size of all of it.
-    ``verified``: every tensor was read back and its digest compared.
+    ``carried``: files that were copied unchanged. ``left_out``: parts of the source that the new checkpoint
+    lacks. ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``:
+    problems of the source and so of its copy, and losses of the conversion, in words. ``removed``: old files
+    of the output that were replaced, relative to it. ``bytes_to_write``: the size of all of it. ``verified``:
+    every tensor was read back and its digest compared.
     """
 
     json_keys: ClassVar = (
@@ -82,16 +80,16 @@ class MigrateReceipt(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 0, as a migration that could not be done raises."""
+        """Exit status: always 0, as a failed migration raises."""
         return 0
 
     def lines(self) -> Iterator[Line]:
-        """Yield the plan, what was done, and what was not looked at."""
+        """Yield the plan, the outcome, and what was not checked."""
         yield from self.plan_lines()
         yield from self.outcome_lines()
 
     def plan_lines(self) -> Iterator[Line]:
-        """Yield what becomes of each model and of every other file."""
+        """Yield the new files of each model, and the copied, rewritten and omitted files."""
         yield line(f"plan for {self.path}:", bold=True)
         for model in self.models:
             ties = f" and {count_of(model.ties, 'tie')}" if model.ties else ""
@@ -107,7 +105,7 @@ class MigrateReceipt(Printable, Serialized):
         yield from few(left_out, "that are left out", colour="yellow")
 
     def outcome_lines(self) -> Iterator[Line]:
-        """Yield what was done, and what was not looked at."""
+        """Yield the outcome, and what was not checked."""
         what = f"{count_of(len(self.models), 'model')}, {human_size(self.bytes_to_write)} in {self.output}"
         if self.dry_run:
             yield line(f"dry run: nothing was written; it would be {what}")
@@ -154,7 +152,7 @@ def receipt_of(
 
 
 def _overflows(plan: MigrationPlan) -> Iterator[str]:
-    """Yield in words which tensors held numbers that the new dtype has no place for."""
+    """Yield in words the tensors with numbers that are too large for the new dtype."""
     for model in plan.models:
         counts = {
             name: source.convert.overflowed
@@ -169,18 +167,15 @@ def _overflows(plan: MigrationPlan) -> Iterator[str]:
 
 
 def _files(names: tuple[str, ...]) -> str:
-    """Return a few names in words: how many there are, and the first and the last of them."""
+    """Return names in words: their number, the first and the last of them."""
     if len(names) == 1:
         return names[0]
     between = " and " if len(names) == 2 else " ... "
     return f"{count_of(len(names), 'file')} ({names[0]}{between}{names[-1]})"
 
 
-# The verb ``migrate``: the same tensors in another format. Plan, show, write, prove, and one rename.
-
-
 def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
-    """Return in words what a plan leaves open. ``is_guarded``: the source has the manifest of a guarded save."""
+    """Return in words what a plan does not check. ``is_guarded``: the source has the manifest of a guarded save."""
     words = []
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
@@ -202,9 +197,10 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
 
 
 def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
-    """Return whether the writer of the source left out keys that the new format's readers look for.
+    """Return whether the source may lack keys that the new format's readers look for.
 
-    ``save_state`` and ``save_pretrained`` do, and record nothing; readers of ``.bin`` files of the latter tie again.
+    ``save_state`` and ``save_pretrained`` leave out tied keys and record nothing; readers of ``.bin`` files
+    of the latter tie again.
     """
     source = plan.source
     config = (*plan.carried, *(file.path for file in plan.rewritten))
@@ -220,7 +216,7 @@ def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
 
 
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
-    """Yield in words which optimizers stay in a layout that the loader of the new models does not look for."""
+    """Yield in words the optimizers whose layout does not fit the loader of the new models."""
     if any(one.format is Format.DEEPSPEED for one in plan.source.weights):
         return
     to_dcp = plan.options.to is Format.DCP
@@ -255,7 +251,7 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     except CkptfixError as error:
         words = str(error).replace(str(whole), str(plan.output))
         raise OperationError(
-            f"{plan.output}: what was written could not be opened, nothing is there: {words}"
+            f"{plan.output}: the new files could not be opened again, nothing was written there: {words}"
         ) from error
     new = []
     for model in plan.models:
@@ -270,7 +266,7 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
 
 
 OnPlan = Callable[[MigrateReceipt], None]
-"""Called with the receipt of a dry run, before anything is written."""
+"""Function that is called with the receipt of a dry run, before anything is written."""
 
 
 def migrate(
@@ -290,13 +286,14 @@ def migrate(
 ) -> MigrateReceipt:
     """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
 
-    ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``. ``keys``:
-    new keys, as ``repair`` gives them; None leaves them alone. ``dtype``: ``"bf16"`` and the like, of floating point
-    tensors; ``"original"``: of DeepSpeed, the weights as in training and not the fp32 ones of its optimizer.
-    ``verify``: read everything back and compare digests. ``overwrite``: replace the folder that an earlier migration
-    wrote to ``dst``; anything else there is refused. ``progress`` gets byte counts.
+    ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``.
+    ``keys``: new keys, as in ``repair``; None changes no key. ``dtype``: ``"bf16"`` and the like, for
+    floating point tensors; ``"original"``, for DeepSpeed: the weights in the dtype of training instead of the
+    fp32 ones of the optimizer. ``verify``: read everything back and compare digests. ``overwrite``: replace
+    the folder that an earlier migration wrote to ``dst``; anything else there is refused. ``progress`` gets
+    byte counts.
 
-    Raises UsageError for words and paths that make no sense, OperationError when it could not finish, OSError; nothing
+    Raises UsageError for invalid words and paths, OperationError when it could not finish, OSError; nothing
     is left behind then.
     """
     options = make_options(
@@ -321,7 +318,7 @@ def migrate(
     ensure_apart(plan)
     plan = replace(plan, removed=files_replaced(output))
     recorded_by = source_manifest(plan)
-    # A single file takes no manifest with it: that of its folder lists other files, too.
+    # The manifest is not copied with a single file: it lists the other files of the folder, too.
     manifest = None if source.only is not None or plan.is_file else recorded_by
     if manifest is not None:
         plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))

@@ -1,4 +1,4 @@
-"""The plan of a migration: what is written, copied and left out, decided before anything is written."""
+"""Plan of a migration: the files to write, to copy and to leave out, decided before anything is written."""
 
 import os
 import re
@@ -43,9 +43,9 @@ from ckptfix.wording import count_of, list_names
 
 
 def renamed(weights: Weights, keys: Keys | None) -> Weights:
-    """Return the weights under the names asked for; ties and the versions of modules follow.
+    """Return the weights under the requested keys; ties and the versions of modules follow.
 
-    Raises UsageError when two names would become one.
+    Raises UsageError when two keys would become one.
     """
     if keys is None:
         return weights
@@ -77,7 +77,7 @@ def _key_map(names: list[str], keys: Keys) -> KeyMap | None:
 
 
 TARGETS = (Format.SAFETENSORS, Format.TORCH, Format.DCP)
-"""The formats that are written."""
+"""Formats that migrate writes."""
 
 FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"} | {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
@@ -85,7 +85,7 @@ FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"} | {
 """Words for ``--dtype`` -> dtype in safetensors' nouns."""
 
 ORIGINAL = "original"
-"""The word for the dtype of training, of DeepSpeed checkpoints, whose weights are otherwise those of the optimizer."""
+"""Word of ``--dtype`` for DeepSpeed: the weights in the dtype of training, not those of the optimizer."""
 
 CONVERTIBLE = frozenset(FLOATS.values()) | {
     "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0",
@@ -93,7 +93,7 @@ CONVERTIBLE = frozenset(FLOATS.values()) | {
 """The dtypes that ``--dtype`` converts."""
 
 PACKED = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-"""Floating point dtypes that it does not: several numbers share a byte."""
+"""Floating point dtypes that ``--dtype`` does not convert: several numbers share a byte."""
 
 DEFAULT_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in a file of a from_pretrained folder, as ``save_pretrained`` had them until transformers 5."""
@@ -104,11 +104,14 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a migration. ``most``: bytes of tensors in a file (None: as the kind of folder asks).
+    """The options of a migration.
 
-    ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors' nouns; None leaves them
-    as they are. ``original``: of DeepSpeed, those in the dtype of training. ``drop_opaque``: leave out values that are
-    not tensors. ``verify``: read everything back. ``overwrite``: replace a folder that migrate wrote.
+    ``most``: bytes of tensors in a file (None: the default of the kind of folder).
+
+    ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors' nouns; None
+    leaves them as they are. ``original``: of DeepSpeed, those in the dtype of training. ``drop_opaque``:
+    leave out values that are not tensors. ``verify``: read everything back. ``overwrite``: replace a folder
+    that migrate wrote.
     """
 
     to: Format
@@ -122,9 +125,9 @@ class Options:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of ``5GB`` (10**9 each, as save_pretrained has it), ``500MiB`` or ``1000``.
+    """Return the bytes of ``5GB`` (10**9 each, as in save_pretrained), ``500MiB`` or ``1000``.
 
-    Raises UsageError for anything else, and for nothing at all.
+    Raises UsageError for anything else, and for no bytes.
     """
     match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})?\s*([KMGT]i?B|B|)", text.strip(), re.IGNORECASE)
     size = int(float(match[1] + (match[2] or "")) * _UNITS[match[3].upper()]) if match else 0
@@ -143,7 +146,7 @@ def make_options(
     verify: bool,
     overwrite: bool,
 ) -> Options:
-    """Return the options that these words mean. Raises UsageError for a word that means nothing."""
+    """Return the options that these words mean. Raises UsageError for an unknown word."""
     words = [target.value for target in TARGETS]
     if (to.value if isinstance(to, Format) else to) not in words:
         raise UsageError(f"--to {to}: write one of {', '.join(words)}")
@@ -177,15 +180,15 @@ _MADE_PLAIN = {
 _TO_PLAIN = "make plain tensors of them"
 
 _OF_INDEXES = {"metadata", "total_size", "total_parameters"}
-"""Entries of every index, and those that follow from the tensors."""
+"""Entries that every index has or that follow from the tensors."""
 
 _MOST_BYTES = 1 << 60
-"""A tensor of a few bytes can be expanded to any size; the formats count in 64 bits."""
+"""Largest size of a model: the formats count in 64 bits, and a few bytes can be expanded to any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedModel:
-    """One model: ``before`` as it is stored, ``weights`` under their new names, and the files that they become.
+    """One planned model: ``before`` as it is stored, ``weights`` under their new keys, and its new files.
 
     ``sources``: new name -> where its bytes come from; ties are not in it.
     """
@@ -204,11 +207,11 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MigrationPlan:
-    """Everything that will happen. ``carried``: files that are copied unchanged, relative to the source's folder.
+    """Plan of a migration. ``carried``: files that are copied unchanged, relative to the source's folder.
 
-    ``rewritten``: files that are copied with changes, to say what is true of the new weights.
-    ``empty``: folders without anything in them, which are made again.
-    ``is_file``: the new checkpoint is one file. ``removed``: files at the output that go away, relative to it.
+    ``rewritten``: files that are copied with changes, so that they describe the new weights. ``empty``: empty
+    folders, which are made again. ``is_file``: the new checkpoint is one file. ``removed``: files at the
+    output that go away, relative to it.
     """
 
     source: StoredCheckpoint
@@ -232,9 +235,10 @@ class MigrationPlan:
 
 
 def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
-    """Return what a migration will do; reads nothing but the sizes of files.
+    """Plan a migration; reads only the sizes of files.
 
-    Raises UsageError for options that make no sense here, OperationError for what the new format cannot hold.
+    Raises UsageError for options that do not fit the source, OperationError for what the new format cannot
+    hold.
     """
     is_file = becomes_file(source, output, options.to)
     configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
@@ -254,7 +258,7 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     )
     new = [file.path for model in models for file in model.files]
     if doubled := [path for path, count in Counter(new).items() if count > 1]:
-        raise UsageError(f"two models would both become {doubled[0]}; give one of them instead of the folder")
+        raise UsageError(f"two models would both become {doubled[0]}; name one of them instead of the folder")
     others = other_files(source, frozenset(new))
     rewritten = {
         home / NAME: data
@@ -278,7 +282,7 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
 
 
 def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_file: bool) -> int | None:
-    """Return how many bytes a file of a model may hold. Raises UsageError where it must be one file."""
+    """Return the most bytes that a file of a model may hold. Raises UsageError where it must be one file."""
     why = why_one_file(source, weights)
     if options.most is None:
         return None if why or is_file else DEFAULT_SHARD_SIZE
@@ -328,7 +332,7 @@ def _model(
 
 
 def _not_carried(weights: Weights) -> OperationError:
-    """Return the error of tensors that are kept in a way of torch's own; left out, they would be weights lost."""
+    """Return the error about tensors that only torch can store: without them, weights would be lost."""
     kind = next(iter(weights.unread.values()))
     names = [name for name, other in weights.unread.items() if other == kind]
     more = len(weights.unread) - len(names)
@@ -341,14 +345,14 @@ def _not_carried(weights: Weights) -> OperationError:
 
 
 def _with_copies(weights: Weights) -> Weights:
-    """Return weights whose ties are tensors of their own, as a reader needs that looks for every name."""
+    """Return weights whose ties are separate tensors, for a reader that looks for every key."""
     held = {tensor.fqn: tensor for tensor in weights.tensors}
     copies = tuple(held[kept]._replace(fqn=name) for name, kept in weights.ties.items())
     return replace(weights, tensors=(*weights.tensors, *copies), ties={})
 
 
 def _ensure_no_codes(weights: Weights, config: Config) -> None:
-    """Raise OperationError for 8-bit weights that mean nothing without their scales, which no conversion applies."""
+    """Raise OperationError for 8-bit weights that need their scales, which no conversion applies."""
     coded = next((tensor for tensor in weights.tensors if tensor.dtype.startswith("F8_")), None)
     scale = next((tensor.fqn for tensor in weights.tensors if _SCALE.search(tensor.fqn)), None)
     if coded is not None and (scale is not None or config.is_quantized):
@@ -360,7 +364,7 @@ def _ensure_no_codes(weights: Weights, config: Config) -> None:
 
 
 def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
-    """Return what a tensor becomes."""
+    """Return the source of the bytes of a new tensor."""
     if dtype is not None and tensor.dtype in PACKED:
         raise OperationError(
             f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
@@ -375,7 +379,7 @@ def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
 
 
 def _checked(source: Source, checksums: Mapping[Piece, int]) -> Source:
-    """Return a source with the CRC-32 that its file has for it."""
+    """Return a source with the CRC-32 that its file records for it."""
     piece = source.piece if checksums else None
     return source if piece is None else source._replace(crc=checksums.get(piece))
 
@@ -401,7 +405,7 @@ def _files(
 
 
 def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
-    """Return what the files of the models hold besides their weights."""
+    """Return the contents of the models' files that are not weights."""
     left = []
     for files, names in {one.files: one.left for one in all_weights}.items():
         if names:
@@ -415,13 +419,13 @@ def _not_weights(all_weights: Sequence[Weights]) -> list[LeftOut]:
 
 
 def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
-    """Yield the words in headers and indexes that the new files do not hold; "format" speaks of the old one."""
+    """Yield the metadata of headers and indexes that the new files lack, except "format", which names the old one."""
     for model in models:
         label, weights = model.label, model.weights
         if weights.views:
             yield LeftOut(
                 f"{label}: {list_names(weights.views)}",
-                "that they are parts of one storage: each gets one of its own; their bytes stay",
+                "that they are parts of one storage: each gets its own storage; their bytes stay",
             )
         if weights.disputed:
             yield LeftOut(

@@ -1,8 +1,8 @@
-"""The destination of a migration: a free place, an empty folder, or a folder that an earlier migration wrote.
+"""Destination of a migration: a new path, an empty folder, or a folder that an earlier migration wrote.
 
-A migration leaves a receipt in the folder that it writes: every file with its size and its time. ``--overwrite``
-replaces a folder when its files are exactly those. A file that came or changed since is the user's own, and neither
-the source nor a folder that the source lies in is ever replaced.
+A migration leaves a receipt in the folder that it writes: every file with its size and its time.
+``--overwrite`` replaces a folder when its files match the receipt exactly. A newer or changed file is the
+user's own, and neither the source nor a folder that the source lies in is ever replaced.
 """
 
 import json
@@ -24,17 +24,17 @@ from ckptfix.wording import list_names
 
 _VERSION = 1
 _REWRITTEN = (RECEIPT, MANIFEST, f"{JOURNAL}/{LOCK}")
-"""Files that ckptfix writes again in its own folder, as ``seal`` does: their size and time say nothing."""
+"""Files in ckptfix's own folder that it may rewrite, as ``seal`` does: their size and time prove nothing."""
 
 
 def check_paths(path: Path, output: Path, options: Options) -> None:
-    """Raise UsageError when nothing can be written at ``output``, by what is there now; OSError."""
+    """Raise UsageError when nothing can be written at ``output``, by what exists there now; OSError."""
     source, target = Path(os.path.realpath(path)), Path(os.path.realpath(output))
     if output.name == "..":
         raise UsageError(f"{output}: name the folder itself")
     ensure_folder(output.absolute().parent)
     if source == target or (_is_in(source, target) and _is_in(target, source)):
-        raise UsageError(f"{output} is what is to be migrated; name another place")
+        raise UsageError(f"{output} is the source of the migration; choose another path")
     if _is_in(target, source):
         raise UsageError(f"{output} lies inside {path}, which is to be migrated")
     if not os.path.lexists(output) or _is_empty_folder(output):
@@ -118,7 +118,7 @@ def files_replaced(output: Path) -> tuple[str, ...]:
 
 
 def ensure_unchanged(plan: MigrationPlan) -> None:
-    """Raise ChangedError when something came to what is to be replaced, or went, since it was planned."""
+    """Raise ChangedError when files were added to the folder to be replaced, or removed, since it was planned."""
     try:
         is_same = files_replaced(plan.output) == plan.removed
     except UsageError:
@@ -128,7 +128,7 @@ def ensure_unchanged(plan: MigrationPlan) -> None:
 
 
 def write_receipt(folder: Path, plan: MigrationPlan) -> None:
-    """Write into a complete new folder, durably, which files it has, so that a later migration may replace it."""
+    """Write the list of its files into a complete new folder, durably, so that a later migration may replace it."""
     document = {
         "version": _VERSION,
         "to": plan.options.to.value,
@@ -141,7 +141,7 @@ def write_receipt(folder: Path, plan: MigrationPlan) -> None:
 
 
 def _read_receipt(folder: Path) -> dict[str, Any] | None:
-    """Return file -> [size, time] of a receipt; None when there is none, or one that cannot be understood."""
+    """Return file -> [size, time] of a receipt; None without a receipt that can be understood."""
     path = folder / RECEIPT
     if path.is_symlink() or not path.is_file():
         return None
@@ -151,7 +151,7 @@ def _read_receipt(folder: Path) -> dict[str, Any] | None:
 
 
 def _files_in(folder: Path) -> Iterator[tuple[str, list[int] | None]]:
-    """Yield all that is not a folder, with its size and time; None for what is not a regular file.
+    """Yield every file with its size and time; None for one that is not a regular file.
 
     Raises OSError for a folder that cannot be listed.
     """
@@ -175,10 +175,10 @@ def _refused(output: Path, why: str, remove: str) -> UsageError:
 
 
 def _base_models(root: Path) -> Iterator[Path]:
-    """Yield where the model may be that the adapter in a folder needs, by its ``adapter_config.json``.
+    """Yield the possible paths of the base model of an adapter, by its ``adapter_config.json``.
 
-    peft gives the name to ``from_pretrained``, which takes it for a path from the working directory if there is one;
-    it may be meant from the adapter's folder as well.
+    peft passes the name to ``from_pretrained``, which tries it as a path from the working directory; the name
+    may also be relative to the adapter's folder.
     """
     values: dict[str, Any] = {}
     with suppress(OSError):
@@ -190,7 +190,7 @@ def _base_models(root: Path) -> Iterator[Path]:
 
 
 def _is_in(path: Path, folder: Path) -> bool:
-    """Return whether a path is another, or lies below it, also by another name that a mount gives."""
+    """Return whether a path is the other one or lies below it, also under another name by a mount."""
     if path.is_relative_to(folder):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Execution of a migration's plan in the staging folder, and the manifest of the new checkpoint."""
+"""Production of the new checkpoint: a migration's plan carried out in the staging folder, and the manifest."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ _MODE = 0o777
 class Produced:
     """Digests of new files. ``digests``: of each model in the plan, key -> digest; ``sha256``: of the files.
 
-    Both are empty where they were not asked for.
+    Both are empty if not requested.
     """
 
     digests: tuple[dict[str, str], ...]
@@ -47,10 +47,10 @@ class Produced:
 def produce(
     plan: MigrationPlan, folder: Path, recorded: Recorded, *, with_sha256: bool, progress: Progress | None
 ) -> Produced:
-    """Write everything that is planned below ``folder``, durably, and compare what is read with what is recorded of it.
+    """Write all planned files below ``folder``, durably, and compare the bytes read with the recorded digests.
 
-    Raises OperationError when there is too little space or the source is damaged, ChangedError when it changed
-    meanwhile, OSError.
+    Raises OperationError when there is too little space or the source is damaged, ChangedError when it
+    changed meanwhile, OSError.
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for model in plan.models for file in model.files)
@@ -70,7 +70,9 @@ def produce(
         sized = [
             (file.size, number, file) for number, model in enumerate(plan.models) for file in model.files
         ]
-        sized.sort(key=lambda item: -item[0])  # so that no thread ends alone with a large one
+        sized.sort(
+            key=lambda item: -item[0]
+        )  # large files first, so that no thread is left alone with one at the end
         jobs = [pool.submit(work.produce, number, file, produced) for _, number, file in sized]
         jobs += [pool.submit(work.carry, path) for path in plan.carried]
         for model in plan.models if plan.options.verify else ():
@@ -134,7 +136,7 @@ class _Work:
             check_archive(source, self.stop)
 
     def rewrite(self, file: OutputFile, produced: Produced) -> None:
-        """Write a small file that stands in for one of the source."""
+        """Write a small file in place of one of the source."""
         source, target = self.plan.source.root / file.path, self.folder / file.path
         self.recorded.compare_file(str(file.path), sha256_of(source, self.stop))
         data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
@@ -146,7 +148,7 @@ class _Work:
 
 
 def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
-    """Give the folders that are made again the permissions that they had; the owner may always go on."""
+    """Give the new folders the permissions of the old ones; the owner always keeps access."""
     if plan.is_file or plan.source.only is not None:
         return
     made = {parent for path in plan.carried for parent in path.parents}
@@ -156,9 +158,9 @@ def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
 
 
 def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
-    """Return the permissions of the first file that a model comes from: others may read what they could before.
+    """Return the permissions of the first file of a model, so that the same users can read the new one.
 
-    Those that could not get into a folder that it lies in, and that is not made again, could not read it.
+    Users without access to a folder around the old file, which is not made again, could not read that file.
     """
     first = plan.source.root / model.weights.files[0]
     mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
@@ -172,7 +174,7 @@ def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
 
 
 def _full(plan: MigrationPlan, error: OSError) -> OperationError:
-    """Return the error of a disk that had room when the work began, and was filled by somebody else."""
+    """Return the error about a disk that had enough room at first and that others filled meanwhile."""
     need = plan.bytes_to_write
     return OperationError(
         f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was written there; "
@@ -182,7 +184,7 @@ def _full(plan: MigrationPlan, error: OSError) -> OperationError:
 
 @contextmanager
 def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
-    """Yield threads, and what tells them to stop; they have ended when this returns."""
+    """Yield threads, and the event that stops them; they have ended when this returns."""
     stop = threading.Event()
     pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
     try:
@@ -193,7 +195,7 @@ def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
 
 
 def _finish(jobs: list[Future[None]], stop: threading.Event) -> None:
-    """Wait for all; raise the first error that is not merely the end of the others."""
+    """Wait for all futures; raise the first error that is not only ``Stopped``."""
     wait(jobs, return_when=FIRST_EXCEPTION)
     failed = [job for job in jobs if job.done() and not job.cancelled() and job.exception() is not None]
     if failed:
@@ -222,9 +224,9 @@ _Value = TypeVar("_Value")
 
 
 def source_manifest(plan: MigrationPlan) -> Manifest | None:
-    """Return the manifest beside a source, None when there is none.
+    """Return the manifest of a source, None when it has none.
 
-    Raises OperationError, with what to do, for one that cannot be read: nothing could be compared with it.
+    Raises OperationError, with what to do, for an unreadable one, with which nothing could be compared.
     """
     path = plan.source.root / MANIFEST
     try:
@@ -239,10 +241,13 @@ def source_manifest(plan: MigrationPlan) -> Manifest | None:
 def record(
     plan: MigrationPlan, old: Manifest, new: tuple[Weights, ...], folder: Path, produced: Produced
 ) -> tuple[str, ...]:
-    """Write the manifest of the new checkpoint in ``folder``, durably. ``new``: its models as they were found there.
+    """Write the manifest of the new checkpoint in ``folder``, durably.
 
-    Digests of tensors are written when they are known: after a verified migration. Returns in words what was left out,
-    as a manifest that long would not be read. Raises OperationError when nothing that could be would help; OSError.
+    ``new``: its models as they were found in the new files.
+
+    Digests of tensors are written when they are known: after a verified migration. Returns in words what was
+    left out, as too long a manifest would not be read. Raises OperationError when the manifest is too long
+    without them, too; OSError.
     """
     carried = set(map(str, plan.carried))
     sizes = {str(file.path): file.size for model in plan.models for file in model.files}
@@ -280,12 +285,12 @@ def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[by
 
 
 def outdated(plan: MigrationPlan) -> Iterator[str]:
-    """Yield in words which manifests above the output do not speak of what is written there, and what to type."""
+    """Yield in words the manifests above the output that do not list the new files, and the command to seal again."""
     output = plan.output.absolute()
     names = ["."] if plan.is_file else [str(file.path) for model in plan.models for file in model.files]
     for folder in output.parents:
         manifest = None
-        with suppress(FormatError, OSError):  # who reads it next says so
+        with suppress(FormatError, OSError):  # its next reader reports it
             manifest = read_manifest(folder)
         if manifest is None:
             continue
@@ -304,7 +309,7 @@ def _kept(recorded: Mapping[str, _Value], carried: set[str]) -> dict[str, _Value
 
 
 def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: Manifest) -> ManifestEntry:
-    """Return what is recorded of one model. Names that the file holds are those that a reader of its header sees."""
+    """Return the manifest entry of one model. Its keys are those that a reader of the header sees."""
     is_apart = new.format is Format.SAFETENSORS
     names = {name: source.new for name, source in model.sources.items()}
     ties = dict(model.weights.ties)

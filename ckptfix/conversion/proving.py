@@ -21,19 +21,19 @@ def prove_model(
     digests: Mapping[str, str],
     progress: Progress | None,
 ) -> None:
-    """Compare a model, as it is found in its new files, with what was written: keys, dtypes, shapes, ties and bytes.
+    """Compare a model in its new files with the written one: keys, dtypes, shapes, ties and bytes.
 
-    ``where``: the name of the model in an error. ``digests``: of each tensor, taken while the source was read.
-    Raises OperationError that names the first tensor that differs.
+    ``where``: the name of the model in an error. ``digests``: of each tensor, taken while the source was
+    read. Raises OperationError about the first tensor that differs.
     """
     planned = {name: (source.new.dtype, source.new.shape) for name, source in sources.items()}
     planned |= {name: planned[kept] for name, kept in ties.items()}
     there = {name: (tensor.dtype, tensor.shape) for name, tensor in found.named().items()}
     for name in (*planned, *there):
         if planned.get(name) != there.get(name):
-            raise _differs(where, f"{name!r} is {there.get(name)}, {planned.get(name)} was written")
+            raise _differs(where, f"{name!r} is {there.get(name)} (expected {planned.get(name)})")
     if found.format is not Format.DCP and dict(found.ties) != dict(ties):
-        raise _differs(where, "other tensors are tied than before")
+        raise _differs(where, "the tied tensors differ from those of the source")
     read = hash_all([TensorJob(one) for one in found.tensors], keep_cached=False, progress=progress)
     for tensor, one in zip(found.tensors, read, strict=True):
         if one.problem:

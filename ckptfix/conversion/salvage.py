@@ -1,6 +1,4 @@
-"""``salvage``: everything intact in a damaged checkpoint, copied into a new folder, with a receipt of what is
-lost.
-"""
+"""Salvage of a damaged checkpoint: everything intact goes into a new folder, with a receipt of the losses."""
 
 import json
 import os
@@ -45,14 +43,12 @@ from ckptfix.wording import (
     unchecked_line,
 )
 
-# The receipt of a salvage, and the new folder that it describes.
-
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile(Serialized):
-    """A new file. ``source``: where its tensors come from. ``names``: of them, ties too; ``nbytes``: each once."""
+    """A new file. ``source``: where its tensors come from. ``names``: their keys, also ties; ``nbytes``: each once."""
 
     json_keys: ClassVar = "path source bytes=nbytes tensors=names"
 
@@ -64,12 +60,13 @@ class SavedFile(Serialized):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SalvageReceipt(Printable, Serialized):
-    """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept, as asked for.
+    """The receipt of a salvage. ``saved``: new files. ``copied``: intact files. ``damaged``: kept on request.
 
-    ``doubtful``: what was kept, has no checksum and ends in zeros, as the end of a file does that was not written
-    before a crash, and a tensor that was never trained; and other files that are not as they were sealed.
-    ``left_out``: what of the source is not meant for a new folder, in words. ``not_checked``: in words. ``notes``: how
-    what was saved is called. ``unindexed``: folders in the new one with shards that no loader finds without an index.
+    ``doubtful``: kept data without a checksum that ends in zeros, like a file whose end was not written
+    before a crash, or like an untrained tensor; and other files that changed since they were sealed.
+    ``left_out``: parts of the source that do not belong in a new folder, in words. ``not_checked``: in words.
+    ``notes``: the names of the saved files, in words. ``unindexed``: folders in the new one whose shards lack
+    the index that loaders need.
     """
 
     json_keys: ClassVar = (
@@ -90,7 +87,7 @@ class SalvageReceipt(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 when everything was whole, 1 when something is lost or damaged."""
+        """Exit status: 0 when everything was intact, 1 when something is lost or damaged."""
         return int(bool(self.lost or self.damaged))
 
     @property
@@ -112,7 +109,7 @@ class SalvageReceipt(Printable, Serialized):
         return sum(len(file.names) for file in self.saved)
 
     def lines(self) -> Iterator[Line]:
-        """Yield what was saved, what is lost and why, and what was not checked."""
+        """Yield the saved files, the losses with their reasons, and what was not checked."""
         yield line(f"salvaged {self.source} to {self.output}:", bold=True)
         for file in self.saved:
             origin = f", from {file.source}" if file.source != "." else ""  # that is all of the source
@@ -132,7 +129,7 @@ class SalvageReceipt(Printable, Serialized):
 
 
 def _lost_lines(what: str, every: tuple[Lost, ...], colour: str) -> Iterator[Line]:
-    """Yield what is lost, layers of one file with one reason in one line."""
+    """Yield the losses; layers of one file with the same reason share a line."""
     if not every:
         return
     groups: dict[tuple[str, str], list[Lost]] = {}
@@ -155,7 +152,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """A file to write, and where its tensors come from by their names."""
+    """A file to write, and key -> source of each of its tensors."""
 
     part: PartOfModel
     output: OutputFile = field(repr=False)
@@ -163,7 +160,7 @@ class PlannedFile:
 
 
 def plan_file(part: PartOfModel) -> PlannedFile:
-    """Return the file that a state dict becomes: safetensors, or one of torch where safetensors lacks a dtype.
+    """Return the new file of a state dict: safetensors, or torch where safetensors lacks a dtype.
 
     Raises OperationError when neither can hold it.
     """
@@ -192,9 +189,10 @@ def write_salvage(
     receipt: SalvageReceipt,
     progress: Progress | None,
 ) -> None:
-    """Write every file and the report, prove them, and move them to ``output``; whatever fails leaves nothing behind.
+    """Write every file and the report, prove them, and move them to ``output``; a failure leaves nothing behind.
 
-    Raises OperationError when something is not what was read, or too little space is left; OSError.
+    Raises OperationError when a written file differs from what was read, or too little space is left;
+    OSError.
     """
     copied = sum(os.stat(found.root / path).st_size for path in found.copied)
     ensure_space(output, copied + sum(file.output.size for file in files))
@@ -229,14 +227,11 @@ def write_salvage(
 
 
 def _umask() -> int:
-    """Return the mask of new files, which can only be read by setting it."""
+    """Return the umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
-
-# The verb ``salvage``: everything intact in a damaged checkpoint goes into a new folder, with a list of
-# losses.
 
 _NO_CHECKSUMS = (
     "values without a checksum (safetensors, legacy torch files, pickles): flipped bits do not show"
@@ -244,7 +239,7 @@ _NO_CHECKSUMS = (
 
 
 def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | None) -> SalvagePlan:
-    """Look at every file of a checkpoint; reads what has a checksum, or a digest in the manifest beside it.
+    """Plan a salvage; reads all bytes that have a checksum, or a digest in the manifest of the checkpoint.
 
     Raises UsageError, OSError.
     """
@@ -270,7 +265,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
         manifest = shell_path(folder.root / MANIFEST)
         found.advice = f"if the manifest is of an earlier save: rm {manifest}, and salvage again"
         found.not_checked.append(
-            f"whether anything is damaged, as nothing is what was sealed; {found.advice}"
+            f"whether anything is damaged, as nothing has its sealed digest; {found.advice}"
         )
     if found.unchecked:
         found.not_checked.append(_NO_CHECKSUMS)
@@ -278,7 +273,7 @@ def plan_salvage(target: Target, *, keep_damaged: bool, progress: Progress | Non
 
 
 class _Folders:
-    """Sorting of all in a folder that is not one of its components."""
+    """Sorting of the files and folders that are not components of the checkpoint."""
 
     def __init__(self, folder: CheckpointFolder, files: Files, models: Models) -> None:
         self._folder = folder
@@ -288,7 +283,7 @@ class _Folders:
         self.found = files.found
 
     def sort(self) -> None:
-        """Sort what is no component: other files, DCP folders, other folders."""
+        """Sort other files, DCP folders and other folders."""
         inside = {where: index for index, where in dcp_folders(self._folder)}
         for where in sorted(inside):
             self._dcp(where, inside[where])
@@ -306,10 +301,10 @@ class _Folders:
         self.found.doubtful += (Lost(str(path), None, why) for path, why in sealed.items() if why)
         if len(taken) > len(sealed):
             many = count_of(len(taken) - len(sealed), "other file")
-            self.found.not_checked.append(f"{many}, copied without a look")
+            self.found.not_checked.append(f"{many}, copied unchecked")
 
     def _deepspeed(self) -> None:
-        """Note the parts of ranks that the intact files of a DeepSpeed checkpoint lack."""
+        """Note the missing parts of ranks of a DeepSpeed checkpoint whose files are intact."""
         lost = {one.file for one in self.found.lost}
         for state in diagnose_deepspeed(self._folder, data=False, progress=None):
             for one in state.findings:
@@ -331,7 +326,7 @@ class _Folders:
         return False
 
     def _below(self, where: PurePosixPath) -> Iterator[PurePosixPath]:
-        """Sort the files below a folder, taking none of them apart, and yield those of no kind; no link is followed."""
+        """Sort the files below a folder as complete files, and yield those of no known kind; follows no link."""
         if self._is_link(where):
             return
         for root, folders, _ in os.walk(self._root / where):
@@ -378,7 +373,7 @@ class _Folders:
         ]
 
     def _dcp_kept(self, where: PurePosixPath) -> bool:
-        """Copy a DCP folder in another folder when it is intact; return whether a part of its model could be saved."""
+        """Copy an intact DCP folder in another folder; return whether a part of its model could be saved."""
         judged = self._judged(where)
         if judged.reason:
             self.found.lost.append(Lost(str(where), None, judged.reason))
@@ -387,7 +382,7 @@ class _Folders:
         return judged.found is not None and bool(judged.found.tensors)
 
     def _dcp(self, where: PurePosixPath, position: int) -> None:
-        """Sort a DCP folder: copied when it is intact, else the intact tensors of its model go into one new file."""
+        """Sort a DCP folder: copy it when it is intact, else put the intact tensors of its model into a new file."""
         judged = self._judged(where)
         if where.parts:
             self.found.copied += self._others_of(where)
@@ -438,15 +433,15 @@ def salvage(
     keep_damaged: bool = False,
     progress: Progress | None = None,
 ) -> SalvageReceipt:
-    """Write what is intact in a damaged file or folder into the new folder ``output``, with ``salvage.json``.
+    """Write the intact parts of a damaged file or folder into the new folder ``output``, with ``salvage.json``.
 
-    A tensor is intact when all its bytes are in the file where its header says, and have the digest that the manifest
-    of the source has for them, if it has one; none is guessed. Intact files are copied unchanged.
-    ``keep_damaged``: keep what is all there but does not have its checksum or digest, too. ``progress`` gets bytes read
-    and written. The new folder is complete and proven, or absent.
+    A tensor is intact when all its bytes are in the file where its header says, and match the digest in the
+    manifest of the source, if it has one; no byte is guessed. Intact files are copied unchanged.
+    ``keep_damaged``: also keep data of full length that does not match its checksum or digest. ``progress``
+    gets bytes read and written. The new folder is complete and proven, or absent.
 
-    Raises UsageError for paths that make no sense, OperationError when nothing can be saved or too little space is
-    left, OSError.
+    Raises UsageError for invalid paths, OperationError when nothing can be saved or too little space is left,
+    OSError.
     """
     target, new = find_target(source), Path(output)
     check_output(target, new)
@@ -483,7 +478,7 @@ def salvage(
 
 
 def _nothing(path: Path, found: SalvagePlan) -> str:
-    """Say why nothing can be saved."""
+    """Return the error that nothing can be saved, with the reasons."""
     reasons = [str(lost) for lost in found.lost[:3]]
     more = f"; and {len(found.lost) - 3} more" if len(found.lost) > 3 else ""
     return f"{path}: nothing can be saved: {'; '.join(reasons) or 'it holds no tensor'}{more}; next: " + (

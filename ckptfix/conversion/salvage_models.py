@@ -30,10 +30,10 @@ from ckptfix.wording import count_of
 def merge_shards(
     dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]
 ) -> tuple[SavedDict, dict[str, str]]:
-    """Return the state dict that shards make up, each given with the name of its file, and name -> file of each copy.
+    """Return the state dict of shards, which come with their files' names, and key -> file of each copy.
 
-    ``listed``: name -> its file. A copy is what another file than that one holds, and not saved. A name that no index
-    lists is saved when one file alone holds it.
+    ``listed``: key -> its file by the index. A copy is in another file than the listed one, and is not saved.
+    An unlisted key is saved when only one file holds it.
     """
     twice = _in_two(dicts, listed)
     tensors: dict[str, StoredTensor] = {}
@@ -42,7 +42,7 @@ def merge_shards(
     copies: dict[str, str] = {}
     for file, one in dicts:
         held = {tensor.fqn: tensor for tensor in one.tensors}
-        first: dict[str, str] = {}  # a tensor of this file -> the first of its names that is taken from here
+        first: dict[str, str] = {}  # a tensor of this file -> its first key that is read from here
         for name, kept in {**{name: name for name in held}, **one.ties}.items():
             if listed.get(name, file) != file:
                 copies.setdefault(name, file)
@@ -59,7 +59,7 @@ def merge_shards(
     for file, one in dicts:
         for key in [key for key, text in one.metadata.items() if metadata.get(key, text) != text]:
             del metadata[key]
-            reason = f"what it says of {key!r} is not what other files of the model say"
+            reason = f"its metadata {key!r} differs from that of other files of the model"
             lost.append(Lost(file, METADATA_KEY, reason))
     whole = SavedDict(
         tensors=tuple(tensors.values()),
@@ -79,13 +79,13 @@ def merge_shards(
 
 
 def of_copy(name: str | None, copies: Mapping[str, str]) -> str:
-    """Say where another copy of a lost tensor is, "" when nowhere."""
+    """Return where another copy of a lost tensor is, in words; "" when there is none."""
     file = copies.get(name or "")
     return f"; {file} holds another copy, which may be of another save" if file is not None else ""
 
 
 def _in_two(dicts: Sequence[tuple[str, SavedDict]], listed: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names that no index lists and several files hold, with these."""
+    """Return unlisted key -> the several files that hold it."""
     holders: dict[str, list[str]] = {}
     for file, one in dicts:
         gone = (lost.name for lost in one.lost if lost.name is not None)
@@ -107,8 +107,8 @@ _LONGEST = 64  # characters of a key in the name of a file
 class _RecoveredModel:
     """Tensors recovered from one model's files.
 
-    ``dicts``: each with what it is called in a manifest. ``unread``: files that cannot be read. ``copies``: name ->
-    another file than the index lists that holds it, too.
+    ``dicts``: each with its label in a manifest. ``unread``: files that cannot be read. ``copies``: key ->
+    another file that holds it, besides the listed one.
     """
 
     dicts: tuple[tuple[str, SavedDict], ...]
@@ -117,10 +117,10 @@ class _RecoveredModel:
 
 
 class Models:
-    """The models of a folder: intact ones are copied, of the others the intact tensors go into new files."""
+    """The models of a folder: intact ones are copied, intact tensors of the others go into new files."""
 
     def __init__(self, folder: CheckpointFolder, files: Files) -> None:
-        """Note what is found where ``files`` notes it."""
+        """Share the notes of ``files``."""
         self._files = files
         self._found = files.found
         self._sealed = files.sealed
@@ -162,10 +162,10 @@ class Models:
         position: int | None,
         is_folder: bool,
     ) -> None:
-        """Plan a file for the intact tensors; its name is new among those that are there already, but for ``own``.
+        """Plan a file for the intact tensors, under a name that no file but those in ``own`` has.
 
-        ``position``: that of the model, None for files that ``load_state`` never reads. Where another file of the model
-        is whole, the new one gets a name that no loader looks for.
+        ``position``: that of the model, None for files that ``load_state`` never reads. If another file holds
+        the intact model, the new one gets a name that no loader looks for.
         """
         self._found.lost += found.lost
         if not found.tensors:
@@ -189,7 +189,7 @@ class Models:
             self._found.notes.append(f"what is saved of {source} {words} {whole}")
 
     def _whole_rival(self, position: int | None, own: "set[str]") -> str | None:
-        """Return what holds an intact model at this position, in files that are not ``own``; None for nothing."""
+        """Return the file with an intact model at this position that is not in ``own``; None without one."""
         if position is None:
             return None
         for group in self._groups:
@@ -203,7 +203,7 @@ class Models:
         return None
 
     def has_part(self, groups: Sequence[ModelFiles], here: PurePosixPath) -> bool:
-        """Return whether a tensor could be saved of damaged models in the folder ``here`` of this one."""
+        """Return whether any tensor of damaged models in the sub-folder ``here`` could be saved."""
         for group in groups:
             if any(member.role not in (Role.MODEL, Role.UNKNOWN) for member in group.members):
                 continue
@@ -222,7 +222,7 @@ class Models:
         self._copy_index(group)
 
     def _copy_index(self, group: ModelFiles) -> None:
-        """Copy the index of shards, or note that they are without one."""
+        """Copy the index of shards, or note that they have none."""
         if group.index is not None and group.index.problem is None and group.index_path is not None:
             self._found.copy(group.index_path)
         elif group.index_path is not None and group.rivals == 1:
@@ -233,7 +233,7 @@ class Models:
         return bool(self._sealed.is_sealed(paths) or self._sealed.models(*_labels(group)))
 
     def _sealed_group(self, group: ModelFiles) -> None:
-        """Sort files whose structure is intact, and that were sealed: by the digests of files, then of tensors."""
+        """Sort sealed files of intact structure, by the digests of files, then by those of tensors."""
         of_files = self._sealed.files(member.path for member in group.members)
         differing = {path: why for path, why in of_files.items() if why}
         if len(of_files) == len(group.members) and not differing:
@@ -282,7 +282,7 @@ class Models:
         return _RecoveredModel(dicts=named, unread=unread, copies={})
 
     def _judged(self, taken: _RecoveredModel) -> _RecoveredModel:
-        """Return what was taken without what differs from its digest in the manifest, or with that as damaged."""
+        """Return the recovered tensors; those that differ from their digest are left out, or noted as damaged."""
         keep = self._files.keep_damaged
         judged = tuple(
             (label, self._sealed.judged(one, self._sealed.digests(label), keep_damaged=keep))
@@ -291,7 +291,7 @@ class Models:
         return _RecoveredModel(dicts=judged, unread=taken.unread, copies=taken.copies)
 
     def _part(self, group: ModelFiles, taken: _RecoveredModel) -> None:
-        """Plan new files for what was taken out of a model, and note what is lost."""
+        """Plan new files for the recovered tensors of a model, and note the losses."""
         self._found.lost += taken.unread.values()
         found = [one for _, one in taken.dicts]
         seen = _seen(found)
@@ -315,7 +315,7 @@ class Models:
             self.add(source, "-".join((stem, *keys)), one, own, position=position, is_folder=False)
 
     def _unfound(self, group: ModelFiles, taken: _RecoveredModel) -> list[Lost]:
-        """Return what the manifest lists and no file holds; of a shard that was asked for alone nothing is."""
+        """Return the keys that the manifest lists and no file holds; none for a shard that is salvaged alone."""
         if self._only is not None and group.index_path is not None:
             return []
         dicts = dict(taken.dicts)
@@ -347,7 +347,7 @@ def _seen(found: "list[SavedDict]") -> "set[str | None]":
 
 
 def _labels(group: ModelFiles) -> tuple[str, ...]:
-    """Return what the model can be called in a manifest."""
+    """Return the labels that the model can have in a manifest."""
     alone = [str(member.path) for member in group.members] if len(group.members) == 1 else []
     return (*alone, *([str(group.index_path)] if group.index_path is not None else []))
 
@@ -366,10 +366,12 @@ _BESIDE = "it is next to the model, which alone is saved"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedFolder:
-    """A DCP folder. ``reason``: why it cannot be copied, "" if intact. ``found``: then, what of its model is intact.
+    """A judged DCP folder.
 
-    ``damaged``: what is kept in a copy although it is damaged, as was asked for. ``doubtful``: files that are not as
-    they were sealed, while all tensors of the model are. ``unchecked``: whether there are items without a checksum.
+    ``reason``: why it cannot be copied, "" if intact. ``found``: its intact tensors, if not.
+
+    ``damaged``: damaged data that a copy keeps on request. ``doubtful``: files that changed since they were
+    sealed, while all tensors of the model match. ``unchecked``: whether there are items without a checksum.
     ``unnamed``: files of a save that no item is in.
     """
 
@@ -384,7 +386,7 @@ class JudgedFolder:
 def judge(
     root: Path, where: PurePosixPath, sealed: Sealed, *, keep_damaged: bool, progress: Progress | None
 ) -> JudgedFolder:
-    """Look at every item of a DCP folder; reads what has a checksum, or a digest in the manifest."""
+    """Judge every item of a DCP folder; reads the bytes that have a checksum, or a digest in the manifest."""
     folder = root / where
     try:
         metadata = read_metadata_of(folder)
@@ -397,7 +399,7 @@ def judge(
     model = model_names(metadata)
     digests = {name: one for found in sealed.models(str(where)).values() for name, one in found.items()}
     unchecked = items.unchecked and not (len(of_files) == len(own) and not unlike)
-    if model is None or (unlike and not digests):  # which item it is cannot be told
+    if model is None or (unlike and not digests):  # the item is unknown
         reason = items.reason(keep_damaged) or ("" if keep_damaged or not unlike else str(unlike[0]))
         if reason:
             many = count_of(len(metadata.tensors) + len(metadata.items), "item")
@@ -434,14 +436,14 @@ def _is_used(path: PurePosixPath, metadata: DcpMetadata) -> bool:
 def _whole_part(
     folder: Path, where: str, metadata: DcpMetadata, wrong: "dict[str, str]", changed: "dict[str, str]"
 ) -> SavedDict:
-    """Return the intact tensors of the model; all else is lost, as the new file holds only the model."""
+    """Return the intact tensors of the model; the rest is lost, as the new file holds only the model."""
     model = model_names(metadata)
     assert model is not None, "it was looked for"
     tensors, lost = intact_tensors(folder)
     by_name = {name: fqn for fqn, name in model.names.items()}
     wrong = wrong.copy()
     for tensor in metadata.tensors:
-        if 0 in tensor.shape:  # nothing of its item is needed
+        if 0 in tensor.shape:  # no byte of its item is needed
             wrong.pop(tensor.fqn, None)
     lost |= {name: wrong[fqn] for name, fqn in by_name.items() if fqn in wrong and name not in lost}
     every = (*(tensor.fqn for tensor in metadata.tensors), *(item.fqn for item in metadata.items))
@@ -475,7 +477,7 @@ class _Items:
                 self.gone |= {item.fqn: words for item in items if item.fqn not in self.gone}
 
     def wrong(self, keep_damaged: bool) -> dict[str, str]:
-        """Return what is not to be kept."""
+        """Return the problems of items that must not be kept."""
         return self.gone if keep_damaged else {**self.changed, **self.gone}
 
     def reason(self, keep_damaged: bool) -> str:
@@ -483,7 +485,7 @@ class _Items:
         return next((f"{fqn!r}: {words}" for fqn, words in self.wrong(keep_damaged).items()), "")
 
     def kept(self, where: str) -> tuple[Lost, ...]:
-        """Return what a copy holds although it is damaged."""
+        """Return the damaged items that a copy keeps."""
         return tuple(Lost(where, fqn, words) for fqn, words in self.changed.items())
 
     def _of_file(

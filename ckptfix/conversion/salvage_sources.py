@@ -40,10 +40,10 @@ class Stems(NamedTuple):
 
 
 def stems_of(stem: str, taken: Collection[str], *, is_folder: bool = False) -> Stems:
-    """Return what the weights of a file ``stem`` become, or those of a DCP folder of this name.
+    """Return the new names for the weights of a file ``stem``, or of a DCP folder of this name.
 
-    ``taken``: names of files that exist already, or will. A user's own name stays; where the name that loaders
-    look for is taken, too.
+    ``taken``: names of files that exist already, or will. A user's own name stays, and so does any name when
+    the one that loaders look for is taken.
     """
     folder = parse_folder_name(stem) if is_folder else None
     if folder is not None and folder.role is Role.MODEL:
@@ -68,7 +68,7 @@ def _stem(suffix: str, index: int) -> str:
 
 
 def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
-    """Return the first of the name that is wanted and the own one that is free, else a new one."""
+    """Return the wanted name if it is free, else the own one if that is free, else a new one."""
     for stem in (wanted, own):
         if not _names(stem, suffix) & set(taken):
             return stem
@@ -78,7 +78,7 @@ def _free(wanted: str, suffix: str, taken: Collection[str], own: str) -> str:
 
 
 def _names(stem: str, suffix: str) -> set[str]:
-    """Return the names that mean one model: its file, and the index of its shards, which loaders take instead."""
+    """Return the names of one model: its file, and the index of its shards, which loaders may read instead."""
     return {f"{stem}{suffix}", index_name(stem, suffix)}
 
 
@@ -93,12 +93,15 @@ class PartOfModel:
 
 @dataclass(slots=True)
 class SalvagePlan:
-    """All in a damaged checkpoint. ``copied``: intact and other files. ``components``: the number of ours.
+    """Plan of a salvage.
 
-    ``doubtful``: what is kept and ends in zeros, or is no longer as it was sealed and may be so on purpose.
-    ``left_out``: what is in the source and not meant for the new folder, in words. ``notes``: how what was saved is
-    called, in words. ``unindexed``: where the index of whole shards is missing, or cannot be used. ``advice``: what to
-    do when nothing is as the manifest says, "" else. ``unchecked``: whether something was kept that has no checksum.
+    ``copied``: intact and other files. ``components``: the number of components of the checkpoint.
+
+    ``doubtful``: kept data that ends in zeros, or that changed since it was sealed, perhaps on purpose.
+    ``left_out``: parts of the source that do not belong in the new folder, in words. ``notes``: the names of
+    the saved files, in words. ``unindexed``: folders of intact shards whose index is missing or unusable.
+    ``advice``: what to do when nothing matches the manifest, else "". ``unchecked``: whether data without a
+    checksum was kept.
     """
 
     root: Path
@@ -121,7 +124,7 @@ class SalvagePlan:
         self.components += 1
 
     def leave_journal(self, where: PurePosixPath) -> None:
-        """Note that what ckptfix keeps in a folder stays behind; the receipt of a migration is not worth a word."""
+        """Note that ckptfix's own files in a folder stay behind; the receipt of a migration is not mentioned."""
         if set(os.listdir(self.root / where / JOURNAL)) != {PurePosixPath(RECEIPT).name}:
             what = "whose manifest and journal do not refer" if not where.parts else "which does not refer"
             self.left_out.append(f"{where / JOURNAL}, {what} to the new folder")
@@ -131,10 +134,10 @@ OTHER = "its sha256 is not that of the manifest"
 
 
 class Sealed:
-    """The digests of the manifest; bits that flip in safetensors files, without checksums, show in no other way.
+    """The digests of the manifest; only they show flipped bits in safetensors files, which have no checksums.
 
-    ``problem``: why it cannot be understood, "" if it can. ``equal``, ``unequal``: how many files and tensors had
-    their digest, and had another one, up to now.
+    ``problem``: why it cannot be understood, "" if it can. ``equal``, ``unequal``: the number of files and
+    tensors with the same and with another digest, up to now.
     """
 
     def __init__(self, target: Target, progress: Progress | None) -> None:
@@ -146,12 +149,12 @@ class Sealed:
         manifest = None
         try:
             manifest = read_manifest(target.root)
-        except (FormatError, OSError) as error:  # damaged, too: all else is saved as without one
+        except (FormatError, OSError) as error:  # the manifest is damaged: salvage goes on without it
             self.problem = str(error)
         self._recorded = Recorded(manifest, target)
 
     def files(self, paths: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
-        """Return file -> "" when it has its sha256, else why it has not; files that were not sealed are left out."""
+        """Return sealed file -> "" when its sha256 matches, else the reason."""
         found: dict[PurePosixPath, str] = {}
         jobs: list[FileJob] = []
         sealed: list[PurePosixPath] = []
@@ -175,7 +178,7 @@ class Sealed:
         return self._recorded.tensors.get(label, {})
 
     def models(self, *labels: str) -> dict[str, Mapping[str, str]]:
-        """Return what models are called that a file, index or folder holds -> name -> digest of each tensor."""
+        """Return label -> key -> digest for the models in a file, an index or a folder."""
         return {
             label: digests
             for label, digests in self._recorded.tensors.items()
@@ -183,11 +186,11 @@ class Sealed:
         }
 
     def expected(self, label: str) -> frozenset[str]:
-        """Return the names that were in the files of a model, without those of ties that are only in the manifest."""
+        """Return the keys that the files of a model had, without ties that only the manifest lists."""
         return frozenset(self._recorded.tensors[label].keys() - self._recorded.aliases[label])
 
     def changed(self, digests: Mapping[str, str], tensors: Iterable[StoredTensor]) -> dict[str, str]:
-        """Return name -> why, for the tensors that are not what was sealed. Reads all that have a digest."""
+        """Return key -> reason for the tensors that differ from their digest. Reads all that have one."""
         sealed = [one for one in tensors if one.fqn in digests]
         hashed = hash_all([TensorJob(one) for one in sealed], progress=self._progress)
         words = {
@@ -196,7 +199,7 @@ class Sealed:
         return {name: why for name, why in words.items() if why}
 
     def judged(self, found: SavedDict, digests: Mapping[str, str], *, keep_damaged: bool) -> SavedDict:
-        """Return a state dict without what is not as it was sealed, or with that among the damaged."""
+        """Return a state dict without the tensors that differ from their digest, or with them among the damaged."""
         known = {one.name for one in found.damaged}
         changed = self.changed(digests, (one for one in found.tensors if one.fqn not in known))
         sound = frozenset(digests.keys() - changed.keys())
@@ -222,7 +225,7 @@ class Sealed:
         )
 
     def missing(self) -> Iterator[str]:
-        """Yield the files that the manifest lists and that are not there."""
+        """Yield the missing files that the manifest lists."""
         recorded = self._recorded
         for name in sorted(recorded.sha256.keys() | recorded.sizes.keys() | recorded.repaired):
             if not os.path.lexists(self._root / name):
@@ -233,7 +236,7 @@ class Sealed:
         return os.path.relpath(path, self._root) if path != Path() else ""
 
     def _unlike(self, found: Hashed, recorded: str) -> str:
-        """Return why something is not what was recorded, "" when it is."""
+        """Return why a tensor differs from its digest, "" when it matches."""
         if found.problem:
             return f"it cannot be read: {found.problem}"
         is_equal = found.digest == recorded
@@ -243,13 +246,13 @@ class Sealed:
 
 
 PAGE = 4096
-"""Bytes that a file system writes, and loses, together."""
+"""Bytes of a page, which a file system writes or loses as one."""
 
 _BLOCK = 1 << 20
 
 
 class TensorLocation(NamedTuple):
-    """A tensor that is one run of bytes, from ``begin`` to ``end`` of its file."""
+    """A contiguous tensor: the bytes from ``begin`` to ``end`` of its file."""
 
     name: str
     begin: int
@@ -257,10 +260,10 @@ class TensorLocation(NamedTuple):
 
 
 def zero_ends(path: Path, places: Iterable[TensorLocation]) -> dict[str, int]:
-    """Return name -> the zero bytes that a tensor ends in: a page or more of its own, or a part of the file's own end.
+    """Return key -> number of zero bytes at the end of a tensor: a page or more, or up to the end of the file.
 
-    After a crash the last pages of a file are often zeros that were never written.
-    Reads the last page of every tensor, and of the others as much as is zero. Raises OSError, FormatError.
+    After a crash the last pages of a file are often zeros that were never written. Reads the last page of
+    every tensor, and more of it while the bytes are zero. Raises OSError, FormatError.
     """
     found = {}
     with open_reader(path) as reader:
@@ -274,7 +277,7 @@ def zero_ends(path: Path, places: Iterable[TensorLocation]) -> dict[str, int]:
 
 
 def _zeros_before(reader: FileReader, begin: int, end: int) -> int:
-    """Return how many of the bytes from ``begin`` to ``end`` are zeros that reach up to ``end``."""
+    """Return the number of zero bytes right before ``end``, at most back to ``begin``."""
     position, length = end, PAGE
     while position > begin:
         block = reader.read(max(begin, position - length), min(length, position - begin))
@@ -292,14 +295,14 @@ class Files:
     def __init__(
         self, found: SalvagePlan, sealed: Sealed, keep_damaged: bool, progress: Progress | None
     ) -> None:
-        """Note in ``found``. ``keep_damaged``: copy what is all there and fails its checksum, too."""
+        """Collect the results in ``found``. ``keep_damaged``: also copy data of full length that fails its checksum."""
         self.found = found
         self.sealed = sealed
         self.keep_damaged = keep_damaged
         self.progress = progress
 
     def state(self, member: Component) -> None:
-        """Sort a file that is not a model of this folder: copied if intact, else lost."""
+        """Sort a file that is not a model of this folder: copy it if it is intact, else note the loss."""
         problem = self.problem(member)
         if problem is not None and member.path in self.found.unindexed:
             self.found.left_out.append(
@@ -316,7 +319,7 @@ class Files:
             self.damaged(member, problem)
 
     def damaged(self, member: Component, problem: Lost) -> None:
-        """Note a damaged file: lost, or kept when that was asked for and all of it is there."""
+        """Note a damaged file: lost, or kept when that was requested and its length is right."""
         if self.keep_damaged and member.problem is None:
             self.found.copy(member.path)
             self.found.damaged.append(problem)
@@ -324,7 +327,7 @@ class Files:
             self.found.lost.append(problem)
 
     def whole(self, member: Component, *, proven: bool) -> None:
-        """Copy an intact file. ``proven``: it has its sha256, or all its tensors have."""
+        """Copy an intact file. ``proven``: its sha256 matches, or the digests of all its tensors do."""
         self.found.copy(member.path)
         if not proven and not _has_checksums(member):
             places = (
@@ -337,13 +340,13 @@ class Files:
             self.found.not_checked.append(f"{member.path}, copied as it is: {member.problem.message}")
 
     def unchecked(self, path: PurePosixPath, places: Iterable[TensorLocation]) -> None:
-        """Note what is kept of a file that has no checksums, and which of its tensors end in zeros."""
+        """Note a kept file without checksums, and its tensors that end in zeros."""
         self.found.unchecked = True
         for name, zeros in zero_ends(self.found.root / path, places).items():
             self.found.doubtful.append(Lost(str(path), name, f"it ends in {zeros} bytes of zeros"))
 
     def problem(self, member: Component) -> Lost | None:
-        """Return the problem of a file, None for an intact one, and for one of a kind that is not read."""
+        """Return the problem of a file, None for an intact one and for one of a kind that is not read."""
         if isinstance(member.content, SafetensorsFile) and member.content.trailing:
             return Lost(str(member.path), None, f"{member.content.trailing} {BEHIND}")
         if member.problem is not None:
@@ -363,7 +366,7 @@ class Files:
 
 
 def _has_checksums(member: Component) -> bool:
-    """Return whether every record of a file has a checksum, or it holds nothing whose values could change unseen."""
+    """Return whether checksums cover every value of a file."""
     if isinstance(member.content, TorchFile):
         container = member.content.container
         return isinstance(container, TorchZip) and all(one.crc or not one.size for one in container.records)

@@ -53,9 +53,9 @@ _OTHER_BYTES = "has other bytes than its manifest says"
 
 
 class Recorded:
-    """The manifest of a source: tensor -> digest, of each model, and file -> sha256.
+    """The manifest of a source: tensor -> digest of each model, and file -> sha256.
 
-    Raises OperationError when its names are not those of the tensors that are there.
+    Raises OperationError when it lists other keys than the source has.
     """
 
     def __init__(self, plan: MigrationPlan, manifest: Manifest | None) -> None:
@@ -69,20 +69,20 @@ class Recorded:
         number = {one.label: position for position, one in enumerate(labelled)}
         for place, digest in recorded.digests(labelled, ()).items():
             if place.label not in number:
-                self._raise(f"{place.label} is in its manifest, and not there any more")
+                self._raise(f"{place.label} is in its manifest, but missing now")
             self._digests[number[place.label]][place.fqn] = digest
         for one, digests in zip(labelled, self._digests, strict=True):
             for name in sorted(digests.keys() ^ one.named().keys()) if digests else ():
-                what = "in its manifest, and not there any more" if name in digests else "not in its manifest"
+                what = "in its manifest, but missing now" if name in digests else "not in its manifest"
                 self._raise(f"{one.label}: {name!r} is {what}")
 
     @property
     def has_digests(self) -> bool:
-        """Return whether it lists a tensor that is migrated."""
+        """Return whether the manifest has a digest of a migrated tensor."""
         return any(self._digests) and not self._has_other_dtypes
 
     def not_checked(self) -> Iterator[str]:
-        """Yield in words what it lists and is not compared."""
+        """Yield in words the digests that are not compared."""
         converted = sum(
             model.sources[new].convert is not None or self._has_other_dtypes
             for model, digests in zip(self._plan.models, self._digests, strict=True)
@@ -96,7 +96,7 @@ class Recorded:
             )
 
     def compare(self, digests: tuple[Mapping[str, str], ...]) -> None:
-        """Raise OperationError naming a tensor that was read and is not what was recorded."""
+        """Raise OperationError for a tensor whose bytes differ from its digest."""
         for model, recorded, read in zip(
             self._plan.models, self._digests, digests if self.has_digests else (), strict=self.has_digests
         ):
@@ -107,12 +107,12 @@ class Recorded:
                     self._raise(f"{model.label}: {name!r} {_OTHER_BYTES}")
 
     def compare_file(self, name: str, sha256: str) -> None:
-        """Raise OperationError when a file that was copied is not what was recorded."""
+        """Raise OperationError when a copied file differs from its digest."""
         if self._sha256.get(name, sha256) != sha256:
             self._raise(f"{name} {_OTHER_BYTES}")
 
     def lists(self, name: str) -> bool:
-        """Return whether it has the sha256 of a file."""
+        """Return whether the manifest has the sha256 of a file."""
         return name in self._sha256
 
     def _raise(self, what: str) -> None:
@@ -124,13 +124,13 @@ class Recorded:
 
 
 def _new_names(model: PlannedModel) -> dict[str, str]:
-    """Return old name -> new name of the tensors of a model; behind them may stand copies of ties."""
+    """Return old key -> new key of the tensors of a model, whose new weights may end with copies of ties."""
     pairs = zip(model.before.tensors, model.weights.tensors, strict=False)
     return {before.fqn: after.fqn for before, after in pairs}
 
 
 def loose_records(model: PlannedModel) -> Iterator[tuple[Piece, int]]:
-    """Yield the records of an archive, with their CRC-32, that no tensor is read from as a whole and unconverted."""
+    """Yield the records of an archive, with CRC-32, from which no complete, unconverted tensor is read."""
     whole = {source.piece for source in model.sources.values()}
     yield from ((piece, crc) for piece, crc in model.weights.checksums.items() if piece not in whole)
 
@@ -158,7 +158,7 @@ def check_archive(path: Path, stop: threading.Event) -> None:
         try:
             archive = read_zip(reader)
         except FormatError:
-            return  # some other archive, as custom objects may be
+            return  # not an archive of torch: custom objects can be any zip file
         for record in crc_mismatches(archive, reader, every_record=True, progress=stopping(stop)):
             raise OperationError(
                 f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
@@ -187,11 +187,11 @@ _CALLED_SO = re.compile(
     r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_fp32\.py|"
     r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
 )
-"""Names that libraries give to files next to weights, and the files of DCP: rather too many than too few."""
+"""Pattern of the names that libraries give to files next to weights, and of DCP's files; it may match too many."""
 
 
 class Watch:
-    """The state of every file at a path before any was read, to be compared at the end.
+    """Record of every file at a path before any was read, to be compared at the end.
 
     Raises OSError when a folder cannot be listed.
     """
@@ -205,9 +205,8 @@ class Watch:
         self._folders = {PurePosixPath(name).parent for name in self._names} | {PurePosixPath(".")}
 
     def check(self, files: Iterable[str]) -> None:
-        """Raise ChangedError when one of these is no longer what it was: the result would be of neither.
-
-        Or when a file has come, since all were looked at, that a checkpoint consists of: the result would lack it.
+        """Raise ChangedError when a file changed, as the result would mix two states, or when a file of a
+        checkpoint was added, which the result would lack.
         """
         for name in files:
             now = _look(self._root / name)
@@ -215,10 +214,10 @@ class Watch:
                 raise self._changed(f"{self._root / name} changed while it was read")
         for name in self._listed() - self._names if self._is_folder else ():
             if self._belongs(PurePosixPath(name)):
-                raise self._changed(f"{self._root / name} came while the others were read")
+                raise self._changed(f"{self._root / name} was added while the others were read")
 
     def _belongs(self, path: PurePosixPath) -> bool:
-        """Return whether a file is one of a checkpoint that was looked at; a whole new folder below is another's."""
+        """Return whether a file belongs to the scanned checkpoint; one in a new sub-folder does not."""
         is_part = bool(path.parts[:-1]) and describe_folder_name(path.parts[0]) is not None
         return is_part or (path.parent in self._folders and _is_called_as_a_part(path.name))
 
@@ -227,7 +226,7 @@ class Watch:
 
     def _listed(self) -> frozenset[str]:
         if not self._root.is_dir():
-            return frozenset()  # whoever opens it says so
+            return frozenset()  # opening it raises the error
         return frozenset(listed_files(self._root) if self._is_folder else os.listdir(self._root))
 
 
@@ -264,10 +263,10 @@ def ensure_finished(source: StoredCheckpoint) -> None:
 
 
 def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
-    """Raise OperationError when files of the checkpoint that its manifest lists are gone, or have another size.
+    """Raise OperationError when files of the checkpoint that its manifest lists are missing, or have another size.
 
-    Returns the other files that were sealed and are gone: the user's own. A repair by a version that did not keep
-    sizes true leaves those of the save: then only names are compared.
+    Returns the other missing files of the manifest: the user's own. Repairs by old versions left the sizes of
+    the save in the manifest: then only names are compared.
     """
     wrong = [] if is_repaired(root) else missing_files(root, manifest)
     gone = [name for name in manifest.sha256 if name not in manifest.files and not (root / name).exists()]
@@ -281,7 +280,7 @@ def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
 
 
 def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
-    """Return whether a file is one that a checkpoint consists of, by its name or that of a folder that it lies in."""
+    """Return whether a file is part of a checkpoint, by its name or that of a folder around it."""
     if parse_file_name(path.name) is not None:
         return True
     return any(parse_folder_name(part) is not None for part in path.parts[:-1])
@@ -302,11 +301,11 @@ _DAMAGE = (
 
 
 def warnings_of_source(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:
-    """Return in words what is wrong with a source and will be with its copy: duplicate models, nested keys.
+    """Return in words the problems of a source that its copy will have, too: duplicate models, nested keys.
 
-    Models lie in sub-folders, too, into which ``check`` does not look from above.
-    Raises OperationError for damage, UsageError where ``keys`` asks for a decision that nothing in the source decides.
-    Checksums of records are compared while they are read, not here.
+    Models lie in sub-folders, too, into which ``check`` does not look from above. Raises OperationError for
+    damage, UsageError where ``keys`` is ambiguous for this source. Checksums of records are compared while
+    they are read, not here.
     """
     homes = sorted({PurePosixPath(), *(one.home for one in weights)})
     findings = {home: _findings(path / home) for home in homes}
@@ -343,7 +342,7 @@ def _findings(path: Path) -> tuple[Finding, ...]:
     try:
         return check(path).findings
     except UsageError:
-        return ()  # what ``check`` does not look into was read to find the tensors
+        return ()  # migrate has read what ``check`` skips, to find the tensors
 
 
 def _warnings_of_folder(path: Path, findings: tuple[Finding, ...]) -> tuple[str, ...]:
@@ -351,7 +350,7 @@ def _warnings_of_folder(path: Path, findings: tuple[Finding, ...]) -> tuple[str,
     if damage:
         more = f" (and {count_of(len(damage) - 1, 'more finding')})" if len(damage) > 1 else ""
         raise OperationError(
-            f"{path}: {damage[0].code}: {damage[0]}{more}; what is made of it would look intact; nothing was written; "
+            f"{path}: {damage[0].code}: {damage[0]}{more}; a copy of it would look intact; nothing was written; "
             f"next: {_next(path, damage[0])}"
         )
     return tuple(

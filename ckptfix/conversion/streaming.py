@@ -1,7 +1,6 @@
 """One new file written in a stream: a thread reads, one hashes, and the caller writes.
 
-A few buffers go round, and nothing waits for the disk that need not: while a buffer is written the next one is hashed
-and the one after it is read.
+A few buffers circulate: while one is written, the next one is hashed and the one after it is read.
 """
 
 import hashlib
@@ -26,13 +25,13 @@ from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
 from ckptfix.tensors.stored import Contiguous, StoredTensor, digest_head
 
 _SCRATCH = 256 << 10
-"""Bytes that are converted at a time: what is made of them stays in a core's cache (1 MiB takes 5 times as long)."""
+"""Bytes that are converted at a time: the result stays in a core's cache (1 MiB takes 5 times as long)."""
 
 _WORTH_SHARING = 1 << 20
 
 
 class Convert(Protocol):
-    """Takes bytes of whole elements, gives those of as many of another dtype, and counts what became infinite."""
+    """Conversion of the bytes of complete elements to another dtype, which counts the values that became infinite."""
 
     overflowed: int
 
@@ -41,7 +40,7 @@ class Convert(Protocol):
 
 
 class Source(NamedTuple):
-    """A tensor of the new file, where its bytes come from, and what is to be done with them (None: nothing).
+    """A tensor of the new file: where its bytes come from, and their conversion (None: no conversion).
 
     ``crc``: the CRC-32 that its old file has for exactly these bytes, None when it has none.
     """
@@ -53,7 +52,7 @@ class Source(NamedTuple):
 
     @property
     def piece(self) -> Piece | None:
-        """The one stretch of a file that the new tensor is byte for byte, None when it is not that."""
+        """The contiguous piece of a file that equals the new tensor byte for byte, None if there is none."""
         layout = self.stored.layout
         if self.convert is None and isinstance(layout, Contiguous) and len(layout.pieces) == 1:
             return layout.pieces[0]
@@ -61,7 +60,7 @@ class Source(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A stretch of a slab that belongs to one part of the file; ``done``: bytes of the part before it."""
+    """A range of a slab that belongs to one part of the file; ``done``: bytes of the part before it."""
 
     part: int
     begin: int
@@ -71,7 +70,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Slab:
-    """One buffer, and what is in it."""
+    """One buffer and its contents."""
 
     buffer: memoryview
     filled: int = 0
@@ -92,7 +91,7 @@ class Shared(NamedTuple):
 
 
 class Stopped(Exception):
-    """Another thread has failed, or the user has had enough: there is nobody to read for."""
+    """Signal that another thread failed or the user interrupted, so that reading on is useless."""
 
 
 def stopping(stop: threading.Event, progress: Progress | None = None) -> Progress:
@@ -115,7 +114,7 @@ Items = SimpleQueue[Item]
 
 
 class Reader:
-    """Fills slabs with the bytes of a file, part after part; room for what must be computed is left empty.
+    """Reader that fills slabs with the bytes of a file, part after part; room for computed parts is left empty.
 
     ``block``: the size of the blocks that files can share on this disk, 0 when they cannot.
     """
@@ -188,7 +187,7 @@ class Reader:
             self._took(len(room))
 
     def _room(self) -> memoryview:
-        """Return what is left of the slab at hand, or a new one."""
+        """Return the rest of the current slab, or a new one."""
         if self._slab is None:
             self._slab = self._free.get()
             if self._slab is None or self._stop.is_set():
@@ -206,7 +205,7 @@ class Reader:
             self._flush()
 
     def _can_share(self, offset: int, length: int) -> bool:
-        """Return whether most of a piece lies in whole blocks, and at the same place in them as in the new file."""
+        """Return whether most of a piece lies in complete blocks, at the same offset in a block as in the new file."""
         return bool(self._block) and length >= _WORTH_SHARING and (offset - self._position) % self._block == 0
 
     def _share(self, piece: Piece) -> None:
@@ -224,17 +223,17 @@ class Reader:
 
 
 class Hasher:
-    """Takes the bytes of a file from its beginning to its end, and fills in what is computed from them.
+    """Hasher of the bytes of a file from beginning to end, which also fills in the computed parts.
 
-    ``digests``: tensor name -> digest, of those whose bytes have all gone by. ``sources``: by the names in the parts.
-    ``with_sha256``: of the whole file, too. A CRC-32 that a source has is always compared.
+    ``digests``: tensor name -> digest, of those whose bytes have all passed. ``sources``: by the names in the
+    parts. ``with_sha256``: also hash the complete file. A CRC-32 that a source has is always compared.
     """
 
     def __init__(
         self, file: OutputFile, sources: Mapping[str, Source], *, with_digests: bool, with_sha256: bool
     ) -> None:
         self.digests: dict[str, str] = {}
-        if with_digests:  # those without elements, whose bytes no file holds
+        if with_digests:  # tensors without elements have no bytes in a file
             empty = {name: one.new for name, one in sources.items() if one.new.nbytes == 0}
             heads = {name: digest_head(one.dtype, one.shape) for name, one in empty.items()}
             self.digests |= {name: hashlib.sha256(head).hexdigest() for name, head in heads.items()}
@@ -249,9 +248,9 @@ class Hasher:
         self._whole = hashlib.sha256() if with_sha256 else None
 
     def take(self, number: int, view: memoryview, done: int) -> None:
-        """Take bytes of part ``number``, of which ``done`` went by before; for a computed part, write them.
+        """Hash bytes of part ``number``, after ``done`` earlier ones; write those of a computed part.
 
-        Raises OperationError when what is computed has another length than was planned, or the source is damaged.
+        Raises OperationError when a computed part has another length than planned, or the source is damaged.
         """
         part = self._parts[number]
         if isinstance(part, Data):
@@ -267,7 +266,7 @@ class Hasher:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of what has gone by, "" when it was not asked for."""
+        """The sha256 of the bytes so far, "" if not requested."""
         return self._whole.hexdigest() if self._whole is not None else ""
 
     def _take_tensor(self, part: Data, view: memoryview, done: int) -> None:
@@ -288,13 +287,13 @@ class Hasher:
 
 
 def check_crc(source: Source, found: int) -> None:
-    """Raise OperationError when the bytes of a tensor have another CRC-32 than its old file says."""
+    """Raise OperationError when the bytes of a tensor do not match the CRC-32 in its old file."""
     if source.crc is not None and source.crc != found and (piece := source.piece) is not None:
         raise damaged(piece, found, source.crc, source.stored.fqn)
 
 
 def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationError:
-    """Return the error of a stretch of a file that has another CRC-32 than was written with it."""
+    """Return the error about a piece of a file that does not match its recorded CRC-32."""
     what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
     return OperationError(
         f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is damaged; next, to "
@@ -307,7 +306,7 @@ _SLABS = 4
 
 
 class Written(NamedTuple):
-    """The digest of every tensor in a new file, and the sha256 of the file; empty where they were not asked for."""
+    """The digest of every tensor in a new file, and the sha256 of the file; empty if not requested."""
 
     digests: dict[str, str]
     sha256: str
@@ -324,12 +323,12 @@ def write_file(
     stop: threading.Event,
     progress: Progress | None = None,
 ) -> Written:
-    """Write a new file and make it durable; return the digests that were asked for.
+    """Write a new file and make it durable; return the requested digests.
 
-    ``sources``: by the names in the parts of ``file``. ``shares``: the disk can share blocks between files, and does
-    where a tensor lies as it does in its old file. ``progress`` gets bytes written. Raises
-    FileExistsError, ChangedError when a source has become shorter, OperationError when a tensor has another size than
-    was planned, OSError, ``Stopped`` once ``stop`` is set; an unfinished file then stays.
+    ``sources``: by the names in the parts of ``file``. ``shares``: the disk can share blocks between files,
+    which is used where a tensor has the same alignment as in its old file. ``progress`` gets bytes written.
+    Raises FileExistsError, ChangedError when a source has become shorter, OperationError when a tensor has
+    another size than was planned, OSError, ``Stopped`` once ``stop`` is set; an unfinished file then stays.
     """
     free: Free = SimpleQueue()
     for _ in range(min(_SLABS, file.size // _SLAB + 1)):
@@ -351,7 +350,7 @@ def write_file(
             thread.start()
         _write(fd, ready, free, progress)
     finally:
-        free.put(None)  # whoever waits for a buffer goes home
+        free.put(None)  # ends the threads that wait for a buffer
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
@@ -405,7 +404,7 @@ def _write(fd: int, ready: Items, free: Free, progress: Progress | None) -> None
 
 
 def _hash(hasher: Hasher, filled: Items, ready: Items) -> None:
-    """Hash what passes by; an error, from here or from the reader, goes to the writer, who raises it."""
+    """Hash the bytes that pass; an error, from here or from the reader, goes to the writer, which raises it."""
     with OpenFiles() as files:
         while isinstance(item := filled.get(), Slab | Shared):
             try:

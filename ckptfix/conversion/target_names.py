@@ -1,4 +1,4 @@
-"""The names of the files in a migrated checkpoint, and the files that are copied unchanged.
+"""Names of the files in a migrated checkpoint, and the files that are copied unchanged.
 
 ``load_state`` reads ``model.safetensors`` and ``model_<i>.safetensors``, else ``pytorch_model.bin`` and
 ``pytorch_model_<i>.bin``, one file a model; for FSDP ``pytorch_model_fsdp_<i>/`` (accelerate 1.15,
@@ -43,18 +43,18 @@ _STEMS = {
 }
 _FOLDERS = (Format.DCP, Format.DEEPSPEED)
 _ADAPTERS = {"adapter_model": "PEFT", "pytorch_lora_weights": "diffusers"}
-"""The name of an adapter -> its library, which looks for one file and no shards."""
+"""Name of an adapter -> its library, which looks for one file and not for shards."""
 
 
 def is_lone(source: StoredCheckpoint) -> bool:
-    """Return whether a path is the weights themselves, a file or a DCP or DeepSpeed folder, not what they lie in."""
+    """Return whether a path is a file of weights, or a DCP or DeepSpeed folder itself, not a folder around it."""
     if source.only is not None:
         return True
     return any(_fills(one, source.root) for one in source.weights)
 
 
 def _fills(weights: Weights, root: Path) -> bool:
-    """Return whether a folder is one checkpoint of DCP or DeepSpeed, and not one in which such a folder lies."""
+    """Return whether a folder is a checkpoint of DCP or DeepSpeed itself, not a folder around one."""
     if weights.format is Format.DCP:
         return any(len(path.parts) == 1 for path in weights.files)
     return weights.format is Format.DEEPSPEED and not (root / weights.label).is_dir()
@@ -92,9 +92,9 @@ def stems(
     *,
     is_file: bool,
 ) -> list[str]:
-    """Return for each model what its files begin with; for DCP its folder, "." when that is the whole.
+    """Return the stem of each model's files; for DCP its folder, "." for the checkpoint itself.
 
-    ``known``: folder -> what its library calls weights, by its config, as a DCP folder has Accelerate's name.
+    ``known``: folder -> the library's name for weights, by its config, as a DCP folder has Accelerate's name.
     Raises UsageError when two models would get the same name.
     """
     if is_file:
@@ -118,20 +118,20 @@ def stems(
         if places[number] in places[:number]:
             first, second = source.weights[places.index(places[number])].label, source.weights[number].label
             raise UsageError(
-                f"{first} and {second} would both become {stem}; give one of them instead of the folder"
+                f"{first} and {second} would both become {stem}; name one of them instead of the folder"
             )
     return found
 
 
 def _is_loaded(weights: Weights) -> bool:
-    """Return whether ``load_state`` or ``from_pretrained`` finds a model by the name that it has."""
+    """Return whether ``load_state`` or ``from_pretrained`` finds a model by its name."""
     label = weights.label.removeprefix(f"{weights.home}/")
     name = parse_file_name(label)
     return weights.format in _FOLDERS or (name is not None and name.load_order is not None)
 
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
-    """Return why a model cannot be in shards, as its loader reads one file; "" where it can."""
+    """Return why the loader of a model reads only one file; "" where it can read shards."""
     name = _name_of(weights)
     model = name.model if name is not None and name.is_of_library else None
     if model is not None and model.stem in _ADAPTERS:
@@ -142,7 +142,7 @@ def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:
 
 
 def _name_of(weights: Weights) -> FileName | None:
-    """Return what the name of a model says: of its index, else of its file."""
+    """Return the parsed name of a model's index, else of its file."""
     is_index = weights.label.endswith(".json")
     return parse_file_name(PurePosixPath(weights.label).name if is_index else weights.files[0].name)
 
@@ -155,7 +155,7 @@ def _numbered(to: Format, index: int) -> str:
 
 
 def _own_stem(weights: Weights, all_weights: Sequence[Weights], to: Format) -> str:
-    """Return the name of an adapter, a variant or a script's own file, without what says its format.
+    """Return the name of an adapter, a variant or a script's own file, without the parts for its format.
 
     ``from_pretrained(variant="fp16")`` looks for ``model.fp16.safetensors`` and ``pytorch_model.fp16.bin``.
     """
@@ -178,13 +178,13 @@ _NOWHERE = {
 
 
 def _is_dcp_model(name: str) -> bool:
-    """Return whether FSDP keeps a model in a folder of this name; a file left there is of a model that is converted."""
+    """Return whether FSDP keeps a model in a folder of this name; a file left there belongs to a converted model."""
     folder = parse_folder_name(name)
     return folder is not None and folder.stem == _STEMS[Format.DCP]
 
 
 class LeftOut(NamedTuple):
-    """Something in the source that the new checkpoint will not have, and why."""
+    """A part of the source that the new checkpoint will not have, with the reason."""
 
     what: str
     reason: str
@@ -200,11 +200,12 @@ class OtherFiles:
 
 
 def other_files(source: StoredCheckpoint, new: frozenset[PurePosixPath]) -> OtherFiles:
-    """Return what becomes of the files without weights of the source. ``new``: the files that are written.
+    """Sort the files without weights of the source. ``new``: the files that are written.
 
-    Folders behind links are carried as folders; what ckptfix keeps in a folder below goes with it where every file of
-    that folder is carried. Raises OperationError for a folder that cannot be listed: what it
-    holds would be lost without a word.
+    Folders behind links are copied as folders. ckptfix's own files in a sub-folder are copied if every file
+    of that folder is.
+
+    Raises OperationError for a folder that cannot be listed: its files would be lost silently.
     """
     if source.only is not None:
         return OtherFiles()
@@ -252,7 +253,7 @@ def _taken(
     new: frozenset[PurePosixPath],
     folders: frozenset[PurePosixPath],
 ) -> str | None:
-    """Return why something has no place in the new checkpoint, None when it has."""
+    """Return why a file has no place in the new checkpoint, None when it has one."""
     if path in rivals or _is_dcp_model(path.parts[0]):
         return "weights of a model that is converted from other files"
     if path in new or path in folders or not new.isdisjoint(path.parents):
@@ -277,9 +278,10 @@ def _not_a_file(path: Path) -> str | None:
 
 
 def _journal_files(root: Path, journal: PurePosixPath) -> list[PurePosixPath] | None:
-    """Return the files of what ckptfix keeps in a folder below, but for a lock; None when it made not all of them.
+    """Return ckptfix's own files in a sub-folder except a lock; None when others wrote some of them.
 
-    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for what cannot be listed.
+    With them ``undo`` and ``verify`` work in a copy of that folder. Raises OSError for a folder that cannot
+    be listed.
     """
 
     def fail(error: OSError) -> None:
@@ -314,16 +316,18 @@ _WORDS = {"BF16": b"bfloat16", "F16": b"float16", "F32": b"float32", "F64": b"fl
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The config.json of a folder. ``data``: the file, empty without one that can be understood."""
+    """The config.json of a folder. ``data``: its content, empty if it cannot be understood."""
 
     data: bytes = field(default=b"", repr=False)
     values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def ties_nothing(self) -> bool:
-        """Return whether the model looks for both names of shared weights: transformers ties them only when told to.
+        """Return whether the model looks for both names of shared weights: transformers ties them only if the
+        config asks for it.
 
-        Without a word it ties (``PretrainedConfig.tie_word_embeddings``, True until transformers 5 writes it always).
+        The default is to tie (``PretrainedConfig.tie_word_embeddings`` is True; transformers 5 always writes
+        it).
         """
         return self.values.get("tie_word_embeddings") is False
 
@@ -349,9 +353,12 @@ def read_config(source: StoredCheckpoint, home: PurePosixPath) -> Config:
 
 
 def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) -> str | None:
-    """Return what the library that wrote a config calls the weights next to it; None for what ``load_state`` finds.
+    """Return the library's name for the weights next to its config;
 
-    None also where other weights have that name: the Trainer saves an adapter next to the folder of DeepSpeed.
+    None for the name that ``load_state`` finds.
+
+    None also where other weights have that name: the Trainer saves an adapter next to the folder of
+    DeepSpeed.
     """
     folder = source.root / home
     if "_diffusers_version" in config.values:
@@ -364,7 +371,9 @@ def library_stem(source: StoredCheckpoint, home: PurePosixPath, config: Config) 
 
 
 def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
-    """Return a small JSON file and what it says; None for what is no regular file, too long, or no object of JSON.
+    """Return a small JSON file and its object;
+
+    None if it is not a regular file, too long, or not a JSON object.
 
     Raises OSError when it cannot be read.
     """

@@ -268,7 +268,7 @@ def test_the_source_by_another_name_is_not_replaced(lone: Path, old: Path, end: 
     (lone.parent / "link").symlink_to("b" if not end else ".")
     before = names_below(old)
     for path, output in ((lone.parent / f"link{end}", old), (old, lone.parent / f"link{end}")):
-        with pytest.raises(UsageError, match="is what is to be migrated"):
+        with pytest.raises(UsageError, match="is the source of the migration"):
             migrate(path, output, to="safetensors", overwrite=True)
     assert names_below(old) == before
 

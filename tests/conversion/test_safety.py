@@ -202,7 +202,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
 @pytest.mark.parametrize(
     ("given", "where", "words"),
     [
-        ("a", "a", "is what is to be migrated"),
+        ("a", "a", "is the source of the migration"),
         ("a", "a/b", "lies inside"),
         ("a/model.safetensors", "a", "lies inside .*; name another place"),
         ("a", "c/b", "is not a folder"),
