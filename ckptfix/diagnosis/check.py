@@ -24,7 +24,7 @@ from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.storage.staged import SAVING, holds_previous, owner_of
+from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
@@ -239,7 +239,7 @@ def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None
         pid=owner.pid,
         host=owner.host,
         same_machine=owner.is_same_machine,
-        is_rest=rest,
+        is_rest=rest or is_needed(folder),
         of="save" if folder.name.startswith(SAVING) else "migrate, salvage or repair",
         holds_previous=holds_previous(folder),
     )

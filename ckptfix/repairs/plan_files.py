@@ -47,8 +47,9 @@ class SavedPlan:
         """
         plan = plan_repair(self.path, self.policy, output=self.output, recover=recover, progress=progress)
         if difference := next(self._differences(plan), None):
+            done = "an interrupted earlier run was rolled back, nothing else" if plan.recovered else "nothing"
             raise ChangedError(
-                f"{difference}, since {self.file} was written; nothing was changed; next: plan again with "
+                f"{difference}, since {self.file} was written; {done} was changed; next: plan again with "
                 f"--plan-out and a new file"
             )
         return plan
@@ -128,6 +129,15 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
             f"{path} was changed after ckptfix wrote it, so it is not the plan that was looked at; next: plan again "
             f"with --plan-out and a new file"
         )
+    try:
+        return _saved_plan(path, document)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise UsageError(
+            f"{path} is not a plan that ckptfix wrote; next: plan again with --plan-out and a new file"
+        ) from None
+
+
+def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
     asked = document["policy"]
     return SavedPlan(
         file=path,
@@ -140,9 +150,9 @@ def read_plan(file: str | os.PathLike[str]) -> SavedPlan:
             allow=frozenset(asked["allow"]),
             atomic=asked["atomic"],
         ),
-        files=document["files"],
-        steps=document["steps"],
-        unplanned=document["unplanned"],
+        files={str(name): [int(size), int(time)] for name, (size, time) in document["files"].items()},
+        steps=list(document["steps"]),
+        unplanned=list(document["unplanned"]),
     )
 
 

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, OperationError
-from ckptfix.storage.atomic import create_file, exchange, rename_to_free, sync_folder
+from ckptfix.storage.atomic import create_file, exchange, read_file, rename_to_free, sync_folder
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.wording import human_size
 
 SAVING = ".ckptfix-saving+"
@@ -24,12 +25,14 @@ SAVING = ".ckptfix-saving+"
 WRITING = ".ckptfix-writing+"
 """All other temporary names begin so."""
 
-_NAME = re.compile(r"\.ckptfix-(?:saving|writing)\+(.*)\+([0-9]+)\+[0-9a-f]{16}\+.*", re.DOTALL)
-_MIGRATING = re.compile(r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[0-9]+)-[0-9]+", re.DOTALL)
-"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path, PID."""
+_NAME = re.compile(r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+.*", re.DOTALL)
+_MIGRATING = re.compile(
+    r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[1-9][0-9]{0,8})-[0-9]+", re.DOTALL
+)
+"""As ckptfix 0.4.0 called the folder of a migrate or salvage: NAME, a digest of the output's path, PID.
 
-_COPYING = re.compile(r"\..+\.ckptfix-(?P<pid>[0-9]+)", re.DOTALL)
-"""As 0.4.0 called the copy of ``repair --output`` and the page of ``--html``."""
+Its copies and pages were called ``.NAME.ckptfix-PID``. They stay: the user's ``.llama.ckptfix-20241122`` looks alike.
+"""
 
 _DEAD_AFTER = 86400.0
 """Seconds without any change after which a writer on another machine is taken for dead: it would write all the time."""
@@ -85,12 +88,16 @@ def holds_previous(folder: Path) -> bool:
 
 
 def this_machine() -> str:
-    """Return the host and the namespace of process numbers; containers may share the name of a host."""
-    try:
+    """Return the host, the namespace of process numbers and the boot.
+
+    Containers may share the name of a host, and so may machines, whose first namespace has one number everywhere.
+    """
+    namespace, boot = 0, ""
+    with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return f"{os.uname().nodename}-{namespace}"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
+    return f"{os.uname().nodename}-{namespace}.{boot}"
 
 
 def outside_checkpoints(path: Path) -> Path:
@@ -125,6 +132,26 @@ def _changed_lately(path: Path) -> bool:
 
 
 _NEW, _OLD, _OUTPUT = "new", "old", "output"
+_NEEDED = f"{JOURNAL}/needed-while"
+
+
+def keep_while(folder: Path, sign: Path) -> None:
+    """Keep a staging folder from every sweep while a file ``sign`` exists in the journal of a checkpoint, durably."""
+    (folder / JOURNAL).mkdir(exist_ok=True)
+    create_file(folder / _NEEDED, os.fsencode(os.path.abspath(sign)))
+    sync_folder(folder / JOURNAL)
+    sync_folder(folder)
+
+
+def is_needed(folder: Path) -> bool:
+    """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the sign was moved."""
+    try:
+        sign = Path(os.fsdecode(read_file(folder / _NEEDED)))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # nobody knows
+        return True
+    return os.path.lexists(sign) or not sign.parent.parent.is_dir()
 
 
 def sweep(parent: Path) -> None:
@@ -136,15 +163,16 @@ def sweep(parent: Path) -> None:
     with suppress(OSError):
         names = os.listdir(parent)
     for path in (parent / name for name in names if name.startswith(".") and ".ckptfix-" in name):
-        if _is_left_over(path):
-            _remove(path, _output_of(path))
+        with suppress(OSError):
+            if _is_left_over(path) and not is_needed(path):
+                _remove(path, _output_of(path))
 
 
 def _is_left_over(path: Path) -> bool:
     owner = owner_of(path)
     if owner is not None:
         return not owner.is_running
-    match = _MIGRATING.fullmatch(path.name) or _COPYING.fullmatch(path.name)
+    match = _MIGRATING.fullmatch(path.name)
     if match is None:
         return False
     # The names of 0.4.0 hold no host, so the process may run on another one.

@@ -186,6 +186,30 @@ def test_a_forged_plan_does_nothing_that_a_repair_would_not_do(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "forged",
+    [
+        {"policy": None},
+        {"policy": {"keep": {"x": 1}, "keys": "auto", "only": [], "allow": [], "atomic": False}},
+        {"policy": {"keep": {}, "keys": "x", "only": [], "allow": [], "atomic": False}},
+        {"path": None},
+        {"files": {"model.safetensors": []}},
+        {"files": []},
+        {"steps": None},
+    ],
+)
+def test_a_forged_plan_that_makes_no_sense_is_refused(folder: Path, forged: dict[str, object]) -> None:
+    file = folder.parent / "plan.json"
+    save_plan(plan_repair(folder), file)
+    document = {**json.loads(file.read_bytes()), **forged}
+    del document["sha256"]
+    from ckptfix.repairs.plan_files import _digest
+
+    file.write_text(json.dumps({**document, "sha256": _digest(document)}))
+    with pytest.raises(UsageError, match="is not a plan that ckptfix wrote"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--plan", "FILE", "c"],

@@ -48,6 +48,10 @@ def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
         kept += [ours(purpose, machine, alive, 2 * DAY), ours(purpose, "another-host-1", 7, DAY / 2)]
         # the same host name and process number, in another container
         kept += [ours(purpose, machine.rpartition("-")[0] + "-1", dead)]
+        # another machine of the same name: the first namespace has one number everywhere
+        kept += [ours(purpose, machine.rpartition(".")[0], dead)]
+        # no process can have such a number, so nobody wrote it; asking for it raised OverflowError
+        kept += [ours(purpose, machine, 99999999999999, 2 * DAY), ours(purpose, machine, 0, 2 * DAY)]
     file = tmp_path / f"{staged.WRITING}a-host-that-is-no-more-1+7+{KEY}+report.html"
     file.touch()
     os.utime(file, (time.time() - 2 * DAY,) * 2)
@@ -60,10 +64,12 @@ def test_only_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
 def test_what_versions_before_left_is_swept_when_it_is_old(tmp_path: Path) -> None:
     """Their names hold no host: the process may run on another one."""
     dead, alive = dead_pid(), os.getppid()
-    names = [".c.ckptfix-{}", f".c.ckptfix-migrating-{KEY}-{{}}-0"]
+    names = [f".c.ckptfix-migrating-{KEY}-{{}}-0", f".d.ckptfix-migrating-{KEY}-{{}}-1"]
     gone = [left_over(tmp_path, name.format(dead), 2 * DAY) for name in names]
     kept = [left_over(tmp_path, name.format(alive), 2 * DAY) for name in names]
     kept += [left_over(tmp_path, name.format(dead - 1), DAY / 2) for name in names]
+    # its copies had such names, and so has what a user dates
+    kept += [left_over(tmp_path, f".llama.ckptfix-{number}", 2 * DAY) for number in (dead, 20241122)]
     sweep(tmp_path)
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in kept)

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from ckptfix.training.loading import commit as rollback
+from ckptfix.training.loading.draft import Draft
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_here, load_state_tolerant
+from ckptfix.training.ranks import Ranks
 from fixtures.models import ConvNorm, Tied, TwoLayer
 from tests.training.loading_runs import Run, make_run, reset, seeded
 
@@ -341,3 +343,28 @@ def test_a_failure_of_torch_itself_leaves_what_was_loaded_and_says_so(
     ) as caught:
         load(run, tmp_path / "c")
     assert caught.value.modified
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_hooks_modified_is_undone_when_a_commit_cannot_begin(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "Everything was undone" was said of weights that hooks had changed."""
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    tensors = rollback.Tensors([model])
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rollback, "current_random", broken)
+    if fails:
+        monkeypatch.setattr(rollback.Tensors, "restore", broken)
+    draft = Draft(path=tmp_path, policy=LoadPolicy())
+    ending = "the weights of the models could not be undone" if fails else "everything was undone"
+    with pytest.raises(LoadError, match=ending) as raised:
+        rollback.commit_on_all(Ranks(None), draft, None, tensors)
+    assert raised.value.modified == fails
+    assert torch.equal(model.weight, before) != fails

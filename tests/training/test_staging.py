@@ -18,8 +18,8 @@ from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.cli import run
 from ckptfix.storage import staged
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.staged import SAVING, temporary_name
-from ckptfix.training.saving.staged_saves import How, Staging, begin, commit, plan_staging, rotate
+from ckptfix.storage.staged import SAVING, sweep, temporary_name
+from ckptfix.training.saving.staged_saves import How, Staging, abandon, begin, commit, plan_staging, rotate
 from tests.sampling import is_sampled
 from tests.training.killing import Steps, in_child
 
@@ -470,6 +470,50 @@ def test_a_folder_of_two_saves_is_no_healthy_one(tmp_path: Path, monkeypatch: py
     report = check(target)
     assert "interrupted-save" in [finding.code for finding in report.findings]
     assert report.status == 1
+
+
+@pytest.mark.parametrize("way", ["no exchange", "strangers", "inside"])
+def test_the_rest_of_an_interrupted_save_stays_until_the_next_one_is_complete(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the only complete checkpoint: any writer next to it, and a save that failed in turn, deleted it."""
+    target = tmp_path / "out"
+    save(target, {**WHOLE, "model_1.safetensors": b"old"})
+    if way == "strangers":
+        (target / "notes.txt").write_text("mine")
+    name = "_can_rename" if way == "inside" else "exchange"
+    monkeypatch.setattr(f"ckptfix.training.saving.staged_saves.{name}", lambda one, other: False)
+
+    def work() -> None:
+        monkeypatch.setattr(os, "replace", dying)
+        save(target, NEW)
+
+    assert os.waitstatus_to_exitcode(in_child(work)) == 7
+    place = target / JOURNAL if way == "inside" else tmp_path
+    (folder,) = [path for path in place.iterdir() if path.name.startswith(SAVING)]
+    assert contents(folder) == NEW
+    for _ in range(2):
+        sweep(place)
+        failed = plan_staging(target)
+        begin(failed)
+        write(failed.folder, {"model.safetensors": b"half"})
+        abandon(failed)
+        assert not failed.folder.exists()
+        assert contents(folder) == NEW
+    (finding,) = check(folder).findings
+    assert "files of two saves" in str(finding)
+    assert "rm -r" not in finding.advice_at(str(folder))
+    save(target, NEW)
+    assert not folder.exists()
+    assert contents(target) == {**NEW, **({"notes.txt": b"mine"} if way == "strangers" else {})}
+
+
+def dying(source: Path, place: Path) -> None:
+    """Stand in for ``os.replace``: the process ends at the first file that a save moves."""
+    if Path(place).name == UNFINISHED:
+        os.rename(source, place)
+    else:
+        os._exit(7)
 
 
 def test_a_mix_of_two_saves_names_what_to_load_instead(tmp_path: Path) -> None:

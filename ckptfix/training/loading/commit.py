@@ -258,21 +258,17 @@ class Commit:
     def undo(self) -> list[str]:
         """Put everything back as it was; return the names of what could not be."""
         attempted = self._planned[: self._attempted]
-        if not self._is_kept:
-            return [report.name for report, _ in attempted]
         lost = []
         for number, (report, action) in reversed(list(enumerate(attempted))):
             try:
-                is_back = self._restore(number, action)
+                is_back = self._is_kept and self._restore(number, action)
             except Exception:  # of a class of the script, or no memory
                 is_back = False
             if not is_back:
                 lost.append(report.name)
-        try:
-            if self._tensors is not None:
-                self._tensors.restore()
-        except Exception:
-            lost += [report.name for report, action in attempted if isinstance(action, LoadModel)]
+        lost += [name for name in _lost_of(self._tensors) if name not in lost]
+        if not self._is_kept:
+            return lost[::-1]
         set_random(self._random)
         if self._accelerator is not None:
             self._accelerator.step = self._step
@@ -303,15 +299,27 @@ def commit_on_all(
     try:
         agree(ranks, error)
     except LoadError as failure:
-        raise _undo_on_all(ranks, commit, failure) from failure.__cause__
+        raise _undo_on_all(ranks, commit, tensors, failure) from failure.__cause__
 
 
-def _undo_on_all(ranks: Ranks, commit: Commit | None, failure: LoadError) -> LoadError:
+def _lost_of(tensors: Tensors | None) -> list[str]:
+    """Restore the tensors of models; return what to call them when that failed."""
+    try:
+        if tensors is not None:
+            tensors.restore()
+    except Exception:  # of a class of the script, or no memory
+        return ["the weights of the models"]
+    return []
+
+
+def _undo_on_all(
+    ranks: Ranks, commit: Commit | None, tensors: Tensors | None, failure: LoadError
+) -> LoadError:
     """Undo a commit on every rank after it failed on any; return the error to raise, which says how that went.
 
-    ``commit``: None on a rank that did not come to begin.
+    ``commit``: None on a rank that did not come to begin; hooks may have modified its models before.
     """
-    everyone = ranks.gather((ranks.rank, [] if commit is None else commit.undo()))
+    everyone = ranks.gather((ranks.rank, _lost_of(tensors) if commit is None else commit.undo()))
     lost = [
         f"rank {rank}: {', '.join(names)}" if rank else ", ".join(names) for rank, names in everyone if names
     ]

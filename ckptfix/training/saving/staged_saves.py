@@ -35,7 +35,16 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import FormatError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL, MANIFEST
-from ckptfix.storage.staged import SAVING, is_temporary, outside_checkpoints, release, sweep, temporary_name
+from ckptfix.storage.staged import (
+    SAVING,
+    is_needed,
+    is_temporary,
+    keep_while,
+    outside_checkpoints,
+    release,
+    sweep,
+    temporary_name,
+)
 
 _STEMS = tuple(stem for stem, _ in LOADED_MODELS)
 _INDEXES = tuple(index_name(stem, suffix) for stem, suffix in LOADED_MODELS[:2])
@@ -211,7 +220,7 @@ def begin(staging: Staging) -> bool:
 def abandon(staging: Staging) -> None:
     """Remove what was staged, unless a part of it has taken the place of old files: then the rest is needed."""
     release(staging.folder)
-    if (staging.target / JOURNAL / UNFINISHED).exists():
+    if is_needed(staging.folder):
         return
     shutil.rmtree(staging.folder, ignore_errors=True)
     if staging.folder.parent == staging.target / JOURNAL:
@@ -327,6 +336,7 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
     known, new = replaced_files(target), files_in(folder)
     journal = target / JOURNAL
     journal.mkdir(parents=True, exist_ok=True)
+    keep_while(folder, journal / UNFINISHED)
     # What is ours is known without a manifest from here on.
     (journal / f"{UNFINISHED}.new").write_text(json.dumps(sorted(known | new)))
     os.replace(journal / f"{UNFINISHED}.new", journal / UNFINISHED)
@@ -355,6 +365,8 @@ def _move_in(staging: Staging, manifest: bytes) -> None:
             f"save again; to resume meanwhile: {instead_of(target)}",
         ) from error
     (journal / UNFINISHED).unlink()
+    for parent in {folder.parent, journal}:
+        sweep(parent)  # the rest of interrupted saves was needed until now
 
 
 def _can_rename(parent: Path, target: Path) -> bool:
