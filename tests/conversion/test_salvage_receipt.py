@@ -206,7 +206,9 @@ def test_words_that_shards_do_not_agree_on_are_lost(tmp_path: Path) -> None:
     cut(source / "model-00002-of-00002.safetensors", 10)
     receipt = salvage(source, tmp_path / "new")
     assert words(tmp_path / "new" / "model.safetensors") == {"format": "pt", "run": "a"}
-    assert lost(receipt)["__metadata__"] == "its metadata 'step' differs from that of other files of the model"
+    assert (
+        lost(receipt)["__metadata__"] == "its metadata 'step' differs from that of other files of the model"
+    )
 
 
 def folder(path: Path) -> Path:
