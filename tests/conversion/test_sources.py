@@ -126,7 +126,7 @@ def test_a_file_of_the_checkpoint_that_comes_meanwhile_is_not_missing(sealed: Pa
         (sealed / name).parent.mkdir(exist_ok=True)
         (sealed / name).write_bytes((sealed / "model.safetensors").read_bytes())
 
-    with pytest.raises(ChangedError, match=rf"a/{name} came while .*nothing was written; run again"):
+    with pytest.raises(ChangedError, match=rf"a/{name} was added while .*nothing was written; run again"):
         migrate(sealed, sealed.parent / "b", to="bin", progress=save)
     assert os.listdir(sealed.parent) == ["a"]
 
