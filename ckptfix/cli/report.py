@@ -325,8 +325,11 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
 
 
 def write_page(html: str, text: str) -> None:
-    """Write a page, complete or not at all. Raises OSError."""
-    staged.write_file(Path(os.path.realpath(html)), text.encode("utf-8"))
+    """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come there meanwhile."""
+    page = Path(os.path.realpath(html))
+    if os.path.lexists(page) and not _is_ours(page):
+        raise FileExistsError(errno.EEXIST, "it exists meanwhile and is not a ckptfix report", html)
+    staged.write_file(page, text.encode("utf-8"))
 
 
 def _is_ours(page: Path) -> bool:

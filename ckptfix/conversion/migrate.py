@@ -355,5 +355,7 @@ def migrate(
             write_receipt(staging.new, plan)
         if options.overwrite:
             ensure_unchanged(plan)
-        put_in_place(staging, overwrite=options.overwrite)
+        put_in_place(
+            staging, overwrite=options.overwrite, check=lambda folder: ensure_unchanged(plan, folder)
+        )
     return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)

@@ -117,10 +117,13 @@ def files_replaced(output: Path) -> tuple[str, ...]:
     return tuple(name for name, _ in found if name != RECEIPT)
 
 
-def ensure_unchanged(plan: MigrationPlan) -> None:
-    """Raise ChangedError when files were added to the folder to be replaced, or removed, since it was planned."""
+def ensure_unchanged(plan: MigrationPlan, folder: Path | None = None) -> None:
+    """Raise ChangedError when files were added to the folder to be replaced, or removed, since it was planned.
+
+    ``folder``: where it is now, if not at the output.
+    """
     try:
-        is_same = files_replaced(plan.output) == plan.removed
+        is_same = files_replaced(folder or plan.output) == plan.removed
     except UsageError:
         is_same = False
     if not is_same:

@@ -285,8 +285,12 @@ def staging_for(output: Path, *, name: str | None = None) -> Iterator[Staging]:
             release(folder)
 
 
-def put_in_place(staging: Staging, *, overwrite: bool = False) -> None:
+def put_in_place(
+    staging: Staging, *, overwrite: bool = False, check: Callable[[Path], object] | None = None
+) -> None:
     """Move what is complete to its place, durably; what exists there is removed only after that.
+
+    ``check`` gets what was there when nobody finds it by its name any more; when it raises, that comes back.
 
     Raises ChangedError when something has come there meanwhile that may not be overwritten. Killed at any moment, the
     output is the old one or the new one; only where the file system cannot exchange two names there is none for an
@@ -298,12 +302,21 @@ def put_in_place(staging: Staging, *, overwrite: bool = False) -> None:
     except FileExistsError:
         if not overwrite:
             _replace_empty_folder(staging)
-        elif not exchange(staging.complete, output):
+        elif exchange(staging.complete, output):
+            if check is not None:
+                try:
+                    check(staging.complete)
+                except BaseException:
+                    exchange(staging.complete, output)
+                    raise
+        else:
             inside = os.path.relpath(os.path.realpath(output.parent), os.path.realpath(staging.folder.parent))
             where = os.path.join(inside, output.name).encode("utf-8", "surrogateescape")
             create_file(staging.folder / _OUTPUT, where)
             os.rename(output, staging.folder / _OLD)
             sync_folder(staging.folder)
+            if check is not None:
+                check(staging.folder / _OLD)  # the end of the staging folder puts it back
             rename_to_free(staging.complete, output)
     sync_folder(output.parent)
 

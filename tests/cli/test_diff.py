@@ -179,3 +179,14 @@ def test_reports_within_reports_are_printed_as_they_are(
     report.Report(report.Form.JSON).finish({"many": many, "inside": Part(*many), "c": 1}, 0)
     expected = {"version": 1, **plain({"many": many, "inside": Part(*many), "c": 1}), "status": 0}
     assert capsys.readouterr().out == json.dumps(expected) + "\n"
+
+
+def test_a_file_that_comes_to_the_place_of_a_page_meanwhile_stays(tmp_path: Path) -> None:
+    """The place is looked at before the work of minutes."""
+    page = tmp_path / "page.html"
+    report.ensure_writable(str(page), ())
+    page.write_text("mine")
+    with pytest.raises(FileExistsError, match="is not a ckptfix report"):
+        report.write_page(str(page), "<!DOCTYPE html>")
+    assert page.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [page]

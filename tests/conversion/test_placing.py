@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate, repair, salvage, seal, undo
+from ckptfix.storage import staged
+from ckptfix.storage.atomic import rename_to_free
 from ckptfix.storage.paths import RECEIPT
 from tests.conversion.making import digests_at, names_below, write_safetensors
 
@@ -221,6 +223,26 @@ def test_what_happens_meanwhile_in_a_folder_that_is_replaced_is_seen(
     with pytest.raises(ChangedError, match="changed meanwhile; nothing was written there"):
         migrate(lone, old, to="safetensors", overwrite=True, progress=write)
     assert "pytorch_model.bin" in names_below(old)
+    assert sorted(os.listdir(lone.parent)) == ["a.bin", "b"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_that_comes_after_the_last_look_is_not_deleted(
+    lone: Path, old: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(staged, "exchange", lambda one, other: False)
+
+    def late(source: Path, target: Path) -> None:
+        if target.exists():
+            (old / "mine.txt").write_text("mine")
+        rename_to_free(source, target)
+
+    monkeypatch.setattr(staged, "rename_to_free", late)
+    with pytest.raises(ChangedError, match="changed meanwhile; nothing was written there"):
+        migrate(lone, old, to="safetensors", overwrite=True)
+    assert (old / "mine.txt").read_text() == "mine"
+    assert (old / "pytorch_model.bin").exists()
     assert sorted(os.listdir(lone.parent)) == ["a.bin", "b"]
 
 
