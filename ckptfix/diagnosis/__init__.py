@@ -1,1 +1,1 @@
-"""From a checkpoint folder to findings: the catalogue of damage, and what ``check`` looks at. Free of torch."""
+"""Diagnosis of a checkpoint folder: the catalogue of damage, and the checks of ``check``. Free of torch."""

@@ -1,4 +1,4 @@
-"""``check``: what is wrong with a checkpoint. Reads headers and a few pages of tensors; changes nothing."""
+"""Check of a checkpoint for damage. Reads headers and a few pages of tensors; changes nothing."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -30,19 +30,19 @@ from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
 _GENERIC = ("values of tensors", "checksums of ")
-"""Beginnings of the words for what is not checked of any folder; said once."""
+"""Beginnings of the sentences about checks that no folder gets; reported once per run."""
 
 _OF_FOLDER = ("other files next to it", "digests in ")
-"""Beginnings of the words about the rest of a folder, which do not matter for a model below."""
+"""Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckReport(Printable, Serialized):
     """Report of ``check``.
 
-    ``not_checked``: in words, what was not looked at. ``unfinished``: what may not be read, with the command that ends
-    that: it may be healthy or damaged. ``below``: the same of the sub-folders that hold models of the checkpoint, such
-    as ``unet``.
+    ``not_checked``: the omitted checks, in words. ``unfinished``: files that may not be read, which may be
+    healthy or damaged, with the command that allows it. ``below``: the reports of the sub-folders that hold
+    models of the checkpoint, such as ``unet``.
     """
 
     json_keys: ClassVar = (
@@ -61,7 +61,7 @@ class CheckReport(Printable, Serialized):
 
     @property
     def status(self) -> int:
-        """Exit status: 1 for any error or warning, 3 where something may not be read, else 0. Notes change nothing."""
+        """Exit status: 1 for any error or warning, 3 where a file may not be read, else 0. Notes do not change it."""
         return status_of(self.all_findings) or (3 if self.all_unfinished else 0)
 
     @property
@@ -84,7 +84,7 @@ class CheckReport(Printable, Serialized):
 
     @property
     def counts(self) -> str:
-        """The number of files, tensors and bytes that were read, in words."""
+        """The numbers of files, tensors and bytes that were read, in words."""
         components = self.folder.components
         tensors = sum(
             len(component.tensors) for component in components if component.role is not Role.RNG_STATE
@@ -98,12 +98,12 @@ class CheckReport(Printable, Serialized):
         return f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
 
     def lines(self) -> Iterator[Line]:
-        """Yield what is wrong with the checkpoint, what to do, and what was not looked at."""
+        """Yield the problems of the checkpoint, what to do, and what was not checked."""
         yield from self.verdict_lines()
         yield from map(unchecked_line, self.not_checked)
 
     def verdict_lines(self, *, is_below: bool = False) -> Iterator[Line]:
-        """Yield what is wrong with the checkpoint, and what to do. ``is_below``: the folder above has the last word."""
+        """Yield the problems of the checkpoint, and what to do. ``is_below``: the folder above gives the verdict."""
         yield line(f"{self.path}: {self.counts}", bold=True)
         yield from finding_lines(self.findings, str(self.path))
         for report in self.below:
@@ -135,7 +135,7 @@ class CheckReport(Printable, Serialized):
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
-    """Yield a line for each file or folder that may not be read, and that nothing is known of it."""
+    """Yield a line for each file or folder that may not be read, so that nothing is known about it."""
     yield from few([f"could not finish: {words}" for words in unfinished], "files", colour="yellow")
 
 
@@ -146,11 +146,12 @@ def check(
     siblings: Iterable[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
 ) -> CheckReport:
-    """Say what is wrong with a checkpoint folder or file.
+    """Find the problems of a checkpoint folder or file.
 
-    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of those,
-    and checks every checksum. ``siblings``: other checkpoints, of which those of the same run (next to this one, and
-    called like it but for a number) show what is missing here. ``progress`` is called with numbers of bytes.
+    Headers are read, and samples of tensor bytes where two entries look alike; ``data`` reads all bytes of
+    those, and checks every checksum. ``siblings``: other checkpoints; those of the same run (next to this
+    one, with the same name but for a number) show what is missing here. ``progress`` is called with numbers
+    of bytes.
 
     Raises UsageError when no checkpoint is at ``path``, OSError when the folder cannot be read.
     """
@@ -186,7 +187,7 @@ def check(
 
 
 def _told_of(finding: Finding) -> tuple[str, ...]:
-    """Return the files that a finding is about."""
+    """Return the files of a finding."""
     missing = finding.missing if isinstance(finding, IncompleteCheckpoint) else ()
     return (str(finding.path), *missing)
 
@@ -194,7 +195,7 @@ def _told_of(finding: Finding) -> tuple[str, ...]:
 def models_below(
     diagnosis: Diagnosis, *, data: bool = False, progress: Progress | None = None
 ) -> Iterator[CheckReport]:
-    """Yield what is wrong with the models in sub-folders. Raises OSError."""
+    """Yield the reports of the models in sub-folders. Raises OSError."""
     folder = diagnosis.folder
     if folder.only is not None or PLAIN_FOLDER not in folder.subfolders.values():
         return
@@ -203,12 +204,12 @@ def models_below(
         models or diagnosis.deepspeed or model_entries(folder, None) or all_state_dicts(folder)
     )
     for where in model_folders(folder, has_weights=has_weights):
-        with suppress(UsageError):  # nothing of a checkpoint is in it
+        with suppress(UsageError):  # it holds no file of a checkpoint
             yield check(folder.root / where, data=data, progress=progress)
 
 
 def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...]) -> Iterator[str]:
-    """Yield in words what was not looked at, each once; what is about a file below with its folder."""
+    """Yield in words what was not checked, each once; sentences about a file in a sub-folder name the folder."""
     inside = {report.path.relative_to(path): report.not_checked for report in below}
     looked_into = tuple(f"{where}/ ({PLAIN_FOLDER}): " for where in inside)
     told = [words for words in own if not words.startswith(looked_into)]
@@ -220,7 +221,7 @@ def with_below(own: tuple[str, ...], path: Path, below: tuple[CheckReport, ...])
 
 
 def _staging_inside(target: Target) -> tuple[Finding, ...]:
-    """Return a finding for each staging folder in the journal of a checkpoint: where a save goes file by file."""
+    """Return a finding for each staging folder in the journal of a checkpoint, for saves that go file by file."""
     journal = target.root / JOURNAL
     names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
     rest = mixed(target.root) is not None
@@ -229,7 +230,7 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
 
 
 def _staging(folder: Path, path: PurePosixPath, *, rest: bool) -> Finding | None:
-    """Return the finding of a staging folder, None for any other folder."""
+    """Return the finding about a staging folder, None for any other folder."""
     owner = owner_of(Path(os.path.abspath(folder)))
     if owner is None:
         return None

@@ -40,10 +40,10 @@ from ckptfix.tensors.opening import configured_models
 
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
-"""Roles that every checkpoint of a run has; samplers and dataloaders may rightly be left out of one."""
+"""Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
 
 _FOREIGN = ("config.json", "adapter_config.json", "model_index.json", TRAINER_STATE)
-"""Files next to weights that a library exported on purpose, which nobody takes for a ``save_state``."""
+"""Files next to weights that a library exported on purpose, so that the folder is not a ``save_state`` one."""
 
 Part = tuple[Role, int]
 """A role and the position of an entry, or the rank of a state of generators."""
@@ -52,9 +52,11 @@ Part = tuple[Role, int]
 def incomplete(
     folder: CheckpointFolder, manifest: Manifest | None, *, has_deepspeed: bool
 ) -> Iterator[Finding]:
-    """Yield what is missing by the other files of a folder alone. What may be on another node is said to be.
+    """Yield the missing parts that the other files of a folder imply.
 
-    A scheduler that a manifest lists without its optimizer was sealed so: ``migrate`` leaves DeepSpeed's behind.
+    The sentences say if another node may have them.
+
+    A manifest may list a scheduler without its optimizer: ``migrate`` leaves DeepSpeed's optimizer out.
     """
     parts = _parts(_paths(folder))
     states = (
@@ -79,7 +81,7 @@ def incomplete(
 
 
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:
-    """Yield in words what a folder without an error still lacks to resume a run, where nothing tells if it should."""
+    """Yield in words what a folder without an error lacks to resume a run, if it may not be meant to."""
     roles = {role for role, _ in _parts(_paths(folder))}
     if {Role.MODEL, Role.OPTIMIZER} <= roles and Role.RNG_STATE not in roles and not _is_foreign(folder):
         yield (
@@ -101,7 +103,7 @@ def _is_foreign(folder: CheckpointFolder) -> bool:
 
 
 def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Finding]:
-    """Yield what was sealed with the checkpoint and is part of one, and is missing. Of a save, its sizes tell more."""
+    """Yield the missing checkpoint files that the manifest lists. For a save, its recorded sizes show more."""
     if manifest is None:
         return
     sealed = [
@@ -116,10 +118,11 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
 
 
 def compared(folder: Path, siblings: Sequence[Path], known: Collection[str]) -> Iterator[Finding]:
-    """Yield what a checkpoint lacks that most checkpoints of the same run have. ``known``: files that are told already.
+    """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
 
-    Siblings lie next to it and are called like it, but for one number. A folder whose save recorded its files is not
-    compared. States of a rank count as missing when both neighbours have them: a run may go on with fewer processes.
+    ``known``: files that were reported already. Siblings lie next to it and differ from it in one number of
+    the name. A folder whose save recorded its files is not compared. States of a rank count as missing when
+    both neighbours have them: a run may go on with fewer processes.
     """
     name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
@@ -171,7 +174,7 @@ def _of_most(part: Part, others: Iterable[Collection[Part]]) -> bool:
 
 
 def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
-    """Return the parts of a checkpoint, each with the first file or folder that holds some of it."""
+    """Return the parts of a checkpoint, each with its first file or folder."""
     found: dict[Part, str] = {}
     for path in names:
         name = parse_file_name(path.name)
@@ -202,17 +205,16 @@ def _order(part: Part) -> tuple[int, int]:
     return _COMPARED.index(part[0]), part[1]
 
 
-# Files that a copy or a save left under a name of their own when it was cut short.
-
 _SAVING = re.compile(r"\.tmp[A-Za-z0-9]{6}")
-"""The names under which ``save_file`` of safetensors writes before it renames."""
+"""Temporary names of ``save_file`` of safetensors."""
 
 _COPYING = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}|(.+)\.(?:part|incomplete|tmp)", re.DOTALL)
-"""``.NAME.XXXXXX`` of rsync, and what downloads and atomic writers put behind a name."""
+"""Temporary names of interrupted copies: ``.NAME.XXXXXX`` of rsync, and the suffixes of downloads and atomic writers.
+"""
 
 
 def is_unfinished(name: str) -> bool:
-    """Return whether a file of this name was to become one of a checkpoint. Not DCP's own ``.metadata.tmp``."""
+    """Return whether a name is a temporary one of a checkpoint's file. DCP's own ``.metadata.tmp`` is not."""
     if name == METADATA_UNFINISHED:
         return False
     match = _COPYING.fullmatch(name)
@@ -224,7 +226,7 @@ _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle"
 
 
 class SaveDiagnosis(NamedTuple):
-    """The findings about a folder as a save, and in words what was not checked of it, and what could not be."""
+    """The findings about a folder as a save, and in words the omitted checks and the impossible ones."""
 
     findings: list[Finding]
     unchecked: list[str]
@@ -238,9 +240,9 @@ def diagnose_save(
     *,
     has_deepspeed: bool,
 ) -> SaveDiagnosis:
-    """Compare a folder with what its save wrote.
+    """Compare a folder with the files that its save wrote.
 
-    ``explained``: damaged files that another finding is about. ``has_deepspeed``: DeepSpeed has the optimizer.
+    ``explained``: damaged files with another finding. ``has_deepspeed``: DeepSpeed has the optimizer.
     """
     findings: list[Finding] = []
     try:
@@ -260,12 +262,12 @@ def diagnose_save(
         findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
         if mixed(folder.root):
             findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
-        if not is_saved:  # else the manifest lists what the sub-folders held
+        if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _without_weights(folder)
         findings += _modelless(folder)
         gone = list(listed(folder, manifest))
         findings += gone
-        if not (is_saved or gone):  # else the manifest lists what belongs here
+        if not (is_saved or gone):  # a manifest says what belongs here
             findings += incomplete(folder, manifest, has_deepspeed=has_deepspeed)
             if not findings:
                 unchecked += unresumable(folder, has_deepspeed=has_deepspeed)
@@ -273,7 +275,7 @@ def diagnose_save(
 
 
 def unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterator[PurePosixPath]:
-    """Yield the files that were to become one of the checkpoint, and are still under a name of their own."""
+    """Yield the unfinished files of the checkpoint, which still have their temporary names."""
     paths = dict.fromkeys([*folder.strays, *(path for state in states for path in state.files)])
     return (path for path in paths if is_unfinished(path.name))
 
@@ -298,7 +300,7 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
 
 
 def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
-    """Yield a finding when Accelerate's states of an optimizer are there, and nothing that may be weights."""
+    """Yield a finding when the folder has Accelerate's optimizer states, and no file that may be weights."""
     roles = {path: name.role for path in folder.subfolders if (name := parse_folder_name(path.name))}
     roles |= {one.path: one.role for one in folder.components if not one.name.is_of_trainer}
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
@@ -312,14 +314,14 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
 
 
 def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
-    """Yield a finding for each sub-folder with the config of a model, and nothing that may be its weights."""
+    """Yield a finding for each sub-folder with the config of a model, and no file that may be its weights."""
     for config, model in configured_models(folder):
         if not _holds_weights(folder.root / config.parent):
             yield MissingModel(path=config, model=model)
 
 
 def _holds_weights(below: Path) -> bool:
-    """Return whether a folder or one below it holds a file that may be weights, or nobody can tell."""
+    """Return whether a folder or one below it holds a file that may be weights, or cannot be read."""
     refused: list[OSError] = []
     for _, folders, names in os.walk(below, onerror=refused.append):
         folders[:] = [name for name in folders if name != JOURNAL]

@@ -1,4 +1,4 @@
-"""The files and tensors that a checkpoint holds, and those that its manifest recorded."""
+"""Files and tensors that a checkpoint holds, and those that its manifest recorded."""
 
 import os
 import stat
@@ -41,12 +41,12 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """A checkpoint. ``files``: every regular file by its relative path, but for what ckptfix keeps for itself.
+    """Contents of a checkpoint. ``files``: every regular file by its relative path, except ckptfix's own.
 
-    ``only``: the name of the one file that was asked for. ``unreadable``: what a model is called -> why not all of its
-    tensors can be found; those that can are in ``weights``. ``unsupported``: the same of sound files of a kind that is
-    not read. ``special``: links that lead nowhere or in a circle, pipes
-    and the like, with the reason why they are in none of ``files``.
+    ``only``: the name of a single requested file. ``unreadable``: label of a model -> why some of its tensors
+    cannot be found; the others are in ``weights``. ``unsupported``: the same for intact files of a kind that
+    is not read. ``special``: links that lead nowhere or in a circle, pipes and the like, with the reason why
+    they are not in ``files``.
     """
 
     root: Path
@@ -63,16 +63,17 @@ class Contents:
         return sum(state.size for state in self.files.values())
 
     def beside(self) -> list[str]:
-        """Return the files with weights by their names that are in none of ``weights``, in order.
+        """Return the files that ``weights`` does not cover although their names are those of weights, in order.
 
-        Such are the files of a model in a second format, and weights in folders below. States of optimizers are none.
+        Examples are a model in a second format, and weights in folders below; states of optimizers are not
+        included.
         """
         used = {str(path) for one in self.weights for path in one.files}
         used |= self.unsupported.keys()
         return sorted(name for name in self.files if name not in used and _names_weights(PurePosixPath(name)))
 
     def check_unchanged(self) -> None:
-        """Raise ChangedError when a file is no longer what was listed: digests would be of neither."""
+        """Raise ChangedError when a file changed since it was listed: digests would mix two states."""
         for name, was in self.files.items():
             try:
                 status = os.stat(self.root / name)
@@ -88,7 +89,7 @@ class Contents:
 
 
 def read_contents(target: Target) -> Contents:
-    """Return what is at a path. No tensor is read; models that cannot be read are named. Raises OSError."""
+    """Return the contents of a path. Reads no tensor; notes models that cannot be read. Raises OSError."""
     listed = listed_files(target.root) if target.only is None else {target.only: None}
     files: dict[str, FileState] = {}
     special: dict[str, str] = {}
@@ -120,9 +121,9 @@ def read_contents(target: Target) -> Contents:
 
 @paused_gc()
 def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[str, str]]:
-    """Return the models, and what a model is called that cannot be read as a whole -> why.
+    """Return the models, label -> reason of those that cannot be read completely, and the same of unsupported files.
 
-    Third, the same of files of a kind that is not read: nothing says that anything is wrong with them.
+    Unsupported files are of a kind that is not read; nothing shows that they are damaged.
     """
     try:
         return open_checkpoint(target.path).weights, {}, {}
@@ -134,7 +135,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
             if one.problem is not None and one.is_unsupported
         }
         return (), {}, found_unsupported
-    except OperationError:  # one of them: the others can be compared, and what is left of that one
+    except OperationError:  # the other models can be compared, and the readable part of this one
         folder = scan_folder(target.root, target.only)
     found: list[Weights] = []
     unreadable: dict[str, str] = {}
@@ -150,9 +151,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
         except OperationError as error:
             label = entry.label if target.only is not None else _whole_label(entry)
             found += _readable_part(target.root, entry, label)
-            if (
-                target.only is None or not found
-            ):  # a shard that was asked for by its name is all that was asked for
+            if target.only is None or not found:  # a shard that was named is the only file to look at
                 unreadable[label] = str(error)
     for path in model_folders(folder, has_weights=bool(found or unreadable)):
         inside, *others = _weights(Target(target.root / path, None))
@@ -172,7 +171,7 @@ def _weights(target: Target) -> tuple[tuple[Weights, ...], dict[str, str], dict[
 
 
 def lasting_label(weights: Weights, root: Path) -> str:
-    """Return what a model is called: a folder that is the checkpoint itself is ".", as it may get another name."""
+    """Return the label of a model: "." for a folder that is the checkpoint itself, as the folder may be renamed."""
     names = {"", root.name, Path(os.path.abspath(root)).name, root.resolve().name}
     name, bracket, rest = weights.label.partition("[")
     is_folder = weights.format in (Format.DCP, Format.DEEPSPEED)
@@ -182,7 +181,7 @@ def lasting_label(weights: Weights, root: Path) -> str:
 
 
 def _whole_label(entry: Entry) -> str:
-    """Return what a model is called when all of its files are there: a shard that is left alone gives its own name."""
+    """Return the label of a model as with all of its files: a lone shard would give its own name."""
     name = entry.members[0].name if entry.members else None
     if name is None or name.shard is None:
         return entry.label
@@ -190,7 +189,7 @@ def _whole_label(entry: Entry) -> str:
 
 
 def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
-    """Return the tensors in those files of a model that can be read."""
+    """Return the tensors in the readable files of a model."""
     parts = []
     for member in entry.members:
         if member.problem is None and member.whole is not None:
@@ -203,7 +202,7 @@ def _readable_part(root: Path, entry: Entry, label: str) -> list[Weights]:
 
 
 def _names_weights(path: PurePosixPath) -> bool:
-    """Return whether a file holds weights, by its name and by that of its folder."""
+    """Return whether a file holds weights, by its name and its folder's name."""
     folder = parse_folder_name(path.parent.name)
     if folder is not None and folder.role is not Role.MODEL:
         return False
@@ -214,7 +213,7 @@ def _names_weights(path: PurePosixPath) -> bool:
 
 
 def readable_manifest(root: Path) -> Manifest | None:
-    """Return the manifest of a folder. Raises OperationError, with what to do, for one that cannot be understood."""
+    """Return the manifest of a folder. Raises OperationError, with the command to go on, for an invalid one."""
     try:
         return read_manifest(root)
     except FormatError as error:
@@ -222,7 +221,7 @@ def readable_manifest(root: Path) -> Manifest | None:
 
 
 class Recorded:
-    """The records of a manifest about a folder, or about the one file in it that was asked for.
+    """Records of a manifest about a folder, or about a single requested file in it.
 
     ``repaired``: files that were sealed and changed by a repair since.
     """
@@ -233,7 +232,7 @@ class Recorded:
         models = manifest.models if manifest is not None else ()
         entries = [entry for entry in models if not _is_state(entry.file)]
         self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
-        by_the_save = manifest is not None and manifest.is_of_a_save  # others saw them in the files' headers
+        by_the_save = manifest is not None and manifest.is_of_a_save  # others read the headers
         self.aliases = {
             entry.file: (entry.aliases.keys() if by_the_save else set()) - entry.digests.keys()
             for entry in entries
@@ -248,7 +247,7 @@ class Recorded:
         self.sha256 = {name: digest for name, digest in self.sha256.items() if digest}
 
     def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[TensorLocation, str]:
-        """Return the digests of tensors that can be compared: those of models that can be read."""
+        """Return the digests of tensors that can be compared: those of readable models."""
         if self.only is None:
             lost = tuple(unreadable)
             readable = {TensorLocation(one.label, fqn) for one in weights if lost for fqn in one.named()}
@@ -263,23 +262,21 @@ class Recorded:
         found: dict[TensorLocation, str] = {}
         for one in weights:
             if one.label in self.tensors:
-                absent = (
-                    self.aliases[one.label] - one.ties.keys()
-                )  # known from the manifest of the folder alone
+                absent = self.aliases[one.label] - one.ties.keys()  # only the manifest of the folder lists it
                 found |= {
                     TensorLocation(one.label, fqn): digest
                     for fqn, digest in self.tensors[one.label].items()
                     if fqn not in absent
                 }
                 continue
-            for label, digests in self.tensors.items():  # a shard, of which the model's entry speaks
+            for label, digests in self.tensors.items():  # a shard, which the model's entry covers
                 if label.endswith(".json"):
                     names = digests.keys() & one.named().keys()
                     found |= {TensorLocation(one.label, fqn): digests[fqn] for fqn in names}
         return found
 
     def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
-        """Yield the tensors that have a digest and cannot be found, as their model cannot be read, with the reason."""
+        """Yield the tensors with a digest that cannot be found, as their model is unreadable, with the reason."""
         known = self.digests(contents.weights, contents.unreadable)
         for label, why in contents.unreadable.items():
             for entry, digests in self.tensors.items():
@@ -289,15 +286,15 @@ class Recorded:
 
 
 def _is_state(label: str) -> bool:
-    """Return whether what is recorded as a model is a state by its name, as seals before 0.5.0 had ``rng_state.pth``.
+    """Return whether an entry for a model is a state by its name, such as ``rng_state.pth`` in seals before 0.5.0.
 
-    Its file has a digest of its own.
+    The manifest has the digest of its file, too.
     """
     name = parse_file_name(label.partition("[")[0])
     return name is not None and name.role not in NOT_STATES
 
 
 def _by_every_name(entry: ManifestEntry) -> dict[str, str]:
-    """Return the digests of a model, those of names that are not in its file, too."""
+    """Return the digests of a model, also under tied keys that its file lacks."""
     digests = entry.digests
     return {name: digests[kept] for name, kept in entry.aliases.items() if kept in digests} | dict(digests)

@@ -1,4 +1,4 @@
-"""DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
+"""Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -50,16 +50,13 @@ from ckptfix.wording import count_of, list_names
 
 
 def diagnose_dcp_folders(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
-    """Find keys that do not belong together, and what is wrong with the files of DCP folders.
-
-    ``processes``: those of the run, as far as is known.
-    """
+    """Find mismatched keys and damaged files in DCP folders. ``processes``: those of the run, if known."""
     states = tuple(states)
     return [*_wrapped(states, processes), *_files(states)]
 
 
 def _files(states: Iterable[DcpFolder]) -> list[Finding]:
-    """Find what is wrong with the files of each folder: missing, short, cut short, hostile."""
+    """Find the damaged files of each folder: missing, short, truncated or hostile ones."""
     findings: list[Finding] = []
     for state in states:
         findings += [UnsafePickle(path=path, globals=names) for path, names in state.unsafe.items()]
@@ -74,7 +71,7 @@ def _files(states: Iterable[DcpFolder]) -> list[Finding]:
 
 
 def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
-    """Say which folders could not be looked into, and why."""
+    """Yield the folders that could not be read, with the reasons."""
     for state in states:
         if state.problem is not None and state.problem.is_only_unchecked:
             yield f"{state.metadata_path}: {state.problem.message}"
@@ -125,7 +122,7 @@ def _stored(state: DcpFolder, metadata: DcpMetadata) -> Iterator[Finding]:
 
 
 def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> Iterator[Finding]:
-    """Yield a finding for each rank of which nothing is there, and for each other file that is missing."""
+    """Yield a finding for each rank without any file, and for each other missing file."""
     tensors = {item.fqn for held in items.values() for item in held if item.offsets is not None}
     of_rank: dict[int | PurePosixPath, list[PurePosixPath]] = {}
     for path in items:
@@ -147,19 +144,19 @@ def _missing(state: DcpFolder, items: dict[PurePosixPath, list[StoredItem]]) -> 
 
 
 _ZIP = b"PK\3\4"
-_HEAD = 9  # what tells safetensors: a length of 8 bytes, and the brace behind it
+_HEAD = 9  # the mark of safetensors: a length of 8 bytes, and a brace after it
 
 
 def diagnose_items(
     root: Path, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
-    """Find the files whose tensors are none, and with ``data`` those of which a byte has changed.
+    """Find the files whose items are not tensors, and with ``data`` those with a changed byte.
 
-    A tensor begins as a zip archive of ``torch.save``, or as safetensors. Only its first bytes are read, with ``data``
-    all bytes of every item.
+    A tensor begins as a zip archive of ``torch.save``, or as safetensors. Only its first bytes are read, with
+    ``data`` all bytes of every item.
 
-    Returns these and the files that may not be read, with the reason. ``progress`` is called with byte counts. What
-    is cut short or missing is left to ``diagnose_dcp_folders``.
+    Returns these and the files that may not be read, with the reason. ``progress`` is called with byte
+    counts. ``diagnose_dcp_folders`` reports truncated and missing files.
     """
     findings: list[Finding] = []
     refused: dict[PurePosixPath, str] = {}
@@ -176,7 +173,7 @@ def diagnose_items(
 
 
 def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:
-    """Return the items in each file that is there, in the order in which they lie: all with ``data``, else tensors."""
+    """Return the items in each existing file, by offset: all with ``data``, else tensors."""
     found: dict[PurePosixPath, list[StoredItem]] = {}
     by_file = state.metadata.items_by_file() if state.metadata is not None else {}
     for name, items in by_file.items():
@@ -258,17 +255,18 @@ NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
 
 
 class _Place(NamedTuple):
-    """A place of names in one of the folders; every one is another."""
+    """A place of names in one of the folders; each instance is distinct."""
 
     state: DcpFolder
     scope: NameScope
 
 
 def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding]:
-    """Find nested, single and mismatched wrappers. ``processes``: those of the run, as far as is known.
+    """Find nested, single and mismatched wrappers.
 
-    A model and the optimizer of the same number are judged together: loaded together, they must have the same keys. An
-    optimizer has keys twice, in its state and in the lists of its parameter groups.
+    ``processes``: those of the run, if known. A model and the optimizer of the same number are judged
+    together: loaded together, they must have the same keys. An optimizer has keys twice, in its state and in
+    the lists of its parameter groups.
     """
     units: dict[object, list[_Place]] = {}
     findings: list[Finding] = []
@@ -281,7 +279,7 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
         )
     judged = [(_reference(unit), unit) for unit in units.values() if unit]
     evident = _evident([place for unit in units.values() for place in unit], processes)
-    # One answer for all: renamed differently, equal models would look like copies afterwards.
+    # All get the same keys: renamed differently, equal models would look like copies afterwards.
     nested = [(reference, unit) for reference, unit in judged if is_nested(reference.scope.chain)]
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
     for reference, unit in judged:
@@ -290,10 +288,11 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
 
 
 def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:
-    """Return the places whose nested wrappers are damage, each with what says so.
+    """Return the places whose nested wrappers are damage, each with the evidence.
 
-    One process alone wraps nothing: the wrappers are modules of the script's own. So they are, of an average of the
-    prepared model, next to a model with the same names in fewer wrappers. In one folder the average follows its model.
+    One process alone wraps nothing: the wrappers are modules of the script's own. The same holds for an
+    average of the prepared model, next to a model with the same names in fewer wrappers. In one folder the
+    average follows its model.
     """
     evidence = nested_evidence(processes)
     fewest: dict[frozenset[str], int] = {}  # wrappers in other folders
@@ -321,7 +320,7 @@ def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place,
 
 
 def unit_of(state: DcpFolder) -> Hashable:
-    """Return what a model and its optimizer have in common: they are loaded together."""
+    """Return the common identity of a model and its optimizer, which are loaded together."""
     return state.path if state.name is None else state.name.index
 
 
@@ -331,7 +330,7 @@ def is_flat(state: DcpFolder | Component) -> bool:
 
 
 def _reference(unit: list[_Place]) -> _Place:
-    """Return the place that the others are measured by: the model's, else the first of an optimizer."""
+    """Return the place that the others are compared with: the model's, else the first of an optimizer."""
     return next((place for place in unit if place.scope.is_model), unit[0])
 
 
@@ -353,7 +352,7 @@ def _unwrapped(place: _Place) -> frozenset[str]:
 
 
 def _own_model(place: _Place, models: list[tuple[_Place, frozenset[str]]], reference: _Place) -> _Place:
-    """Return the model that an optimizer is of: one with the very names that it has, else the reference."""
+    """Return the model of an optimizer: the one with exactly its names, else the reference."""
     if place.scope.kind == STATE_DICT:
         return reference
     return next((one for one, names in models if names.issuperset(place.scope.names)), reference)
@@ -408,14 +407,14 @@ def _judge(
 
 
 def _is_own_doing(place: _Place, reference: _Place) -> bool:
-    """Return whether a script of somebody's own may have saved names that differ so, and reads them again.
+    """Return whether a custom script may have saved names with this difference, and reads them again.
 
-    ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does not.
-    Accelerate saves the model and the optimizer by functions that agree.
+    ``get_optimizer_state_dict`` takes the ``module.`` of DistributedDataParallel off, ``state_dict()`` does
+    not. Accelerate saves the model and the optimizer by functions that agree.
     """
     return reference.state.name is None and not place.scope.chain and reference.scope.chain == DDP_CHAIN
 
 
 def _public(chain: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out what torch takes off the names of an optimizer by itself, where a model's may keep it."""
+    """Return names without the parts that torch itself removes from an optimizer's names and not from a model's."""
     return tuple(segment for segment in chain if segment not in PRIVATE_WRAPPERS)

@@ -1,6 +1,4 @@
-"""From a scanned folder to findings. Tensor bytes are read only where two entries agree in keys, dtypes and
-shapes.
-"""
+"""Diagnosis of a scanned folder. Reads tensor bytes only where two entries agree in keys, dtypes and shapes."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.wording import list_names
 
 _MAX_HOPS = 40
-"""Limit of the links that Linux follows for one path (path_resolution(7)); more are a loop."""
+"""Limit of the links that Linux follows for one path (path_resolution(7)); more count as a loop."""
 
 
 def links_below(root: Path) -> Mapping[PurePosixPath, frozenset[PurePosixPath]]:
@@ -80,7 +78,7 @@ def _places(link: str) -> Iterator[str]:
         try:
             target = os.path.join(os.path.dirname(here), os.readlink(here)).rstrip("/")
         except OSError:
-            return  # no link: the end of the way, or nothing is there
+            return  # not a link: the end of the way, or a missing file
         folder, name = os.path.split(target)
         is_step = name in ("", ".", "..")
         here = os.path.realpath(target) if is_step else os.path.join(os.path.realpath(folder), name)
@@ -88,10 +86,10 @@ def _places(link: str) -> Iterator[str]:
 
 
 _OF_CONTENT = (MalformedFile, MissingRank, MissingShard, NotATensorFile, TrailingBytes, TruncatedFile)
-"""The findings that say why a file is not there, or not of the size that it was saved with."""
+"""Findings that explain a file that is missing, or has another size than it was saved with."""
 
 _OF_ENTRIES = (DoubledModel, IdenticalModels, IdenticalStates, EntryGap)
-"""The findings for which a file may be dropped or moved."""
+"""Findings whose repair drops or moves a file."""
 
 Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 """(kept file or folder, other one) -> how they compare."""
@@ -99,12 +97,13 @@ Verdicts = Mapping[tuple[PurePosixPath, PurePosixPath], Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The findings about a folder, most severe first, and in words what was not checked.
+    """The findings about a folder, most severe first, and in words the omitted checks.
 
-    ``unfinished``: what may not be read, each with its path, the reason, and what to type.
+    ``unfinished``: files that may not be read, each with its path, the reason, and the command that helps.
 
-    ``digests``: of the bytes that were read to prove a duplicate, by file that is kept, for the journal.
-    ``links``: the symbolic links of a folder of which a file may go or move, and what each leads to (``links_below``).
+    ``digests``: of the bytes that were read to prove a duplicate, by kept file, for the journal. ``links``:
+    the symbolic links of a folder with a file that a repair may drop or move, and their targets
+    (``links_below``).
     """
 
     folder: CheckpointFolder
@@ -119,7 +118,7 @@ class Diagnosis:
     links: Mapping[PurePosixPath, frozenset[PurePosixPath]]
 
     def entries(self, role: Role) -> tuple[Sequence[Numbered], ...]:
-        """Return the lists of numbered entries of a role: of files, a list a family, and of DCP folders."""
+        """Return the lists of numbered entries of a role: one of each family of files, and one of DCP folders."""
         folders = numbered_folders(self.sharded, role) if self.sharded else ()
         return (*self.folder.entries(role), *([folders] if folders else []))
 
@@ -135,10 +134,10 @@ def diagnose(
 ) -> Diagnosis:
     """Find every kind of damage in a scanned folder.
 
-    By default bytes of look-alikes are sampled. ``prove`` reads every byte of what would be dropped, and hashes it on
-    the way (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check --data``).
-    ``drops`` names the roles of which equal entries are to be dropped. ``known``: comparisons made already, which hold
-    still. ``progress`` is called with byte counts.
+    By default bytes of look-alikes are sampled. ``prove`` reads and hashes every byte of the files to be
+    dropped (``repair``), ``data`` every byte of every look-alike and of every record with a CRC (``check
+    --data``). ``drops``: the roles whose equal entries will be dropped. ``known``: earlier comparisons that
+    still hold. ``progress`` is called with byte counts.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
@@ -210,7 +209,7 @@ def diagnose(
 
 
 def _why_not(path: Path, kind: str) -> str:
-    """Say why nothing in a folder was checked, and what checks it where something does."""
+    """Return why nothing in a folder was checked, and the command that checks it, if there is one."""
     if is_empty(path):
         return "empty"
     is_walked = kind == PLAIN_FOLDER and not path.is_symlink()
@@ -223,7 +222,7 @@ def _unfinished(
     deepspeed: Iterable[DeepSpeedState],
     refused: Mapping[PurePosixPath, str],
 ) -> Iterator[str]:
-    """Yield what may not be read: it may be healthy or damaged, and nobody can tell."""
+    """Yield the files that may not be read, which may be healthy or damaged."""
     of_states = dict(refused)
     for state in sharded:
         of_states |= state.unreadable
@@ -239,7 +238,7 @@ def _unfinished(
             with os.scandir(folder.root / path):
                 pass
         except OSError as error:
-            if str(path) != "lost+found":  # of the file system, and closed to everybody
+            if str(path) != "lost+found":  # a folder of the file system's own, closed to everybody
                 yield f"{path}/ ({kind}): {unreadable(folder.root / path, error)}"
 
 

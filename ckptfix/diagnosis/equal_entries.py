@@ -31,18 +31,21 @@ GAPLESS_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.CUSTOM)
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Name -> shape of the tensors of one model."""
+"""Key -> shape of the tensors of one model."""
 
 
 class Verdict(NamedTuple):
-    """The first difference of two paired entries, None when they are equal; ``full``: every byte was read for it."""
+    """Result of a comparison: the first difference of two paired entries, None when they are equal.
+
+    ``full``: every byte was read for it.
+    """
 
     difference: str | None
     full: bool
 
 
 Compare = Callable[[Pairing, bool], Verdict]
-"""Compares two paired entries. The second argument says whether the answer will be used to drop something."""
+"""Function that compares two paired entries. The second argument is whether a drop depends on the answer."""
 
 
 def diagnose_models(
@@ -53,10 +56,10 @@ def diagnose_models(
     drops: bool,
     damaged: frozenset[PurePosixPath],
 ) -> list[Finding]:
-    """Find models that are there twice, and those that are related to another; in files, and in DCP folders.
+    """Find models that were saved twice, and related models, in files and in DCP folders.
 
-    ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files of which
-    something is known to be wrong, so that they differ from anything.
+    ``drops``: the user asked to drop equal models, so their equality is proven in full. ``damaged``: files
+    with known damage, which count as different from any other.
     """
     findings: list[Finding] = []
     is_alone = evidence.folder.processes == 1
@@ -82,7 +85,7 @@ def diagnose_gaps(evidence: Evidence) -> list[Finding]:
 
 
 class Number(Protocol):
-    """A name that holds a position."""
+    """Protocol of a name with a position."""
 
     @property
     def index(self) -> int:
@@ -93,7 +96,7 @@ class Number(Protocol):
 
 
 class Numbered(Protocol):
-    """A file or a folder that Accelerate finds by its number."""
+    """Protocol of a file or a folder that Accelerate finds by its number."""
 
     @property
     def path(self) -> PurePosixPath:
@@ -131,7 +134,7 @@ def _duplicates(
     # Least wrapped first: of two equal entries the one with fewer wrappers is the original.
     for entry in sorted(entries, key=lambda entry: len(prepared(entry.chain))):
         if entry.model is None or not entry.tensors:
-            continue  # two models without a parameter are equal, and it means nothing
+            continue  # equality of two models without a parameter means nothing
         originals = alike.setdefault(signature(entry), [])
         finding = _match(evidence, entry, originals, doubles, compare, drops, damaged, is_alone)
         if finding is not None:
@@ -144,9 +147,9 @@ def _duplicates(
 
 
 def _decided(findings: list[Finding]) -> list[Finding]:
-    """Turn doubles of one original with equal names into copies: ``prepare`` registers a wrapper once.
+    """Turn several duplicates of one original with the same keys into copies, as ``prepare`` registers a wrapper once.
 
-    One of the two is something else, an average for instance, and nothing says which.
+    One of them is another model, such as an average, and nothing shows which one.
     """
     known = Counter((one.original, one.chain) for one in findings if isinstance(one, DoubledModel))
     unclear = {original for (original, _), count in known.items() if count > 1}
@@ -175,7 +178,7 @@ def _match(
     damaged: frozenset[PurePosixPath],
     is_alone: bool,
 ) -> Finding | None:
-    """Compare an entry with every distinct one that is wrapped as much or less."""
+    """Compare an entry with every distinct one that has as many wrappers or fewer."""
     related: Finding | None = None
     for original in originals:
         pairing = pair_up(original, entry)
@@ -219,7 +222,7 @@ def _related(
     damaged: frozenset[PurePosixPath],
     is_alone: bool,
 ) -> Finding | None:
-    """Say how two models with the same keys and other values are related; one process alone wraps nothing."""
+    """Return how two models with the same keys and other values are related; a single process adds no wrapper."""
     tensor = None if difference == STRUCTURE else difference
     pair = (original, entry)
     harmed = tuple(one.path for one in pair if one.path in damaged)
@@ -240,7 +243,7 @@ def _foreign(evidence: Evidence, entry: Saved) -> str:
 
 
 def _cut_short(evidence: Evidence, entries: Sequence[Component]) -> list[Finding]:
-    """Say of a damaged model whose header can still be read that another entry holds the same names, intact."""
+    """Return the relation of a damaged model with a readable header to another entry with the same keys."""
     found: list[Finding] = []
     intact = [entry for entry in entries if entry.whole is not None and entry.tensors]
     for damaged in (entry for entry in entries if entry.problem is not None and intact):
@@ -291,16 +294,18 @@ def _gap(entries: tuple[Component, ...]) -> list[Finding]:
 
 
 _INDEPENDENT = (Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
-"""Roles whose intentional entries often are equal, and that belong to no model."""
+"""Roles whose intentional entries are often equal, and do not belong to a model."""
 
 
 def diagnose_states(
     evidence: Evidence, compare: Compare, drops: Collection[Role], doubled: Collection[PurePosixPath]
 ) -> list[IdenticalStates]:
-    """Find equal states. ``drops``: roles of which the user asked to drop equal ones. ``doubled``: the doubled models.
+    """Find equal states.
 
-    Next to a doubled model, an optimizer with the very moments of another is that optimizer saved twice: it goes where
-    every optimizer that remains is one of a model that remains. Where nothing decides it, the user is asked.
+    ``drops``: roles whose equal entries the user asked to drop. ``doubled``: the duplicate models.
+
+    Next to a duplicate model, an optimizer with exactly the moments of another one was saved twice. It is
+    dropped if every remaining optimizer then belongs to a remaining model; otherwise the user decides.
     """
     findings: list[IdenticalStates] = []
     for role in _INDEPENDENT:
@@ -359,13 +364,13 @@ def _surplus_optimizers(
     *,
     is_doubled: bool,
 ) -> dict[PurePosixPath, IdenticalStates]:
-    """Judge equal optimizers. ``models``: those that remain, without doubles."""
+    """Judge equal optimizers. ``models``: the remaining ones, without duplicates."""
     if not equal:
         return {}
     facts = evidence.optimizers
     trained = {path for path in equal if (own := facts.get(path)) is not None and own.has_stepped}
     kept = [entry.path for entry in optimizers if entry.path not in trained]
-    # What keeps no moments equals any other, so that nothing but their number can show a second prepare().
+    # Optimizers without moments are all equal, so that only their number can show a second prepare().
     plain = [path for path in equal if path not in trained]
     if plain and (len(kept) > len(models) > 0 or (is_doubled and len(plain) < len(kept) - 1)):
         trained = set(equal)
@@ -382,7 +387,7 @@ def _surplus_schedulers(
     surplus: Mapping[PurePosixPath, IdenticalStates],
     is_doubled: bool,
 ) -> dict[PurePosixPath, IdenticalStates]:
-    """Judge equal schedulers next to a doubled model by the optimizers, with which they are prepared."""
+    """Judge equal schedulers next to a duplicate model by the optimizers, with which they are prepared."""
     if not is_doubled:
         return dict(equal)
     numbers = {entry.path: number for number, entry in enumerate(optimizers)}

@@ -1,4 +1,7 @@
-"""Damage in single files, in the shards of a model, and in DeepSpeed folders."""
+"""Damage in single files, in the shards of a model, and in DeepSpeed folders.
+
+Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -51,21 +54,25 @@ from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 
 _TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
-"""Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57): it reads the first with a list of
-them, and nothing reads the second but who asks for all of it."""
+"""Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57).
+
+It loads the first with a list of allowed classes; the second is read only by explicit request.
+"""
 
 CUSTOM_CLASSES_ALLOWED = (Role.CUSTOM, Role.SAMPLER, Role.DATALOADER)
-"""Roles whose honest files hold classes of their own: Accelerate pickles the sampler object, and loads custom
-objects with ``weights_only=False``."""
+"""Roles whose intact files may hold custom classes.
+
+Accelerate pickles the sampler object, and loads custom objects with ``weights_only=False``.
+"""
 
 
 def diagnose_files(
     folder: CheckpointFolder, *, data: bool, progress: Progress | None, explained: frozenset[PurePosixPath]
 ) -> list[Finding]:
-    """Find what is wrong with each file by itself.
+    """Find the damage of each single file.
 
-    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files that another finding
-    is about.
+    ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files with another
+    finding.
     """
     findings: list[Finding] = []
     for component in folder.components:
@@ -82,7 +89,7 @@ def diagnose_files(
 
 
 def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
-    """Return what is wrong with a file that could not be parsed; nothing of one that nobody could look into."""
+    """Return the finding about a file that could not be parsed; None for one that may not be read."""
     match problem.kind:
         case ProblemKind.TRUNCATED:
             have, need, in_header = problem.have, problem.need, problem.in_header
@@ -94,7 +101,7 @@ def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
         case ProblemKind.MALFORMED:
             return [MalformedFile(path=path, detail=problem.message)]
         case ProblemKind.UNREADABLE:
-            return []  # perhaps healthy: a check that could not be finished
+            return []  # may be healthy: an unfinished check
         case ProblemKind.UNSUPPORTED:
             if problem.is_limit:
                 return [UncheckedFile(path=path, detail=problem.message)]
@@ -170,9 +177,6 @@ def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     ]
 
 
-# Sharded models: is every shard there, and does the index agree with the headers?
-
-
 def diagnose_shards(groups: Iterable[ModelFiles]) -> list[Finding]:
     """Find missing and left-over shards, and indexes that disagree with the headers."""
     findings: list[Finding] = []
@@ -203,10 +207,10 @@ def _missing(group: ModelFiles, index_path: PurePosixPath) -> MissingShard:
 
 def _diagnose_index(group: ModelFiles, path: PurePosixPath) -> list[Finding]:
     if group.index is not None and is_unreadable(group.index):
-        return []  # what it says is not known, and it is not rewritten for that
+        return []  # an index that may not be read is not rewritten
     actual, listed = weight_map(group.members), group.listed
     if group.index is None and (not actual or group.members[0].name.shard == (1, 1)):
-        return []  # nothing to list, or one shard of one, which loaders take by name
+        return []  # no shard to list, or a single one, which loaders find by name
     count = Counter(tensor.fqn for shard in group.members for tensor in shard.tensors)
     doubled = tuple(sorted(fqn for fqn, times in count.items() if times > 1))
     lost = tuple(sorted(listed.keys() - actual.keys()))
@@ -242,19 +246,13 @@ def _only_renamed(lost: tuple[str, ...], actual: Mapping[str, str], listed: Mapp
     return {strip_actual(fqn) for fqn in actual} == {strip_listed(fqn) for fqn in listed}
 
 
-# DeepSpeed folders: files that are damaged, ranks that are missing, and partitions that do not make up the
-# weights.
-#
-# Their names are never changed: DeepSpeed has each of them in several places of every rank's file.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedState:
-    """A DeepSpeed checkpoint in a folder, and what is wrong with it.
+    """A DeepSpeed checkpoint in a folder, and its damage.
 
-    ``files`` and ``size`` in bytes: 0 where it is the folder itself, whose components they are anyway. ``tensors``: how
-    many its weights are. ``unread``: in words, what is not looked into; ``unfinished``: what may not be read.
-    ``has_checksums``: a file has, and ``--data`` compares them.
+    ``files`` and ``size`` in bytes: 0 for the folder itself, whose components count anyway. ``tensors``: the
+    number of its weights. ``unread``: the unread parts, in words; ``unfinished``: files that may not be read.
+    ``has_checksums``: some files have checksums, which ``--data`` compares.
     """
 
     path: PurePosixPath
@@ -268,7 +266,7 @@ class DeepSpeedState:
 
 
 def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
-    """Return a folder without the files of DeepSpeed: the names in them say nothing alone."""
+    """Return a folder without the files of DeepSpeed: the names in a single one of them prove nothing."""
     own = tuple(one for one in folder.components if not is_deepspeed_file(one.path.name))
     return replace(folder, components=own)
 
@@ -276,7 +274,7 @@ def without_deepspeed(folder: CheckpointFolder) -> CheckpointFolder:
 def diagnose_deepspeed(
     folder: CheckpointFolder, *, data: bool, progress: Progress | None
 ) -> tuple[DeepSpeedState, ...]:
-    """Look into each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every record.
+    """Diagnose each DeepSpeed checkpoint of a scanned folder. ``data``: compare the CRC of every record.
 
     Raises OSError when a file that could be scanned can no longer be read.
     """
@@ -288,7 +286,7 @@ def diagnose_deepspeed(
 def _state(
     folder: CheckpointFolder, where: PurePosixPath, index: int, data: bool, progress: Progress | None
 ) -> DeepSpeedState:
-    if not where.parts:  # its files are looked at with all others of the folder
+    if not where.parts:  # its files are checked with the others of the folder
         is_broken = any(one.problem is not None for one in folder.components)
         return _whole(folder.root, where, index, is_broken, DeepSpeedState(path=where, findings=()))
     findings: list[Finding] = []
@@ -324,7 +322,7 @@ def _state(
 def _whole(
     root: Path, where: PurePosixPath, index: int, is_broken: bool, state: DeepSpeedState
 ) -> DeepSpeedState:
-    """Return the state with what there is to say of all files together. ``is_broken``: one of them is, and is told."""
+    """Return the state with the findings about all files together. ``is_broken``: a single file has a finding."""
     try:
         return replace(state, tensors=len(deepspeed_weights(root, where, index).named()))
     except OtherKindError as error:
@@ -348,7 +346,7 @@ def _whole(
 
 
 def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:
-    """Return what an error is about, relative to the root, and its sentence without that and without advice."""
+    """Return the path of an error, relative to the root, and its sentence without path and advice."""
     text = str(error).partition("; next: ")[0]
     files = list(deepspeed_paths(root, where))
     for file in files:

@@ -1,4 +1,4 @@
-"""The policy of a repair: the options that the user chose."""
+"""Policy of a repair: the options that the user chose."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,10 @@ from ckptfix.errors import UsageError
 
 
 class Keys(Enum):
-    """AUTO: collapse nested wrappers only. BARE: strip every wrapper. DDP: leave exactly one ``module.``."""
+    """Choice of keys.
+
+    AUTO: collapse nested wrappers only. BARE: strip all wrappers. DDP: leave exactly one ``module.``.
+    """
 
     AUTO = "auto"
     BARE = "bare"
@@ -22,15 +25,16 @@ KEEPABLE = {
     role.value: role
     for role in (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 }
-"""Role names that ``--keep ROLE=N`` takes."""
+"""Role names that ``--keep ROLE=N`` accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Everything that turns a diagnosis into a plan.
+    """Options that turn a diagnosis into a plan.
 
-    ``keep``: how many entries of a role the script has. ``only``: codes to repair, empty for all. ``allow``: codes
-    that are repaired only when named. ``atomic``: write new files, never patch one in place.
+    ``keep``: the number of entries of a role in the script. ``only``: codes to repair, empty for all.
+    ``allow``: the named codes among those that are repaired only on request. ``atomic``: write new files,
+    never patch one in place.
     """
 
     keep: Mapping[Role, int] = field(default_factory=dict)
@@ -51,12 +55,12 @@ class Policy:
                 raise UsageError(f"--keep {role.value}={count}: at least 1 must stay")
 
     def wants(self, code: str) -> bool:
-        """Return whether findings of this code may be repaired at all."""
+        """Return whether findings of this code may be repaired."""
         return not self.only or code in self.only
 
     @property
     def drops(self) -> frozenset[Role]:
-        """Roles of which equal entries are dropped, so that their equality must be proven in full."""
+        """Roles whose equal entries are dropped, so that their equality must be proven byte for byte."""
         roles = set(self.keep)
         if "identical-models" in self.allow:
             roles.add(Role.MODEL)

@@ -1,4 +1,7 @@
-"""The target of a verb: a folder or one file in it; and the copy next to it that ``--output`` writes."""
+"""Target of a command: a folder or one file in it; and the copy that ``--output`` writes.
+
+A checkpoint is copied under a temporary name, repaired there, and renamed when it is complete.
+"""
 
 import os
 import shutil
@@ -22,27 +25,25 @@ from ckptfix.storage.staged import ensure_space, is_temporary, put_in_place, sta
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import count_of, list_names
 
-# Targets of a command: a whole folder, or one file in it.
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A folder, and the name of the one file in it that was asked for, or None for all of it."""
+    """A folder, and the name of one requested file in it, or None for all files."""
 
     root: Path
     only: str | None
 
     @property
     def path(self) -> Path:
-        """The path as one: of the folder, or of the file."""
+        """The path of the folder, or of the one file."""
         return self.root / self.only if self.only is not None else self.root
 
 
 def find_target(path: str | os.PathLike[str]) -> Target:
-    """Return what ``path`` means. A symbolic link to a file is that link, not the file behind it.
+    """Return the target at ``path``. A symbolic link to a file is that link, not the file behind it.
 
-    A file of a DCP folder means the folder: none of them says anything alone.
-    Raises UsageError when nothing is there, or something that is neither a folder nor a regular file.
+    A file of a DCP folder means the folder: a single file of it cannot be checked. Raises UsageError unless
+    the path is a folder or a regular file.
     """
     given = Path(path)
     if os.path.islink(path) and not os.path.exists(path):
@@ -53,7 +54,7 @@ def find_target(path: str | os.PathLike[str]) -> Target:
 
 
 def ensure_checkpoint(folder: CheckpointFolder) -> None:
-    """Raise UsageError when nothing scanned is of a checkpoint: "nothing wrong" would be no answer."""
+    """Raise UsageError when the folder holds no checkpoint: "no problems" would be wrong."""
     for one in folder.components if folder.only is not None else ():
         if one.problem is not None and one.problem.is_foreign:
             raise UsageError(f"{folder.root / one.path} is {one.problem.message}")
@@ -78,7 +79,7 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
 
 
 def _listed(root: Path) -> int:
-    """Return how many files the manifest of a folder lists, 0 without one that can be understood."""
+    """Return the number of files in the manifest of a folder, 0 without a valid one."""
     try:
         manifest = read_manifest(root)
     except (FormatError, OSError):
@@ -89,10 +90,9 @@ def _listed(root: Path) -> int:
 def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Return every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
-    The DCP and DeepSpeed folders of Accelerate belong to the checkpoint that they lie in, as the one belongs to its
-    parent that DeepSpeed's ``latest`` names there. Staging folders of guarded saves are returned, and not looked into.
-
-    Raises UsageError when ``path`` is no folder, or holds none.
+    Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
+    DeepSpeed's ``latest`` names. Staging folders of guarded saves are returned, and not searched. Raises
+    UsageError when ``path`` is not a folder, or holds no checkpoint.
     """
     if not existing(path).is_dir():
         raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
@@ -101,7 +101,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     def refused(error: OSError) -> None:
         folder = Path(os.fsdecode(error.filename))
         if describe_folder_name(folder.name) is None or folder.parent not in found:
-            found.append(folder)  # check says why it cannot be looked into; else that of the checkpoint does
+            found.append(folder)  # check reports why it cannot be read
 
     for root, folders, files in os.walk(path, onerror=refused):
         staging = [name for name in folders if is_temporary(name)]
@@ -118,10 +118,6 @@ def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     if not found:
         raise UsageError(f"no checkpoint found in or below {path}")
     return tuple(found)
-
-
-# Repaired copies: the checkpoint is copied under a temporary name, repaired there, and renamed when it is
-# complete.
 
 
 @contextmanager
@@ -141,7 +137,7 @@ def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> 
         journal = staging.new / JOURNAL
         for transaction in transactions(staging.new):
             shutil.rmtree(journal / f"{transaction.number:04}.{transaction.state.value}")
-        with suppress(OSError):  # it holds the manifest, or is not there
+        with suppress(OSError):  # it holds the manifest, or does not exist
             os.rmdir(journal)
         sync_tree(staging.new)
         put_in_place(staging)

@@ -1,4 +1,4 @@
-"""Names: wrappers that are there once, twice, or in the middle, and what the names should be."""
+"""Wrappers in keys: single, nested or inner ones, and the keys that a correct script would have."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -26,19 +26,19 @@ STATE_DICT = "state dict"
 """The kind of a place where names are the keys of tensors."""
 
 NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
-"""Files whose names can carry wrappers. The state of generators, schedulers and custom objects has names of its own."""
+"""Roles of files whose keys can have wrappers. The states of generators, schedulers and custom objects cannot."""
 
 ScopeKey = tuple[PurePosixPath, tuple[str, ...], str]
 """Identity of a place for keys: the file, the path to the dict in it, the kind."""
 
 
 def scope_key(component: Component, scope: NameScope) -> ScopeKey:
-    """Return what identifies a place for names in a folder."""
+    """Return the identity of a place of keys in a folder."""
     return (component.path, scope.path, scope.kind)
 
 
 def nested_evidence(processes: int | None) -> str:
-    """Return what says that nested wrappers are damage, "" where one process saved them: it wraps nothing."""
+    """Return the evidence that nested wrappers are damage, "" if one process saved them: it adds no wrapper."""
     if processes is None:
         return (
             "nothing shows how many processes saved it; DistributedDataParallel twice is the likeliest cause"
@@ -49,10 +49,10 @@ def nested_evidence(processes: int | None) -> str:
 def diagnose_names(
     evidence: Evidence, groups: Iterable[ModelFiles], doubled: frozenset[PurePosixPath]
 ) -> list[Finding]:
-    """Find nested and single wrappers in every file that is neither a double nor left over.
+    """Find nested and single wrappers in every file that is neither a duplicate nor left over.
 
-    Only models have wrappers, and optimizers the names of their models: custom objects, samplers, schedulers and states
-    of generators are named as their classes like.
+    Only models have wrappers, and optimizers the keys of their models: the classes of custom objects,
+    samplers, schedulers and states of generators choose their own names.
     """
     judged = [
         group
@@ -101,7 +101,7 @@ class _Nested(NamedTuple):
 
 
 class _Verdicts:
-    """Judges nested wrappers by what else is in the folder: references, siblings, and the number of processes."""
+    """Verdicts about nested wrappers, by the folder's other files, siblings, and the number of processes."""
 
     def __init__(self, evidence: Evidence, groups: Sequence[ModelFiles]) -> None:
         self._evidence = evidence
@@ -116,14 +116,14 @@ class _Verdicts:
         for group in groups:
             whole = group.members[0].whole
             if whole is not None and is_nested(group.chain(whole)):
-                # One answer for all entries of a list: renamed differently, equal ones would look like doubles.
+                # All entries of a list get the same keys: renamed differently, equal ones would look like duplicates.
                 entries = _list_of(group)
                 reference = self._reference(group, whole)
                 has_bare = reference is not None and not reference[1]
                 self._bare[entries] = self._bare.get(entries, True) and has_bare
 
     def of(self, group: ModelFiles, scope: NameScope) -> _Nested | None:
-        """Return the verdict about a nested place; None where its wrappers may be modules of the script's own."""
+        """Return the verdict about a nested place; None where its wrappers may be modules of the script itself."""
         if scope.kind == STATE_DICT:
             return self._of_model(group, scope)
         chain, names = group.chain(scope), group.names(scope)
@@ -131,7 +131,7 @@ class _Verdicts:
         own = [place for place in self._places if place[0] is group] or self._places
         for model, other in own:
             if set(map(strip, names)) <= set(map(KeyMap(remove=model.chain(other)), model.names(other))):
-                # The optimizer follows its model: with other names it would be no better.
+                # The optimizer follows its model: other keys would not fit.
                 return self._of_model(model, other) if is_nested(model.chain(other)) else None
         return self._by_processes(chain)
 
@@ -177,7 +177,7 @@ class _Verdicts:
         return False
 
     def _reference(self, group: ModelFiles, scope: NameScope) -> tuple[PurePosixPath, tuple[str, ...]] | None:
-        """Return what has the names of a model in fewer wrappers, and in which: its index, or another container."""
+        """Return the index or container that has the keys of a model in fewer wrappers, and these wrappers."""
         chain = group.chain(scope)
         names = frozenset(map(KeyMap(remove=chain), group.names(scope)))
         found = (
@@ -216,9 +216,9 @@ def _list_of(group: ModelFiles) -> object:
 def _references(
     folder: CheckpointFolder, group: ModelFiles
 ) -> Iterator[tuple[PurePosixPath, Collection[str]]]:
-    """Yield the key sets that speak of the same model: its index, and the entries in the other container.
+    """Yield the key sets of the same model: its index, and the entries in the other container.
 
-    Whatever their numbers: closing a gap must not change a verdict.
+    Their numbers do not count: closing a gap must not change a verdict.
     """
     if group.listed and group.index_path is not None:
         yield group.index_path, group.listed.keys()

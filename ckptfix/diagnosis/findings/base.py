@@ -19,7 +19,7 @@ _PLACE = re.compile(r"\bDIR((?:/[^ ]+)?)")
 
 
 class Severity(Enum):
-    """ERROR: damage is proven. WARNING: likely, or the user must say. NOTE: worth knowing, changes no status."""
+    """Severity of a finding. ERROR: proven damage. WARNING: likely, or the user decides. NOTE: changes no status."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -27,7 +27,7 @@ class Severity(Enum):
 
 
 class Action(Enum):
-    """FIX: repaired by default. ASK: repaired with a named option. TELL: never repaired, only reported."""
+    """Action of a repair. FIX: by default. ASK: with a named option. TELL: never repaired, only reported."""
 
     FIX = "fix"
     ASK = "ask"
@@ -36,7 +36,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding(Serialized):
-    """Base of every kind of damage. ``path`` is the file it is about, relative to the folder."""
+    """Base of every kind of damage. ``path``: the damaged file, relative to the folder."""
 
     json_keys: ClassVar = "code severity action message=__str__ advice"
 
@@ -60,7 +60,7 @@ class Finding(Serialized):
 
     @property
     def advice(self) -> str:
-        """The next step, "" where a plain repair does it. ``DIR`` stands for the checkpoint."""
+        """The next step, "" where a plain repair does it, with ``DIR`` for the checkpoint."""
         return f"to repair it: ckptfix repair DIR {self.option}" if self.action is Action.ASK else ""
 
     def advice_at(self, path: str) -> str:
@@ -72,7 +72,7 @@ class Finding(Serialized):
         return _COMMAND.sub(placed, self.advice)
 
     def as_json(self, at: str = "") -> dict[str, Any]:
-        """Return the finding as JSON values: what every finding has, and its own fields.
+        """Return the finding as JSON values: the common fields of findings, and its own.
 
         ``at``: the checkpoint for the commands of its advice.
         """
@@ -87,7 +87,7 @@ def labelled(severity: Severity, code: str, message: str) -> Line:
 
 
 def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
-    """Yield findings about the checkpoint ``at``; of one code in many files, as of shards, only the first few."""
+    """Yield findings about the checkpoint ``at``; only the first few of one code in many files, such as shards."""
     for (_, advice), group in groupby(findings, key=lambda finding: (finding.code, finding.advice_at(at))):
         same = list(group)
         shown = same if len(same) <= _SHOWN + 1 else same[:_SHOWN]
@@ -101,6 +101,6 @@ def finding_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
 
 
 def salvage_lines(findings: Sequence[Finding], at: str) -> Iterator[Line]:
-    """Yield how to recover from ``at`` what is intact, when no repair helps and that is more than nothing."""
+    """Yield the command that recovers the intact tensors of ``at``, when no repair helps and there are any."""
     if any(finding.is_salvageable for finding in findings):
         yield line(f"next, to recover what is intact: {command('salvage', Path(at))} NEW_FOLDER")

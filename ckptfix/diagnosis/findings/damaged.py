@@ -1,4 +1,4 @@
-"""Files, indexes and pickles that are not what they should be."""
+"""Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
 
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -31,7 +31,7 @@ class TruncatedFile(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """Without a header nothing says which bytes are a tensor."""
+        """False without a header, as no tensor can be found then."""
         return not self.in_header
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class TruncatedFile(Finding):
 
     @property
     def advice(self) -> str:
-        """The lost bytes are nowhere in the folder."""
+        """Advice to copy the file again: the lost bytes are nowhere in the folder."""
         return "copy the file again from where it came, or use an older checkpoint"
 
 
@@ -62,7 +62,7 @@ class TrailingBytes(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotATensorFile(Finding):
-    """A file that is something else than its name says."""
+    """A file whose content is not of the kind that its name implies."""
 
     code = "not-a-tensor-file"
     severity = Severity.ERROR
@@ -75,7 +75,7 @@ class NotATensorFile(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """The items in the other files of a DCP folder are whole."""
+        """True in a DCP folder, as the items in the other files are intact."""
         return self.path.suffix == ".distcp"
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class NotATensorFile(Finding):
 
     @property
     def advice(self) -> str:
-        """Says what to do for what it is."""
+        """Advice for the actual kind of content."""
         if "git-LFS" in self.content:
             return "fetch the real file: git lfs pull"
         if self.content in ("a torch zip file", "a safetensors file"):
@@ -110,7 +110,7 @@ class MalformedFile(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """The other items of a DCP folder are whole."""
+        """True in a DCP folder, as the other items are intact."""
         return self.path.suffix == ".distcp"
 
     def __str__(self) -> str:
@@ -118,13 +118,13 @@ class MalformedFile(Finding):
 
     @property
     def advice(self) -> str:
-        """Nothing in it can be trusted enough to edit it."""
+        """Advice to copy the file again: a contradictory file is never edited."""
         return "copy the file again from where it came, or use an older checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingShard(Finding):
-    """A file that the index, or the numbering of the shards, promises."""
+    """A missing file that the index lists, or that the numbering of the shards implies."""
 
     code = "missing-shard"
     severity = Severity.ERROR
@@ -138,7 +138,7 @@ class MissingShard(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """The other shards are whole."""
+        """True, as the other shards are intact."""
         return True
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ class MissingShard(Finding):
 
     @property
     def advice(self) -> str:
-        """Loading without the shard leaves random weights."""
+        """Advice to copy the shard again: loading without it leaves random weights."""
         return (
             "copy the shard again from where it came; loading without it leaves random weights in the model"
         )
@@ -157,7 +157,7 @@ class MissingShard(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMismatch(Finding):
-    """Index and headers disagree about where tensors are."""
+    """An index that disagrees with the headers about the files of tensors."""
 
     code = "index-mismatch"
     severity = Severity.ERROR
@@ -182,7 +182,7 @@ class IndexMismatch(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """Say that the tensors in the shards are intact."""
+        """True, as the tensors in the shards are intact."""
         return bool(self.lost)
 
     def __str__(self) -> str:
@@ -206,7 +206,7 @@ class IndexMismatch(Finding):
 
     @property
     def advice(self) -> str:
-        """An index is rebuilt only when nothing is lost by it."""
+        """Advice where the index is not rebuilt, as something would be lost."""
         if self.is_fixable:
             return ""
         if self.rivals > 1:
@@ -216,7 +216,7 @@ class IndexMismatch(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleShard(Finding):
-    """A shard of another save beside a whole sharded model."""
+    """A shard of another save next to a complete sharded model."""
 
     code = "stale-shard"
     severity = Severity.WARNING
@@ -230,13 +230,13 @@ class StaleShard(Finding):
 
     @property
     def advice(self) -> str:
-        """Ask the user, who alone knows which of two saves is wanted."""
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
         return "loaders go by the index and ignore it; delete the file if the save of the index is the one you want"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncheckedFile(Finding):
-    """A file into which nobody looked, though it is of the right kind."""
+    """A file of the right kind that was not read."""
 
     code = "unchecked-file"
     severity = Severity.WARNING
@@ -252,7 +252,7 @@ class UncheckedFile(Finding):
 
     @property
     def advice(self) -> str:
-        """A reader that is to be stalled or deceived gets such a file."""
+        """Advice to distrust the file: such files are made to stall or deceive readers."""
         return (
             "load it only if you trust where it came from; torch.save writes what torch.load reads of it anew"
         )
@@ -281,7 +281,7 @@ class CompressedRecord(Finding):
 
     @property
     def advice(self) -> str:
-        """Loaded without mmap the values are right."""
+        """Advice to load the file without mmap, which gives the right values."""
         return "load it without mmap and write it anew: torch.save(torch.load(FILE, weights_only=True), NEW_FILE)"
 
 
@@ -299,7 +299,7 @@ class CrcMismatch(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """The other tensors are whole."""
+        """True, as the other tensors are intact."""
         return bool(self.tensors)
 
     def __str__(self) -> str:
@@ -308,7 +308,7 @@ class CrcMismatch(Finding):
 
     @property
     def advice(self) -> str:
-        """The right bytes are not known."""
+        """Advice to copy the file again: the right bytes are not known."""
         return "bytes have changed since the save; copy the file again, or use an older checkpoint"
 
 
@@ -342,18 +342,15 @@ class InterruptedRepair(Finding):
 
     @property
     def advice(self) -> str:
-        """Both verbs recover first."""
+        """Advice to roll back: both commands do that first."""
         if len(self.path.parts) > 1:
             return f"to take {self.path.parent} back to what it was: ckptfix undo DIR/{self.path.parent}"
         return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"
 
 
-# Pickles that name what can run code, or what plain ``torch.load`` refuses.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsafePickle(Finding):
-    """A pickle that names something which can run code."""
+    """A pickle that names a global that can run code."""
 
     code = "unsafe-pickle"
     severity = Severity.ERROR
@@ -367,13 +364,13 @@ class UnsafePickle(Finding):
 
     @property
     def advice(self) -> str:
-        """Nothing legitimate needs these."""
+        """Advice not to load the file: nothing legitimate needs these globals."""
         return "do not load it with weights_only=False; find out where it came from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadablePickle(Finding):
-    """A pickle that torch.load refuses since torch 2.6 unless told otherwise."""
+    """A pickle that torch.load refuses by default since torch 2.6."""
 
     code = "unloadable-pickle"
     severity = Severity.WARNING
@@ -393,7 +390,7 @@ class UnloadablePickle(Finding):
 
     @property
     def advice(self) -> str:
-        """The exact line, as the names stand in the file."""
+        """Advice with the exact line that allows the names in the file."""
         if self.remedy:
             return f"if you trust the file: {self.remedy}"
         how = "pickle.load" if self.plain else "torch.load(weights_only=False)"  # no list of classes helps
@@ -402,7 +399,7 @@ class UnloadablePickle(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerPickle(Finding):
-    """A pickle with classes that what wrote it loads all the same."""
+    """A pickle with classes that the library that wrote it also loads."""
 
     code = "trainer-pickle"
     severity = Severity.NOTE
@@ -416,5 +413,5 @@ class TrainerPickle(Finding):
 
     @property
     def advice(self) -> str:
-        """Nothing is wrong with it."""
+        """Advice to do nothing: the file is as it should be."""
         return "nothing to do; load such files only from where you trust them"

@@ -1,4 +1,4 @@
-"""Doubled and nested: what preparing a model twice leaves in names and entries."""
+"""Findings about duplicates and nested wrappers, the traces of a model that was prepared twice."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ckptfix.wording import count_of, human_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubledModel(Finding):
-    """An entry that is another entry again, with one more wrapper around every name."""
+    """A duplicate of another entry, with one more wrapper around every key."""
 
     code = "doubled-model"
     severity = Severity.ERROR
@@ -35,7 +35,7 @@ class DoubledModel(Finding):
 
     @property
     def advice(self) -> str:
-        """The script comes first: unchanged, it cannot resume from the repaired folder."""
+        """Advice to fix the script first: unchanged, it cannot resume from the repaired folder."""
         return (
             "after a repair the unchanged script looks for one model more than there is, and load_state fails; "
             "first pass the model to prepare() once, or start the script with: ckptfix run SCRIPT"
@@ -44,7 +44,7 @@ class DoubledModel(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdenticalModels(Finding):
-    """Two entries with equal names and equal bytes: one model prepared twice, or an intentional copy."""
+    """Two entries with equal keys and equal bytes: one model prepared twice, or an intentional copy."""
 
     code = "identical-models"
     severity = Severity.WARNING
@@ -69,7 +69,7 @@ class IdenticalModels(Finding):
 
     @property
     def advice(self) -> str:
-        """Only the user knows how many models the script has."""
+        """Advice to give the number of models, which only the user knows."""
         return (
             "if the script has fewer models, say how many: ckptfix repair DIR --models N "
             "(an EMA copy or a target network is rightly equal: leave it)"
@@ -78,7 +78,7 @@ class IdenticalModels(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftedEntries(Finding):
-    """An entry that stands at a later position than the correct script would look for it."""
+    """An entry at a later position than the one where the correct script looks for it."""
 
     code = "shifted-entries"
     severity = Severity.NOTE
@@ -94,7 +94,7 @@ class ShiftedEntries(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedPrefix(Finding):
-    """Every name begins with the same wrapper more than once."""
+    """Keys that all begin with the same wrapper more than once."""
 
     code = "nested-prefix"
     severity = Severity.ERROR
@@ -121,7 +121,7 @@ class NestedPrefix(Finding):
 
     @property
     def advice(self) -> str:
-        """The script comes first: unchanged, it looks for the nested names."""
+        """Advice to fix the script first: unchanged, it looks for the nested keys."""
         once = "wrap the model once, or start the script with: ckptfix run SCRIPT"
         if not self.assumed:
             return f"the model was wrapped twice; after a repair the unchanged script misses these keys; first {once}"
@@ -134,7 +134,7 @@ class NestedPrefix(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperPrefix(Finding):
-    """Every name begins with one wrapper, or private wrapper segments stand inside names."""
+    """Keys that all begin with one wrapper, or that have private wrapper segments inside."""
 
     code = "wrapper-prefix"
     severity = Severity.NOTE
@@ -157,13 +157,13 @@ class WrapperPrefix(Finding):
 
     @property
     def advice(self) -> str:
-        """The script that wrote it reads it as well: stripping would break that one."""
+        """Advice to keep the keys for the script that wrote them, and to strip them only for a bare model."""
         return "right for the script that wrote it; for a bare model: ckptfix repair DIR --keys bare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelatedModels(Finding):
-    """An entry with the names of another inside a wrapper, and with other values."""
+    """An entry with the keys of another inside a wrapper, and with other values."""
 
     code = "related-models"
     severity = Severity.NOTE
@@ -189,7 +189,7 @@ class RelatedModels(Finding):
 
     @property
     def advice(self) -> str:
-        """Nothing is wrong with an average of the weights; two saves in one folder are."""
+        """Advice to compare: an average of the weights is fine, files of two saves in one folder are not."""
         if self.damaged:
             return f"whether they are the same model: {self._diff}"
         return f"right for an EMA or another model in a wrapper; if the script has neither, compare: {self._diff}"
@@ -201,7 +201,7 @@ class RelatedModels(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConflictingModels(Finding):
-    """An entry with the names of another inside a wrapper, other values, and proof that one is of another save."""
+    """An entry with the keys of another inside a wrapper, other values, and proof that one is of another save."""
 
     code = "conflicting-models"
     severity = Severity.ERROR
@@ -224,7 +224,7 @@ class ConflictingModels(Finding):
 
     @property
     def advice(self) -> str:
-        """Neither can be dropped without losing something."""
+        """Advice to compare: dropping either model would lose data."""
         return (
             f"nothing is merged; compare the two, and keep what is right: ckptfix diff DIR/{self.original} "
             f"DIR/{self.path}"
@@ -263,13 +263,13 @@ class IdenticalStates(Finding):
 
     @property
     def advice(self) -> str:
-        """Two intentional optimizers often are in equal state, so only the user can tell."""
+        """Advice to give the number of entries: two intentional optimizers are often in equal state."""
         return f"if the script registers fewer: ckptfix repair DIR --keep {self.role.value}=N"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubledStates(IdenticalStates):
-    """An optimizer or scheduler that was saved twice, as its model was, and the one that the script has."""
+    """An optimizer or scheduler that was saved twice, like its model, and its original."""
 
     code = "doubled-states"
     severity = Severity.ERROR
@@ -286,13 +286,13 @@ class DoubledStates(IdenticalStates):
 
     @property
     def advice(self) -> str:
-        """A plain repair drops it."""
+        """Empty advice, as a plain repair drops it."""
         return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurplusStates(IdenticalStates):
-    """An optimizer or scheduler that surely was saved twice, where nothing decides which of them the script has."""
+    """An optimizer or scheduler that was certainly saved twice, where the script's own one is unknown."""
 
     code = "surplus-states"
     severity = Severity.WARNING
@@ -308,7 +308,7 @@ class SurplusStates(IdenticalStates):
 
     @property
     def order(self) -> str:
-        """Say what stock ``load_state`` loads into which model."""
+        """Return which file stock ``load_state`` loads for which model."""
         noun = self.role.value.removesuffix("s")
         loads = _few(f"{noun} {number} from {path}" for number, path in enumerate(self.loads))
         return f"load_state goes by position and takes {loads}"
@@ -320,7 +320,7 @@ class SurplusStates(IdenticalStates):
 
     @property
     def advice(self) -> str:
-        """Only the user knows how many the script has."""
+        """Advice to give the number of entries, which only the user knows."""
         return f"say how many {self.role.value} the script has: ckptfix repair DIR --keep {self.role.value}=N"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints from which a save, a copy or a salvage left something out, and DCP folders."""
+"""Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,10 @@ from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, list_names
 
-# A folder as a whole: what of a save, a copy or a salvage is not in it.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingFile(Finding):
-    """A file that is not as the save left it, by the manifest of that save. Sizes in bytes; ``have``: None is gone."""
+    """A file that its manifest lists, and that is missing or has another size. ``have``: its bytes, None if missing."""
 
     code = "missing-file"
     severity = Severity.ERROR
@@ -30,15 +28,15 @@ class MissingFile(Finding):
 
     @property
     def advice(self) -> str:
-        """The manifest has its size and perhaps its digest, but no byte of it."""
+        """Advice to copy the file again, as the manifest holds none of its bytes."""
         return "copy the file again from where the checkpoint came, or use an older checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteCheckpoint(Finding):
-    """States that a save leaves, and that are not there, by other files or by the checkpoints of the same run.
+    """Missing states of a save, by its other files or by the checkpoints of the same run.
 
-    ``known_by``: what shows that they belong here. ``by_rank``: they may lie on the disk of another node.
+    ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
     """
 
     code = "incomplete-checkpoint"
@@ -60,7 +58,7 @@ class IncompleteCheckpoint(Finding):
 
     @property
     def advice(self) -> str:
-        """Only the user knows how the run was set up."""
+        """Advice to copy the files again, unless the setup of the run explains it."""
         if self.by_rank:
             return (
                 "those processes cannot restore their random states and their step; copy the files again, or resume "
@@ -93,13 +91,13 @@ class MissingModel(Finding):
 
     @property
     def advice(self) -> str:
-        """``save_state`` writes the model first; a copy may come to it last."""
+        """Advice to copy again: ``save_state`` writes the model first, but a copy may reach it last."""
         return "copy the complete checkpoint again; if the model is kept elsewhere on purpose, all is well"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvaged(Finding):
-    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: what was kept all the same."""
+    """A folder that ``ckptfix salvage`` wrote, with losses. ``damaged``: data that was kept although it is damaged."""
 
     code = "salvaged"
     severity = Severity.WARNING
@@ -119,7 +117,7 @@ class Salvaged(Finding):
 
     @property
     def advice(self) -> str:
-        """Only the user knows whether the rest is enough."""
+        """Advice not to resume as from a complete checkpoint."""
         return (
             "do not resume from it as if it were complete: load its weights by themselves, or put back what is lost "
             "and delete salvage.json"
@@ -171,7 +169,7 @@ class StagingFolder(Finding):
 
     @property
     def advice(self) -> str:
-        """The next writer deletes what dead ones left; until then it only takes space."""
+        """Advice for a running, an unfinished or an abandoned save, of which the next one deletes the rest."""
         if self.is_running:
             return "check the checkpoint when the save has ended"
         if self.is_rest:
@@ -187,12 +185,9 @@ class StagingFolder(Finding):
         return f"{self.advice}: rm -r {shell_path(Path(path) / self.path)}"
 
 
-# DCP folders: what a save left out, and names that do not belong together.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedNames(Finding):
-    """An optimizer whose names are neither its model's nor all alike: repaired by hand, or in part."""
+    """An optimizer whose names do not match its model's or one another: repaired by hand, or in part."""
 
     code = "mismatched-names"
     severity = Severity.ERROR
@@ -216,7 +211,7 @@ class MismatchedNames(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptedSave(Finding):
-    """Data without the metadata that is written last, or a file that was never put in its place."""
+    """Data without the metadata that is written last, or a file that was never moved into place."""
 
     code = "interrupted-save"
     severity = Severity.WARNING
@@ -251,7 +246,7 @@ class InterruptedSave(Finding):
 
     @property
     def advice(self) -> str:
-        """Say that only the metadata has the places of the chunks."""
+        """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
         if self.mixed:
             return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         if self.leftover:
@@ -268,7 +263,7 @@ class InterruptedSave(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingRank(Finding):
-    """A rank of which no file is there."""
+    """A rank without any file."""
 
     code = "missing-rank"
     severity = Severity.ERROR
@@ -284,11 +279,11 @@ class MissingRank(Finding):
     detail: str = ""
     """The evidence where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
     elsewhere: int = 0
-    """The number of tensors of which the rank holds nothing."""
+    """The number of tensors without a part in this rank."""
 
     @property
     def is_salvageable(self) -> bool:
-        """With FSDP a rank holds a part of every tensor, and so it is with DeepSpeed."""
+        """False where the rank held a part of every tensor, as with FSDP and DeepSpeed."""
         return self.elsewhere > 0
 
     def __str__(self) -> str:
@@ -300,13 +295,13 @@ class MissingRank(Finding):
 
     @property
     def advice(self) -> str:
-        """Each rank writes to its own node where the folder is not shared."""
+        """Advice to copy the files from the rank's node: each rank writes to its own where the folder is not shared."""
         return "copy the files of that rank from the node that it ran on into this folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompleteTensor(Finding):
-    """A tensor that its chunks do not make up."""
+    """A tensor whose chunks do not add up to it."""
 
     code = "incomplete-tensor"
     severity = Severity.ERROR
@@ -318,7 +313,7 @@ class IncompleteTensor(Finding):
 
     @property
     def is_salvageable(self) -> bool:
-        """The other tensors are whole."""
+        """True, as the other tensors are intact."""
         return True
 
     def __str__(self) -> str:
@@ -326,13 +321,13 @@ class IncompleteTensor(Finding):
 
     @property
     def advice(self) -> str:
-        """Say that the missing part is in no chunk."""
+        """Advice to use an older checkpoint: the missing part is in no chunk."""
         return "loading leaves what was in memory there; use an older checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrayShard(Finding):
-    """A file of data that the metadata does not name."""
+    """A file of data that the metadata does not list."""
 
     code = "stray-shard"
     severity = Severity.NOTE
@@ -344,13 +339,13 @@ class StrayShard(Finding):
 
     @property
     def advice(self) -> str:
-        """Ask the user, who alone knows which save is wanted."""
+        """Advice to decide between the saves, as only the user knows which one is wanted."""
         return "loaders ignore it; delete it if the save that .metadata is of is the one you want"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatParameters(Finding):
-    """Names of FSDP's own flattened parameters."""
+    """Keys of FSDP's own flattened parameters."""
 
     code = "flat-parameters"
     severity = Severity.WARNING
@@ -366,7 +361,7 @@ class FlatParameters(Finding):
 
     @property
     def advice(self) -> str:
-        """Say that no file lists the parameters that a flat one holds."""
+        """Advice to load the keys with the same wrapping: no file lists the parameters in a flat one."""
         return (
             "no name is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
             "and number of processes, and save again with SHARDED_STATE_DICT"
