@@ -70,6 +70,7 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
 SWEPT = (
     "cli",
     "conversion",
+    "devices",
     "diagnosis",
     "environment",
     "manual",

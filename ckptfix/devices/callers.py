@@ -1,4 +1,4 @@
-"""The line of the user's script that called, for warnings."""
+"""Line of the user's script that called this package, for warnings."""
 
 import contextlib
 import os

@@ -24,14 +24,15 @@ from ckptfix.errors import UsageError
 
 
 def follow_devices(model: nn.Module) -> Callable[[], None]:
-    """Make the device of each block current inside its forward, and the former one again behind it, whatever ends it.
+    """Make the device of each block current inside its forward, and restore the former one afterwards,
+    whatever ends it.
 
-    Accelerate moves tensors and never sets the current device: a kernel that does not look where its tensors are
-    launches on device 0 from a block on device 1 (unsloth #6831). The blocks are those to which accelerate gave a
-    device other than that of what holds them. Returns what ends it.
+    Accelerate moves tensors and never sets the current device: a kernel that does not look where its tensors
+    are launches on device 0 from a block on device 1 (unsloth #6831). The blocks are those to which
+    accelerate gave a device other than that of what holds them. Returns what ends it.
     """
     name = device_type()
-    # Weakly: what ends the guards must not keep the model.
+    # Weakly: the function that ends the guards must not keep the model alive.
     guards = [
         weakref.ref(_Guard(block, name, index))
         for block, index in _blocks(model, name, None)
@@ -74,7 +75,7 @@ class _Guard:
             devices.set_device(before)
 
     def end(self) -> None:
-        """Put back what was there, where nothing else has come to lie on it since."""
+        """Restore the old forward, unless somebody replaced this one since."""
         for at in ("_old_forward", "forward"):  # accelerate's hook may have been taken off
             if vars(self._block).get(at) is self:
                 setattr(self._block, at, self._forward)
@@ -101,12 +102,12 @@ def _index(hook: Any, name: str | None) -> int | None:
 def forget_freed_weights(model: nn.Module) -> None:
     """Drop the addresses of tied weights that are not held in memory; call it right after a dispatch.
 
-    ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note. Once the old memory
-    is freed, a weight that is read from disk may come to lie at that very address, and is then replaced by the tied
-    weight: 6 of 20 trials with accelerate 1.15.0, without an error where the shapes agree.
+    ``dispatch_model`` notes the address of each tied weight, moves the weight, and keeps the note. Once the
+    old memory is freed, a weight that is read from disk may get the same address, and is then replaced by the
+    tied weight: 6 of 20 trials with accelerate 1.15.0, without an error where the shapes agree.
 
-    Tied weights offloaded to the disk are then read once for each use, where accelerate shares them if two of them
-    are on the device at a time. Those offloaded to the host keep their entries: their memory lives.
+    Tied weights offloaded to the disk are then read once for each use, where accelerate shares them if two of
+    them are on the device at a time. Those offloaded to the host keep their entries: their memory lives.
     """
     hooks = [hook for module in model.modules() for hook in _flat(getattr(module, "_hf_hook", None))]
     live = {
@@ -140,7 +141,7 @@ def _states(hook: Any) -> Iterator[Mapping[str, Any]]:
 
 
 class _Effect(Enum):
-    """Something that a dispatch begins with a model."""
+    """Effect of a dispatch on a model."""
 
     ASKED = "a reference from dispatch_model"
     PATCHED = "a reference from the patch of accelerate"
@@ -150,7 +151,7 @@ class _Effect(Enum):
 _Ends = dict[_Effect, "weakref.finalize[..., Any]"]
 
 _ends: "weakref.WeakKeyDictionary[nn.Module, _Ends]" = weakref.WeakKeyDictionary()
-"""Dispatched model -> effect of its dispatch -> what ends it."""
+"""Dispatched model -> effect of its dispatch -> function that ends it."""
 
 _under_way: list[nn.Module] = []
 """Models that are being dispatched by this module, which the patch of accelerate must leave alone."""
@@ -165,16 +166,17 @@ def dispatch_model(
     device_guard: bool = False,
     **accelerate_arguments: Any,
 ) -> nn.Module:
-    """Do ``accelerate.dispatch_model`` with copies between devices that arrive.
+    """Do ``accelerate.dispatch_model`` with safe copies between devices.
 
-    ``safe_transfers``: "auto" stages the pairs of devices that are not proven healthy, and measures for up to 3 s when
-    nothing is known of this hardware; only a model on two or more accelerators asks for that. "always" stages every
-    pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is another name of "always". ``device_guard``: make the
-    device of each block the current one inside its forward, for kernels that launch on the current device whatever
-    their tensors are on. Other arguments are accelerate's, by name or, as there, by place.
+    ``safe_transfers``: "auto" stages the pairs of devices that are not proven healthy, and measures for up to
+    3 s when nothing is known of this hardware; only a model on two or more accelerators asks for that.
+    "always" stages every pair, "never" none. ``force_cuda_to_cuda_via_cpu=True`` is another name of "always".
+    ``device_guard``: make the device of each block the current one inside its forward, for kernels that
+    launch on the current device whatever their tensors are on. Other arguments are accelerate's, by name or,
+    as there, by place.
 
-    Dispatched again, the model holds what the last call says. Raises UsageError when the arguments contradict each
-    other, and what accelerate raises; the model then holds what it held before.
+    Dispatched again, the model holds what the last call says. Raises UsageError when the arguments contradict
+    each other, and what accelerate raises; the model then holds what it held before.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
     given = _by_name(accelerate.dispatch_model, model, dict(device_map), *more, **accelerate_arguments)
@@ -198,10 +200,10 @@ def load_checkpoint_and_dispatch(
     device_guard: bool = False,
     **accelerate_arguments: Any,
 ) -> nn.Module:
-    """Do ``accelerate.load_checkpoint_and_dispatch`` with copies between devices that arrive, those of loading too.
+    """Do ``accelerate.load_checkpoint_and_dispatch`` with safe copies between devices, also while loading.
 
-    The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one word ("auto",
-    "balanced", ...) a machine with two or more devices counts as used.
+    The arguments are those of ``dispatch_model`` above; others are accelerate's. With a map in one word
+    ("auto", "balanced", ...) a machine with two or more devices counts as used.
     """
     mode = _mode(safe_transfers, force_cuda_to_cuda_via_cpu)
     if isinstance(device_map, str) or device_map is None:
@@ -357,12 +359,13 @@ _originals: dict[str, Callable[..., Any]] = {}
 def patch_dispatch(mode: Mode) -> None:
     """Let every model that accelerate dispatches from now on hold a reference to safe transfers.
 
-    This is for code that calls accelerate by itself: transformers' ``from_pretrained``, PEFT. Under whatever name they
-    imported the function, ``accelerate.big_modeling`` looks up two functions at each call: the one that checks the map,
-    and the one that attaches the hooks. Both get a stand-in. A model that goes to one device as a whole gets no hooks,
-    and is moved behind the first.
+    This is for code that calls accelerate by itself: transformers' ``from_pretrained``, PEFT. Under whatever
+    name they imported the function, ``accelerate.big_modeling`` looks up two functions at each call: the one
+    that checks the map, and the one that attaches the hooks. Both are replaced. A model that goes to one
+    device as a whole gets no hooks, and is moved behind the first.
 
-    A second call changes the mode. It is the dispatch of a model on two or more accelerators that makes "auto" measure.
+    A second call changes the mode. It is the dispatch of a model on two or more accelerators that makes
+    "auto" measure.
     """
     global _patched_mode
     _patched_mode = mode
@@ -373,10 +376,10 @@ def patch_dispatch(mode: Mode) -> None:
 
 
 def unpatch_dispatch() -> None:
-    """Take the patch back, and leave in place what others patched since.
+    """Undo the patch, and leave later patches of others in place.
 
-    Models that were dispatched keep their references: taking those away would let their next forward copy directly.
-    ``remove_safe_transfers(model)`` does that.
+    Models that were dispatched keep their references: taking those away would let their next forward copy
+    directly. ``remove_safe_transfers(model)`` does that.
     """
     global _patched_mode
     _patched_mode = None

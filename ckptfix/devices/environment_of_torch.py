@@ -1,7 +1,7 @@
-"""Facts of torch and its devices, asked in a process of its own: a broken driver can crash or hang it.
+"""Facts of torch and its devices, from a separate process: a broken driver can crash or hang it.
 
-Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is plain values, as it
-comes out of the other process: as far as that process came, and why it came no further.
+Nothing here imports torch in the process that asks, unless ``in_process`` says so. The answer is plain
+values, as it comes out of the other process: as far as that process came, and why it came no further.
 """
 
 import json
@@ -32,14 +32,14 @@ _BEGIN = (
 
 
 def look(*, patience: float = PATIENCE, in_process: bool = False) -> dict[str, Any]:
-    """Return what torch says, as plain values.
+    """Return the facts of torch, as plain values.
 
     ``version``; ``builds`` (what it was built for); ``kind`` of accelerator; ``devices`` (index, name, pci);
-    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``stage``: what it was doing last, "done"
-    at the end; ``problem``: why it came no further, "" when it did.
+    ``warnings``; ``verdicts`` of the probe for this very hardware, or None. ``stage``: what it was doing
+    last, "done" at the end; ``problem``: why it came no further, "" when it did.
 
-    ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in this process, without
-    any protection.
+    ``patience``: seconds for importing torch and initialising the devices. ``in_process``: ask in this
+    process, without any protection.
     """
     said: dict[str, Any] = {"stage": "start", "problem": ""}
     if in_process:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _answers() -> Iterator[dict[str, Any]]:
-    """Yield what torch says, step by step; what is raised becomes the problem of the step."""
+    """Yield the facts of torch, step by step; an error becomes the problem of the step."""
     stage = "import"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,7 +96,7 @@ def _steps() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _verdicts() -> list[dict[str, Any]] | None:
-    """Return what the probe found on this very hardware before, None when it has not been run."""
+    """Return the earlier verdicts of the probe on this very hardware, None if it has not run."""
     from ckptfix.devices.probe import cached_report
 
     report = cached_report()

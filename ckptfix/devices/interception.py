@@ -35,10 +35,10 @@ NOT_COVERED = (
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 _removed: deque[Any] = deque(maxlen=64)
-"""Kernels of overrides that were taken back.
+"""Kernels of overrides that were removed.
 
-A model may be collected, and its reference given back, inside of the very copy that the kernel answers: it must not be
-freed before that copy has left it.
+A model may be collected, and its reference given back, inside of the very copy that the kernel answers: it
+must not be freed before that copy has left it.
 """
 
 
@@ -136,7 +136,7 @@ class HookPatch:
     """``accelerate.hooks`` with moves that ask ``decide``, until ``remove``."""
 
     def __init__(self, decide: Decide) -> None:
-        """Put the stand-ins in place."""
+        """Install the replacements."""
         import accelerate.hooks
 
         self._module = accelerate.hooks

@@ -42,7 +42,7 @@ _NAMELESS = Text("", 0, 0)
 
 
 class NotPlain(Exception):
-    """The file holds more than what is built here."""
+    """Signal that the file holds objects that are not built here."""
 
 
 def build(path: Path, file: TorchFile) -> Any:
@@ -279,7 +279,7 @@ def resolve(names: Iterable[Global]) -> tuple[list[Any], list[Global]]:
 
 @contextmanager
 def allowing(values: list[Any]) -> Iterator[None]:
-    """Allow these globals, beside those the user allowed, for a while."""
+    """Allow these globals inside the block, in addition to those the user allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(values)
     try:

@@ -81,7 +81,7 @@ class Transfers:
 
 class _Installed(Protocol):
     def remove(self) -> bool:
-        """Leave no trace, if that can be done now; return whether it was."""
+        """Remove every trace, if that is possible now; return whether it was."""
 
 
 _lock = threading.Lock()
@@ -175,7 +175,7 @@ def _take_back() -> None:
 
 
 def _settle() -> None:
-    """Make what is installed what the references ask for; the lock is held."""
+    """Install or remove what the references ask for; the caller holds the lock."""
     global _installed, _at_beginning
     staged = frozenset[Pair]().union(*(reference.pairs for reference in _references))
     refused = frozenset[Pair]().union(*(reference.pairs for reference in _references if reference.raises))

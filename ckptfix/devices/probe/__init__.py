@@ -57,10 +57,10 @@ def probe_peer_copies(
 
 
 def cached_report() -> ProbeReport | None:
-    """Return what is known of these very devices, driver, boot, torch and allocator; None when nothing is.
+    """Return the known verdicts for these very devices, driver, boot, torch and allocator; None without any.
 
-    That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch initialise the devices,
-    whose identity it needs.
+    That is what was remembered, or measured by ``unproven_pairs`` in this process. Makes torch initialise the
+    devices, whose identity it needs.
     """
     from ckptfix.devices.torch_devices import this_machine
 
@@ -70,9 +70,10 @@ def cached_report() -> ProbeReport | None:
 def remember(report: ProbeReport) -> ProbeReport:
     """Add a report to what ``cached_report`` knows, in the user's cache folder, and return what that is now.
 
-    Damage that was found before stays, until the full plan finds the pair healthy, and an inconclusive probe takes
-    nothing back; a probe that was blind for some damage proves nothing. Not remembered are devices that cannot be told
-    from others. A folder that cannot be written to, or that others can write to, gives a UserWarning.
+    Damage that was found before stays, until the full plan finds the pair healthy, and an inconclusive probe
+    changes no verdict; a probe that was blind for some damage proves nothing. Not remembered are devices that
+    cannot be told from others. A folder that cannot be written to, or that others can write to, gives a
+    UserWarning.
     """
     cache.store(report)
     return cache.load(report.identity) or report
@@ -81,12 +82,13 @@ def remember(report: ProbeReport) -> ProbeReport:
 def unproven_pairs(budget: float = 3.0) -> frozenset[Pair]:
     """Return the ordered pairs that are not proven, by what is known of these very devices.
 
-    Pairs that nothing is known of, and those that an earlier probe could not decide, are measured first, for ``budget``
-    seconds: each goes on where the last process ended, and what comes out is remembered. A process measures once: what
-    it could not decide then, or not keep, is for the next process.
+    Pairs that nothing is known of, and those that an earlier probe could not decide, are measured first, for
+    ``budget`` seconds: each goes on where the last process ended, and what comes out is remembered. A process
+    measures once: what it could not decide then, or not keep, is for the next process.
 
-    Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s, the oldest first,
-    by one process at a time. A wrong copy among them counts; a look that is not finished takes nothing back.
+    Where all is decided, pairs that were found healthy more than a day ago get a look of up to 1 s, the
+    oldest first, by one process at a time. A wrong copy among them counts; an unfinished look changes no
+    verdict.
     """
     from ckptfix.devices.torch_devices import ordered_pairs, this_machine
 

@@ -95,7 +95,7 @@ def store(report: ProbeReport) -> None:
 
 
 def _kept(path: Path, identity: Mapping[str, Any]) -> tuple[tuple[Path, ...], ProbeReport | None]:
-    """Return the files under this beginning of a path, and what they tell together of this very identity."""
+    """Return the files under this beginning of a path, and their joint report for this very identity."""
     for tries_left in reversed(range(_TRIES)):
         files = _files(path)
         known: ProbeReport | None = None
@@ -153,7 +153,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _report(path: Path, identity: Mapping[str, Any]) -> ProbeReport | None:
-    """Return what one file tells of this identity, or None. Raises FileNotFoundError when it is gone."""
+    """Return the report of one file for this identity, or None. Raises FileNotFoundError when it is gone."""
     try:
         if not _is_ours(path):
             return None

@@ -69,9 +69,11 @@ def exact_size(size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Cases that are done together, in this order. ``batched``: many are queued before the host waits for one.
+    """Cases that are done together, in this order.
 
-    A section's name stands for its cases: what one process did of it, the next one does not do again.
+    ``batched``: many are queued before the host waits for one.
+
+    A section's name identifies its cases: the next process does not repeat the cases that one has done.
     """
 
     name: str

@@ -1,4 +1,9 @@
-"""One probe from beginning to end: the worker started, watched and ended, and its findings summed up with hints."""
+"""One probe from beginning to end: the worker started, watched and ended, and its findings summed up with hints.
+
+A worker that hung, died or met an error gets no more tasks, as its devices may be lost to it: the next task
+gets a new worker. A hint is a known cause of wrong copies that is present, never a proof. An unreadable
+source gives no hint.
+"""
 
 import json
 import os
@@ -37,11 +42,6 @@ from ckptfix.wording import count_of
 if TYPE_CHECKING:
     from ckptfix.devices.torch_devices import Pair
 
-
-# Known causes of wrong copies between devices that are present on this machine, as sentences. Free of
-# torch.
-#
-# A hint is a known cause that is present, never a proof. What cannot be read gives no hint, and no error.
 
 _PATIENCE = 5.0
 """Seconds for nvidia-smi: whoever waits for a probe does not wait long for hints."""
@@ -134,11 +134,6 @@ def _virtual(root: Path) -> Iterator[str]:
     if is_virtual(root):
         yield "this is a virtual machine: IOMMU and access control of the host below it cannot be seen from here"
 
-
-# One probe from beginning to end: the worker started, watched and ended, and its results summed up.
-#
-# A worker that hung, died or met an error is not asked again: its devices may be lost to it. The next task
-# gets a new worker.
 
 STARTING = 180.0
 """Seconds that a worker may take to import torch and to initialise the devices: some file systems are slow."""

@@ -57,7 +57,7 @@ class Kind(Enum):
 
 
 _PROVING = (Verdict.HEALTHY, Verdict.INCONCLUSIVE)
-"""Verdicts of a pair that nothing speaks against."""
+"""Verdicts of a pair without a known fault."""
 
 
 def seconds_since_boot() -> float:
@@ -105,12 +105,13 @@ class PairReport:
         return total
 
     def over(self, older: PairReport | None) -> PairReport | None:
-        """Return what to know of a pair from now on, where ``older`` was known (None: nothing).
+        """Return the report of a pair from now on, with ``older`` as the one so far (None: no report).
 
-        What is proven stays: an inconclusive probe takes nothing back. What several probes did of a plan adds up,
-        whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays until a full
-        plan that began later finds the pair healthy: of two probes that run at once and differ, the one that saw it is
-        right. A blind probe proves nothing, and a sample nothing that was not proven before.
+        What is proven stays: an inconclusive probe changes no verdict. What several probes did of a plan adds
+        up, whatever the order in which they are taken in. Damage that was seen once, by chance perhaps, stays
+        until a full plan that began later finds the pair healthy: of two probes that run at once and differ,
+        the one that saw it is right. A blind probe proves nothing, and a sample nothing that was not proven
+        before.
         """
         if older is not None and older._is_damage:
             if self.verdict in _PROVING:
@@ -272,7 +273,7 @@ class ProbeReport:
         yield f"seed {self.seed}; {self.seconds:.1f} s, and {self.starting:.1f} s to start"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values; ``from_json`` takes them back."""
+        """Return the report as plain values, which ``from_json`` reads."""
         return {
             "pairs": [report.to_json() for report in self.pairs.values()],
             "seed": self.seed,

@@ -143,7 +143,7 @@ class Runner:
         return Ending.DONE
 
     def _steps(self, section: Section, start: int) -> Iterator[tuple[int, Sequence[Case]]]:
-        """Yield the cases that are made together, and where they stand in the section."""
+        """Yield the cases that are made together, and their positions in the section."""
         while start < len(section.cases):
             rest = section.cases[start:]
             cases = next_batch(rest) if section.batched else rest[:1]

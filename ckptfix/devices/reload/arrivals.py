@@ -287,7 +287,7 @@ class PlacedTensor(NamedTuple):
 
 
 Loaded = Mapping[str, bytes]
-"""Name in the model -> sha256 of its bytes on the CPU, of the tensors that no name of the file stands for."""
+"""Name in the model -> sha256 of its bytes on the CPU, for the tensors without a name in the file."""
 
 
 def remember_loaded(built: Built) -> Loaded:
@@ -310,8 +310,8 @@ def prove_model(
 ) -> None:
     """Compare tensors of a dispatched model with their file, or with ``loaded``, on the device that the map says.
 
-    ``loaded``: digests of those that a loader renamed or merged, for which no single tensor of the file stands: a copy
-    of them would double the memory. What is offloaded is compared on device ``main``.
+    ``loaded``: digests of those that a loader renamed or merged, without a single source tensor in the file:
+    a copy of them would double the memory. What is offloaded is compared on device ``main``.
     """
     for held in _held(built, names):
         wanted = device_of(held.name, device_map)

@@ -1,4 +1,4 @@
-"""Device maps, read from what the user gave or made from sizes; and the accelerators and memory of this machine."""
+"""Device maps, from the user or from sizes; and the accelerators and memory of this machine."""
 
 import json
 import os
@@ -170,7 +170,7 @@ def _size(given: Any, where: str) -> int:
 
 
 def find_accelerators() -> Accelerators:
-    """Return what torch finds here. Touches no device's memory."""
+    """Return the accelerators that torch finds here. Touches no device's memory."""
     name = device_type()
     if name is None:
         return Accelerators(accelerator=None)

@@ -1,4 +1,4 @@
-"""One model planned onto a device map, dispatched, run, and taken back.
+"""One model planned onto a device map, dispatched, run, and returned to the CPU.
 
 It is the same model each time, so its weights are in host memory once, whatever is tried with it.
 """
@@ -253,7 +253,7 @@ def plan_for_model(built: Built, request: MapRequest, machine: Accelerators) -> 
 
 
 def _strange(device_map: DeviceMap, names: Sequence[str], where: str, why: str) -> tuple[Proof, ...]:
-    """Return a line for the names of a map that stand for nothing: accelerate takes them without a word."""
+    """Return a line for the names of a map that match nothing: accelerate accepts them silently."""
     parts = {""} | {
         ".".join(steps[:depth])
         for name in names

@@ -20,7 +20,7 @@ Ties = Sequence[Sequence[str]]
 """Groups of names that are one parameter."""
 
 _EXTRA = "_extra_state"
-"""The name under which a module's ``get_extra_state`` stands in a state dict: of any type, and on no device map."""
+"""Name of a module's ``get_extra_state`` in a state dict: of any type, and on no device map."""
 
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 """Bits of the largest whole number up to which a dtype has every one."""
@@ -28,11 +28,13 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """Contents that a model got from a file. ``names``: name in the model -> name in the file whose bytes it must hold.
+    """Contents that a model got from a file.
+
+    ``names``: name in the model -> name in the file whose bytes it must hold.
 
     ``differences``: sentences, each a failure. ``converted``: names that are held in another, wider dtype.
     ``untied``: pairs of names that are one tensor in the model, with different bytes in the file.
-    ``unproven``: sentences about tensors of the file that no tensor of the model stands for alone.
+    ``unproven``: sentences about tensors of the file that are not exactly one tensor of the model.
     """
 
     names: Mapping[str, str]

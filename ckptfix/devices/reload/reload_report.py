@@ -1,4 +1,8 @@
-"""The results of a verification of a reload: proofs, the matrix of ordered pairs, and the same as an HTML page."""
+"""The results of a verification of a reload: proofs, the matrix of ordered pairs, and an HTML page.
+
+A proof has one of four outcomes, and "not exercised" is never shown as anything else. The page has no script,
+loads nothing from anywhere, and escapes every name.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,10 +15,6 @@ from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, html_document, human_size, line
 from ckptfix.wording import html_text as _text
-
-# Results of a verified reload: proofs, the matrix of ordered pairs, the first divergence.
-#
-# A proof has one of four outcomes, and "not exercised" is never shown as anything else.
 
 _BLOCKS = 8  # names of blocks that are shown of a device
 
@@ -275,8 +275,6 @@ class ReloadReport(Printable, Serialized):
             yield line(f"  {device}: {size}: {', '.join(blocks[:_BLOCKS])}{more}")
 
 
-# The report as one HTML page: no script, nothing loaded from anywhere, every name escaped.
-
 _CELL_COLOURS = {
     Outcome.PROVEN: "#1a7f37",
     Outcome.TOLERANCE: "#9a6700",
@@ -297,7 +295,7 @@ td, p { overflow-wrap: anywhere; vertical-align: top; }
 
 
 def html_page(report: ReloadReport) -> str:
-    """Return a whole HTML document that says what the report says."""
+    """Return the report as a complete HTML document."""
     verdict = _verdict(report)
     good = Outcome.NOT_EXERCISED if report.is_empty else Outcome.PROVEN
     colour = _CELL_COLOURS[Outcome.FAILED if report.status else good]

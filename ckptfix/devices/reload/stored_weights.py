@@ -59,10 +59,12 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """One model's weights on disk. ``opaque``: names of values that are no plain tensors. Use as a context manager.
+    """One model's weights on disk.
 
-    ``aliases``: names that are in no file -> the name in it that they shared a storage with. ``prefix``: what stands
-    before names in reports, where a folder holds several models.
+    ``opaque``: names of values that are not plain tensors. Use as a context manager.
+
+    ``aliases``: names that are in no file -> the name in it that they shared a storage with. ``prefix``: the
+    prefix of names in reports, where a folder holds several models.
     """
 
     root: Path

@@ -433,8 +433,8 @@ def _compare_repeated(
 ) -> None:
     """Compare a split between one device and the host, memory or disk, with the model on that device.
 
-    Of an offload that nobody asked for, another output is no fault of the checkpoint: accelerate's offload to disk
-    reads freed memory for some models (MobileBERT's head).
+    After an offload that nobody asked for, another output is not a fault of the checkpoint: accelerate's
+    offload to disk reads freed memory for some models (MobileBERT's head).
     """
     found = Deviations(first=single)
     for _ in range(repeats):

@@ -218,7 +218,7 @@ def _imported(spec: str) -> Factory:
 
 @contextmanager
 def _current_folder_on_path() -> Iterator[None]:
-    """Find modules beside the user, as ``python -m`` does and an installed command does not."""
+    """Find modules in the current folder, as ``python -m`` does and an installed command does not."""
     here = os.getcwd()
     added = here not in sys.path
     if added:

@@ -45,7 +45,7 @@ def untried(probe: ProbeReport | None) -> frozenset[Pair]:
 def pair_facts(
     machine: Accelerators, probe: ProbeReport | None, hops: Hops, runs: Runs
 ) -> tuple[PairFacts, ...]:
-    """Return what is known of every ordered pair of this machine."""
+    """Return the known facts of every ordered pair of this machine."""
     facts = []
     for pair in ordered_pairs(machine.count):
         report = probe.pairs.get(pair) if probe is not None else None
@@ -94,7 +94,7 @@ def judge_pairs(machine: Accelerators, probe: ProbeReport | None) -> Proofs:
 
 
 def beyond(runs: int, probe: ProbeReport | None) -> list[Proof]:
-    """Return what no machine exercises. ``runs``: of the model, each way; 0 for none."""
+    """Return the sentence about checks that no machine makes. ``runs``: of the model, each way; 0 for none."""
     if runs:
         text = f"backward passes, other inputs, and time beyond {count_of(runs, 'run')}"
     elif probe is not None:
@@ -141,14 +141,15 @@ def verify_reload(
 ) -> ReloadReport:
     """Load a checkpoint onto a device map, and prove what arrives: bytes, names, ties, transfers, outputs.
 
-    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON file with one.
-    ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or "module:factory", which returns a
-    model or (model, inputs); without one, the class that a transformers ``config.json`` beside the weights names; its
-    code never comes from the folder. ``repeats``: runs of the split model each way. ``require_transfer_proof``: count
-    transfers that were not exercised as failed. ``progress`` is called with numbers of bytes read.
+    ``device_map``: "auto", "balanced", "sequential", "balanced_low_0", a map, or the path of a JSON file with
+    one. ``max_memory``: as accelerate takes it, or its JSON text. ``model``: a factory or "module:factory",
+    which returns a model or (model, inputs); without one, the class that a transformers ``config.json`` next
+    to the weights names; its code never comes from the folder. ``repeats``: runs of the split model each way.
+    ``require_transfer_proof``: count transfers that were not exercised as failed. ``progress`` is called with
+    numbers of bytes read.
 
-    Damage is not looked for (``check`` does); files that cannot be read are failures in the report. Raises UsageError
-    for wrong arguments, OperationError and OSError when it cannot finish.
+    Damage is not looked for (``check`` does); files that cannot be read are failures in the report. Raises
+    UsageError for wrong arguments, OperationError and OSError when it cannot finish.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats}: at least 1 run is needed")
