@@ -1,5 +1,7 @@
 """``ckptfix doctor``."""
 
+import os
+
 import click
 
 from ckptfix.cli.report import Report
@@ -7,9 +9,11 @@ from ckptfix.cli.verb import Verb
 from ckptfix.environment.doctor import doctor
 from ckptfix.environment.facts.machine import parse_torch
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.paths import shell_path
 
 _BUDGET = 30.0
 _LONGEST = 86400.0
+_SCRIPTS = (".py", ".ipynb")
 
 
 @click.command(
@@ -78,6 +82,10 @@ def doctor_command(
         return _peer_copies(report, budget or _BUDGET, seed, in_process=in_process)
     if budget is not None or seed is not None:
         raise UsageError("--budget and --seed are of --peer-copies")
+    if folder and folder.endswith(_SCRIPTS) and os.path.isfile(folder):
+        raise UsageError(
+            f"{folder} is a training script, not a checkpoint; next: ckptfix doctor --script {shell_path(folder)}"
+        )
     diagnosis = doctor(folder, script=script, launch=launch, device_map=device_map, in_process=in_process)
     report.show(diagnosis.lines())
     return report.finish(diagnosis, diagnosis.status)

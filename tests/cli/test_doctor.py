@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -236,6 +237,17 @@ def test_a_device_map_with_and_without_its_folder(
 def test_wrong_usage_is_status_2(arguments: list[str], say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", *arguments, "--json"]) == 2
     assert printed(capsys)["error"]
+
+
+@pytest.mark.parametrize("name", ["my train.py", "nb.ipynb"])
+def test_a_script_in_the_place_of_a_folder_names_the_option(
+    name: str, say: Say, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / name
+    script.write_text("x = 1\n")
+    assert run(["doctor", str(script), "--json"]) == 2
+    next_command = f"ckptfix doctor --script {shlex.quote(str(script))}"
+    assert f"is a training script, not a checkpoint; next: {next_command}" in printed(capsys)["error"]
 
 
 def test_a_folder_without_a_checkpoint_is_status_2(
