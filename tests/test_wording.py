@@ -68,6 +68,7 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
 
 
 SWEPT = (
+    "checkpoint",
     "cli",
     "conversion",
     "devices",
@@ -75,6 +76,7 @@ SWEPT = (
     "environment",
     "manual",
     "repairs",
+    "storage",
     "training",
     "verification",
     "reports.py",

@@ -1,1 +1,1 @@
-"""The nouns: what a checkpoint folder is, Accelerate's file names, tensor names, the scan."""
+"""Checkpoint folders: Accelerate's file names, keys of tensors, entries, the manifest, and the scan."""

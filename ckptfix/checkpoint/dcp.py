@@ -50,7 +50,7 @@ from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.storage.transactions import journal_folders
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
-"""The file that torch writes when all data is on disk, and renames to ``.metadata``."""
+"""Name of the file that torch writes when all data is on disk, and renames to ``.metadata``."""
 
 DATA_SUFFIX = DcpPart.DATA.value
 
@@ -68,7 +68,9 @@ class ShardFile(NamedTuple):
 
 
 class NamesInItem(NamedTuple):
-    """Names that stand as values in a bytes item: DCP's name of the item, and each one's site (``Text``) and value."""
+    """Keys that a bytes item contains as values: DCP's name of the item, and the site (``Text``) and value of each
+    key.
+    """
 
     fqn: str
     names: tuple[tuple[int, str], ...]
@@ -78,14 +80,14 @@ class NamesInItem(NamedTuple):
 class DcpFolder:
     """One DCP folder. ``path`` is relative to the checkpoint; ``.`` is the checkpoint itself.
 
-    ``name``: its number and role when it is called as Accelerate calls it. ``metadata``: None when it is not there or
-    cannot be read (``problem``). ``files``: all regular files, by path from the checkpoint. ``scopes``: where names of
-    parameters stand; the path of one leads there in the state dict that was saved. ``listed``: those of them that are a
-    bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items that could
-    not be read, any of which may hold names, and why. ``said``: every string in the other bytes items. ``broken``:
-    file -> what is wrong with an item in it, ``unreadable``: file -> why it may not be read. ``siblings``: the DCP
-    folders beside the checkpoint when it is one folder of Accelerate's itself.
-    ``journals``: it has a journal of its own, of repairs that were made of it alone.
+    ``name``: its number and role when it has a name of Accelerate's. ``metadata``: None when it is missing or cannot
+    be read (``problem``). ``files``: all regular files, by path from the checkpoint. ``scopes``: the dicts and lists
+    that contain keys of parameters; the path of a scope leads there in the saved state dict. ``listed``: the scopes
+    that are a bytes item, by path and kind. ``unsafe``: file -> what its pickles can run. ``unread``: the bytes items
+    that could not be read, each of which may contain keys, and why. ``said``: all other strings in the readable bytes
+    items. ``broken``: file -> what is wrong with an item in it, ``unreadable``: file -> why it may not be read.
+    ``siblings``: the DCP folders next to the checkpoint when it is one folder of Accelerate's itself. ``journals``: it
+    has its own journal, of repairs of this folder alone.
     """
 
     path: PurePosixPath
@@ -116,7 +118,7 @@ class DcpFolder:
 
     @property
     def model(self) -> NameScope | None:
-        """The place of a model's names, None where no model is saved."""
+        """The scope of the model's keys, None where no model is saved."""
         return next((scope for scope in self.scopes if scope.is_model), None)
 
     @property
@@ -126,24 +128,24 @@ class DcpFolder:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The wrappers that every key of the model carries, () without a model."""
+        """The wrappers of all keys of the model, () without a model."""
         return self.model.chain if self.model is not None else ()
 
     @property
     def own_ranks(self) -> tuple[PurePosixPath, ...]:
-        """The metadata of single ranks, as a save without collectives leaves it."""
+        """The metadata files of single ranks, as a save without collectives leaves them."""
         return tuple(
             path for path in self.files if path.name.endswith(METADATA_NAME) and path.name != METADATA_NAME
         )
 
     @property
     def named(self) -> tuple[PurePosixPath, ...]:
-        """Every file that ``.metadata`` says items are in, from the checkpoint."""
+        """The files that ``.metadata`` lists, relative to the checkpoint."""
         return tuple(self.path / path for path in self.metadata.files) if self.metadata else ()
 
     @property
     def data(self) -> tuple[PurePosixPath, ...]:
-        """Every file with data that is there, named or not."""
+        """The existing data files, listed in ``.metadata`` or not."""
         return tuple(path for path in self.files if path.name.endswith(DATA_SUFFIX))
 
 
@@ -179,7 +181,7 @@ def numbered_folders(states: Iterable[DcpFolder], role: Role) -> tuple[NumberedF
 
 
 def rank_of(path: PurePosixPath) -> int | None:
-    """Return the rank that wrote a file of data, by its name; None for a name of another kind."""
+    """Return the rank that wrote a data file, by the file's name; None for another kind of name."""
     name = parse_dcp_name(path.name)
     return name.rank if name is not None and name.part is DcpPart.DATA else None
 
@@ -202,19 +204,19 @@ def is_empty(folder: Path) -> bool:
 
 
 def belongs(name: str) -> bool:
-    """Return whether a file of this name is one that a DCP save leaves."""
+    """Return whether a DCP save leaves a file of this name."""
     return parse_dcp_name(name) is not None
 
 
 FLATTENED = "flattened optimizer"
-"""The kind of a place where each key holds a name and what it says of it: ``state.<fqn>.exp_avg``."""
+"""Kind of a scope whose keys contain the fqn of a parameter: ``state.<fqn>.exp_avg``."""
 
 _EXTRA_STATE = "_extra_state"
-"""The last segment of what ``Module.get_extra_state`` gives, any object, in a state dict."""
+"""Last segment of the key of a module's extra state (``Module.get_extra_state``), which can be any object."""
 
 
 def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
-    """Yield the places of names in the metadata: each dict of tensors, and the state of each optimizer."""
+    """Yield the scopes in the metadata: each dict of tensors, and the state of each optimizer."""
     paths = paths_of(metadata)
     optimizers = optimizers_in(paths.values())
     yield from _state_dicts(metadata, paths, optimizers)
@@ -229,7 +231,7 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
 
 
 def unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
-    """Yield each item of a flattened optimizer whose key holds no name that a group has: DCP's name, and the key."""
+    """Yield each item of a flattened optimizer whose key contains no fqn of a group: DCP's name, and the key."""
     paths = paths_of(metadata)
     for prefix, keys in _flattened(paths.values()).items():
         known = frozenset(flattened_names(keys))
@@ -254,10 +256,10 @@ def _flattened(paths: Iterable[Steps]) -> dict[Steps, list[str]]:
 def _state_dicts(
     metadata: DcpMetadata, paths: Mapping[str, Steps], optimizers: Iterable[Steps]
 ) -> Iterator[NameScope]:
-    """Yield every dict with tensors in it that is no optimizer's, the model first.
+    """Yield every dict of tensors outside of optimizers, the model first.
 
-    Tensors tell the wrappers, and the state of modules. Any other object beside them, such as a number of steps, is
-    a name of the model only with the same wrappers: a script may put its own keys between those of a model.
+    The keys of tensors and of module states show the wrappers. Any other object next to them, such as a step count,
+    belongs to the model only with the same wrappers: a script may put its own keys between those of a model.
     """
     model = model_names(metadata)
     own = {(*prefix, key) for prefix in optimizers for key in (STATE_KEY, GROUPS_KEY)}
@@ -286,7 +288,7 @@ def _state_dicts(
 
 
 def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model: bool = False) -> NameScope:
-    """Return the place of these names, each once; numbers are none."""
+    """Return the scope of these keys, each once, without numbers."""
     names = tuple(dict.fromkeys(step for step in steps if type(step) is str))
     if kind != "state dict" and all(map(str.isdecimal, names)):
         names = ()  # the numbers of Optimizer.state_dict(), which DCP makes strings of
@@ -294,10 +296,10 @@ def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model
 
 
 def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
-    """Return the keys that lead to each state dict of an optimizer: where nothing but its two keys is.
+    """Return the keys that lead to each optimizer's state dict, a dict with no keys but the two of an optimizer.
 
-    ``state`` is also what a script calls anything: a dict of models, what a sampler knows. So without a list of groups
-    beside it, it must hold a dict for each name, and the names must be those of a model, or look like some.
+    Scripts use the key ``state`` for other objects too: a dict of models, the state of a sampler. So without a list of
+    groups next to it, ``state`` must contain a dict per key, and the keys must be those of a model, or look like them.
     """
     every = list(paths)
     found: dict[Steps, list[Steps]] = {}
@@ -315,7 +317,7 @@ def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
         depth, below = len(prefix), found[prefix]
         if (
             {path[depth] for path in below} <= {STATE_KEY, GROUPS_KEY}
-            # In an optimizer it is what a parameter is called.
+            # In an optimizer this key is the name of a parameter.
             and not any(prefix[:shorter] in accepted for shorter in range(depth))
             and (_has_groups(below, depth) or known.is_state(below, depth + 1))
         ):
@@ -324,7 +326,7 @@ def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
 
 
 def _has_groups(below: Iterable[Steps], depth: int) -> bool:
-    """Return whether there is a list of groups, or all of them in one item."""
+    """Return whether a list of groups exists, or one item with all groups."""
     return any(
         path[depth] == GROUPS_KEY and (len(path) == depth + 1 or type(path[depth + 1]) is int)
         for path in below
@@ -332,7 +334,7 @@ def _has_groups(below: Iterable[Steps], depth: int) -> bool:
 
 
 class _Leaves:
-    """Counts of each item's key in all dicts, without its wrappers."""
+    """Counts of each item's key, without wrappers, over all dicts."""
 
     def __init__(self, every: Iterable[Steps]) -> None:
         self._every = every
@@ -349,7 +351,7 @@ class _Leaves:
             self._count = self._counted(self._every)
         every, own = self._count, self._counted(state)
         if any("." in key and count > own[key] for key, count in every.items()):
-            return all(every[real] > own[real] for real in map(_real, names))  # of a model beside it
+            return all(every[real] > own[real] for real in map(_real, names))  # of a model next to it
         return all("." in name for name in names) and all(
             len(path) == depth + 2 and "." not in str(path[-1]) for path in state
         )
@@ -360,7 +362,7 @@ class _Leaves:
 
 
 def _real(name: str) -> str:
-    """Return a name without wrappers, as far as one can tell from it alone."""
+    """Return a key without wrappers, as far as the key alone shows them."""
     name = without_private_wrappers(name)
     return name[len(dotted(leading_wrappers(name))) :]
 
@@ -371,7 +373,7 @@ def new_paths(
     """Return the paths of items that a rename changes: in each place of keys one step is the key of a parameter, or
     holds one.
 
-    Other keys next to those of a model stay: they are the user's own.
+    Other keys next to those of a model stay: they belong to the user.
     """
     places = [
         (scope, len(scope.path), _new_steps(scope, maps[scope.path, scope.kind]))
@@ -392,7 +394,7 @@ def new_paths(
 
 
 def _new_steps(scope: NameScope, key_map: KeyMap) -> Callable[[str], str | None]:
-    """Return what gives the new key for one in a place of names; None for a key that is of something else."""
+    """Return a function from old to new keys in a scope; it returns None for a key of another object."""
     names = frozenset(scope.names)
 
     def of_name(step: str) -> str | None:
@@ -450,7 +452,7 @@ def _scan(root: Path, path: PurePosixPath) -> DcpFolder:
 
 
 def _siblings(folder: Path) -> tuple[str, ...]:
-    """Return the DCP folders beside one when all are called as Accelerate calls those of one checkpoint."""
+    """Return the DCP folders next to one when all have Accelerate's names for one checkpoint."""
     real = Path(os.path.realpath(folder))
     if parse_folder_name(real.name) is None:
         return ()
@@ -469,7 +471,7 @@ def _has_journal(folder: Path) -> bool:
     try:
         return bool(journal_folders(folder))
     except (JournalError, OSError):
-        return True  # what is there is not known
+        return True  # the contents of the parent folder are unknown
 
 
 def _files(root: Path, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, ShardFile]]:
@@ -498,7 +500,7 @@ def _file(full: Path) -> ShardFile | None:
 
 
 def _read_metadata(full: Path) -> tuple[DcpMetadata | None, Problem | None, tuple[str, ...]]:
-    """Return what a ``.metadata`` says, or why it cannot be used, and what it would run when torch unpickles it."""
+    """Return the contents of a ``.metadata``, or why it is unusable, and the code that torch's unpickling would run."""
     try:
         with open_reader(full) as reader:
             try:
@@ -522,7 +524,7 @@ def _problem(reader: FileReader, error: FormatError) -> Problem:
 
 
 def _unsafe_bytes(reader: FileReader) -> tuple[str, ...]:
-    """Look for what could run code in a pickle that is no metadata: torch would unpickle it all the same."""
+    """Find code that a pickle other than DCP metadata could run: torch would unpickle it all the same."""
     try:
         return _unsafe(parse(reader.read(0, reader.size))) if reader.size <= MAX_METADATA else ()
     except FormatError:
@@ -536,7 +538,7 @@ def _unsafe(tree: PickleTree) -> tuple[str, ...]:
 
 
 class _Items:
-    """The contents of the bytes items: the keys in them, and what they would run."""
+    """Contents of the bytes items: their keys, and the code that they would run."""
 
     def __init__(
         self, root: Path, path: PurePosixPath, metadata: DcpMetadata, files: Mapping[PurePosixPath, ShardFile]
@@ -582,7 +584,7 @@ class _Items:
         try:
             found = read_item(reader, item)
         except FormatError as error:
-            self.unread[item.fqn] = str(error)  # whatever it is called: any object may hold names
+            self.unread[item.fqn] = str(error)  # under any name: every object may contain keys
             if not isinstance(error, UnsupportedFormat) and item.offset + item.length <= reader.size:
                 self.broken[file] = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
             return
@@ -593,7 +595,7 @@ class _Items:
         self.said.update(text.value for text in found.tree.texts if text.site not in taken)
         unknown = [".".join(pair) for pair in found.tree.globals if classify(*pair) is not GlobalSafety.SAFE]
         if listed and unknown:
-            # What such an object makes of names that it holds, nobody can tell without running it.
+            # What such an object does with the keys in it is unknown without running it.
             self.unread[item.fqn] = (
                 f"its pickle makes an object of {unknown[0]:.200}, which is never done to look"
             )
@@ -605,7 +607,7 @@ class _Items:
             )
 
     def _lists(self, fqn: str, file: TorchFile) -> list[tuple[Steps, str, tuple[Text, ...]]]:
-        """Return the lists of names in an item: the keys that lead there, which kind they are, and the names."""
+        """Return the lists of keys in an item: the path to each list, its kind, and the keys."""
         path = self._paths[fqn]
         kind = self._names_kind(fqn)
         if kind is not None:
@@ -617,7 +619,7 @@ class _Items:
         return [(whole, kind, texts) for kind, texts in grouped_names(file).items()]
 
     def _names_kind(self, fqn: str) -> str | None:
-        """Return "params" or "param_names" for an item that lists the names of a group of parameters."""
+        """Return "params" or "param_names" for an item that lists the keys of a parameter group."""
         path = self._paths[fqn]
         if len(path) < 3 or path[-1] not in NAME_KEYS or path[-3] != GROUPS_KEY:
             return None

@@ -1,7 +1,7 @@
-"""The files of DeepSpeed checkpoints: where they are, and that none of a rank is missing.
+"""Files of DeepSpeed checkpoints, and the check that no rank's file is missing.
 
-Facts from DeepSpeed 0.18 (``runtime/engine.py``): the states of a run are in a folder with a tag for its name, which
-the file ``latest`` next to it holds; accelerate's tags are ``pytorch_model`` and ``pytorch_model_1``.
+Facts from DeepSpeed 0.18 (``runtime/engine.py``): the states of a run are in a folder named by a tag, which is in the
+file ``latest`` next to it; accelerate's tags are ``pytorch_model`` and ``pytorch_model_1``.
 """
 
 import os
@@ -20,7 +20,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.errors import OperationError
 
 BESIDE = (PurePosixPath("latest"), PurePosixPath("zero_to_fp32.py"))
-"""Files that DeepSpeed puts next to its folders: the name of one, and a script that converts it."""
+"""Files that DeepSpeed puts next to its folders: ``latest``, which contains a tag, and a conversion script."""
 
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
@@ -29,11 +29,13 @@ _MAX_LATEST = 4096
 
 
 class OtherKindError(OperationError):
-    """A complete checkpoint of a kind that is not put together here."""
+    """Error for a complete checkpoint of a kind that ckptfix cannot merge."""
 
 
 class MissingRankError(OperationError):
-    """Ranks that saved a part, which is not there. ``path``: the first missing file; ``files``: how many there are."""
+    """Error for ranks whose saved files are missing. ``path``: the first missing file; ``files``: the number of
+    missing files.
+    """
 
     def __init__(self, message: str, *, path: Path, rank: int, files: int) -> None:
         super().__init__(message)
@@ -50,7 +52,7 @@ def deepspeed_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosix
 def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tuple[int, PurePosixPath]]:
     """Yield position and path of each DeepSpeed checkpoint in a folder with sub-folders of these names.
 
-    They are where accelerate puts them, else where the file ``latest`` of DeepSpeed says; ``.`` is the folder itself.
+    Their place is accelerate's, else the one in DeepSpeed's file ``latest``; ``.`` is the folder itself.
     """
     if _is_deepspeed(root):
         yield 0, PurePosixPath(".")
@@ -86,7 +88,7 @@ def _is_deepspeed(path: Path) -> bool:
 
 
 def _latest(root: Path) -> PurePosixPath:
-    """Return what the file ``latest`` names, ``.`` when it cannot be read."""
+    """Return the folder named in the file ``latest``, ``.`` when the file cannot be read."""
     try:
         with open(root / _LATEST, "rb", opener=_open) as file:
             return PurePosixPath(file.read(_MAX_LATEST).decode().strip())
@@ -100,7 +102,7 @@ def _open(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFiles:
-    """The files of one checkpoint, rank -> name. ``by_rank``: every rank has model states of its own (ZeRO-3)."""
+    """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states (ZeRO-3)."""
 
     folder: Path
     by_rank: bool
@@ -108,7 +110,8 @@ class DeepSpeedFiles:
     optimizers: Mapping[int, str]
 
     def ensure_ranks(self, saved: int | None) -> None:
-        """Raise MissingRankError unless there is a file of every rank. ``saved``: how many there were, None: not known.
+        """Raise MissingRankError unless there is a file of every rank. ``saved``: the number of ranks at the save,
+        None when unknown.
 
         Raises OperationError for ranks too many.
         """
@@ -160,7 +163,7 @@ def list_files(folder: Path) -> DeepSpeedFiles:
 
 
 def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
-    """Raise OtherKindError for a model that is not only cut among the ranks of data parallelism."""
+    """Raise OtherKindError for a model that is cut by more than data parallelism."""
     parts = Counter(name.part for name in names)
     if layers := parts[DeepSpeedPart.LAYER]:
         raise other_kind(folder, f"the model is cut into {layers} files of layers, for pipeline parallelism")

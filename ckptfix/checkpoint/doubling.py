@@ -1,6 +1,6 @@
-"""Evidence that a script passed one model to prepare() twice, and that nothing else explains two equal entries.
+"""Evidence that two entries are equal because a script passed one model to prepare() twice, and for no other reason.
 
-Part of it is an optimizer's training, read from its pickled ``state_dict()`` (facts from torch 2.13:
+Part of the evidence is an optimizer's training, read from its pickled ``state_dict()`` (facts from torch 2.13:
 ``torch/optim/optimizer.py``, ``adamw.py``, ``sgd.py``, ``adagrad.py``); nothing is executed.
 """
 
@@ -33,7 +33,7 @@ _STEP_FORMATS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 class OptimizerFacts:
     """Facts in an optimizer's state about its training.
 
-    ``names``: those of its ``param_names``, () without any. ``shapes``: of each parameter with a state, that of its
+    ``names``: its ``param_names``, () without any. ``shapes``: for each parameter with a state, the shape of its
     largest moment. ``has_stepped``: True where moments show a step, False where there are none yet, None where the
     state does not show it (plain SGD keeps nothing).
     """
@@ -112,10 +112,10 @@ _FSDP_STEM = "pytorch_model_fsdp"
 
 
 class Evidence:
-    """Facts in a folder and its manifest about the run that saved them."""
+    """Evidence in a folder and its manifest about the run that saved them."""
 
     def __init__(self, folder: CheckpointFolder, manifest: Manifest | None) -> None:
-        """Look at nothing yet; ``manifest``: only one that a save wrote counts."""
+        """Store the folder without reading files; ``manifest`` counts only when a save wrote it."""
         self.folder = folder
         self.manifest = manifest if manifest is not None and manifest.is_of_a_save else None
 
@@ -139,14 +139,14 @@ class Evidence:
 
     @property
     def may_be_untrained(self) -> bool:
-        """Return whether an optimizer has made no step, or cannot be read: it may be the one of any model here."""
+        """Return whether an optimizer has made no step, or cannot be read; it may belong to any model here."""
         saved = (one for entries in self.folder.entries(Role.OPTIMIZER) for one in entries)
         return any(one.problem is not None for one in saved) or any(
             facts.has_stepped is False for facts in self.optimizers.values()
         )
 
     def foreign(self, entry: Component) -> str:
-        """Return why an entry is not of the save that wrote the manifest, "" when nothing says so."""
+        """Return why an entry is not from the save that wrote the manifest, "" without such evidence."""
         if unlisted := self.unlisted(entry.path):
             return unlisted
         recorded = self._recorded(entry)
@@ -155,18 +155,18 @@ class Evidence:
         return ""
 
     def is_registered(self, entry: Component) -> bool:
-        """Return whether a guarded save recorded an entry with these keys; a second ``prepare`` registers none."""
+        """Return whether a guarded save recorded an entry with these keys; a second ``prepare`` registers no entry."""
         recorded = self._recorded(entry)
         return recorded is not None and bool(recorded.keys) and recorded.keys == _fingerprint(entry)
 
     def unlisted(self, path: PurePosixPath) -> str:
-        """Return that the manifest of the save does not list a file, "" when it does, or there is none."""
+        """Return the words for a file missing in the manifest of the save, "" if listed or without a manifest."""
         if self.manifest is None or str(path) in self.manifest.files:
             return ""
         return f"the manifest of the save does not list {path}"
 
     def names_left(self, damaged: Component) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of a damaged model as far as its header or pickle is there, else {}."""
+        """Return the names and shapes of a damaged model from the existing part of its header or pickle, else {}."""
         try:
             with open_reader(self.folder.root / damaged.path) as reader:
                 if damaged.name.suffix == ".safetensors":
@@ -192,7 +192,7 @@ class Evidence:
                         with open_reader(self.folder.root / component.path) as reader:
                             facts = read_optimizer(component.content, reader)
                     except FormatError:
-                        continue  # its own finding says what is wrong with it
+                        continue  # the optimizer's own finding reports its damage
                     if facts is not None:
                         found[component.path] = facts
         return found
@@ -212,7 +212,7 @@ class Evidence:
 
 
 def fits(facts: OptimizerFacts, models: Iterable[Component]) -> bool:
-    """Return whether an optimizer's parameters can be those of one of the models: by name, else by shape."""
+    """Return whether an optimizer's parameters match one of the models, by name, else by shape."""
     return any(_fits(facts, model) for model in models)
 
 

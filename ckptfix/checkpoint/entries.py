@@ -1,4 +1,8 @@
-"""The entries that a folder offers in order, the files that hold each of them, and entries that are duplicates."""
+"""The entries of each role of a folder in order, the files that hold each of them, and entries that are duplicates.
+
+A group of files holds one state dict: one file, or the shards of a model with their index. The facts about a
+complete model are judged per group: the wrapper of its keys, two keys that would become one, a missing file.
+"""
 
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,23 +20,18 @@ from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
 
-# Groups of files that together hold one state dict: a file alone, or the shards of a model with their
-# index.
-#
-# What holds for a model as a whole is judged for such a group: the wrapper that its names carry, two names
-# that would become one, a missing file.
-
 ShardSet = tuple[str, int, str, str]
-"""Stem, number of shards, variant and suffix: what all shards of one save have in common."""
+"""Stem, number of shards, variant and suffix, equal for all shards of one save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelFiles:
-    """The files of one state dict, in the order of their shards; none when only its index is left.
+    """Files of one state dict, in the order of their shards; empty when only the index is left.
 
-    ``index_path``: where their index is, or should be; None for a file that needs none. ``index``: the index,
-    readable or not, None when it is not there. ``missing``: file names that the index or the shards' numbers promise.
-    ``rivals``: how many sets of shards could claim the same index. ``stale_of``: the index that names other shards.
+    ``index_path``: the path of their index, even if missing; None for a file that needs no index. ``index``: the
+    index, readable or not, None when it is missing. ``missing``: absent files that the index or the shards' numbers
+    promise. ``rivals``: the number of shard sets that could claim the same index. ``stale_of``: the index that names
+    other shards.
     """
 
     members: tuple[Component, ...]
@@ -58,11 +57,11 @@ class ModelFiles:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every file is there and could be read."""
+        """Return whether every file exists and could be read."""
         return not self.missing and all(member.problem is None for member in self.members)
 
     def names(self, scope: NameScope) -> tuple[str, ...]:
-        """Return the names that stand in this place of all files together; they must be distinct."""
+        """Return the keys in this place of all files together; they must be distinct."""
         if len(self.members) == 1:
             return scope.names
         key = scope.path, scope.kind
@@ -71,7 +70,7 @@ class ModelFiles:
         return self._joint[key]
 
     def chain(self, scope: NameScope) -> tuple[str, ...]:
-        """Return the wrapper chain that all names in this place carry.
+        """Return the wrapper chain of all keys in this place.
 
         A user's own submodule called ``module`` may fill a shard by itself, so one shard alone proves nothing.
         """
@@ -111,7 +110,7 @@ def _indexed(
     content: WeightsIndex,
     sets: Mapping[ShardSet, list[Component]],
 ) -> list[ModelFiles]:
-    """Return the group that an index names, and the shards next to it that are left from another save."""
+    """Return the group that an index lists, and the shards next to it from another save."""
     promised = set(content.weight_map.values())
     named = [component for component in folder.components if str(component.path) in promised]
     of_named = {_shard_set(component) for component in named}
@@ -156,7 +155,7 @@ def _unindexed(
 
 
 def _holds_anything(component: Component) -> bool:
-    """Return whether a shard can be left of another save: an empty one of this save is in no index, either."""
+    """Return whether a shard can be from another save: an empty shard of this save is in no index, either."""
     return bool(component.tensors) or component.problem is not None
 
 
@@ -166,7 +165,7 @@ def _shard_set(component: Component) -> ShardSet | None:
 
 
 def _index_path(shards: Sequence[Component]) -> PurePosixPath:
-    """Return where the index of shards of one set is, or should be."""
+    """Return the path of the index of one set of shards, even if it is missing."""
     return PurePosixPath(shards[0].name.index_name)
 
 
@@ -177,7 +176,7 @@ def _ordered(shards: list[Component]) -> tuple[Component, ...]:
 def _unnumbered(
     shards: "list[Component] | tuple[Component, ...]", promised: "set[str] | tuple[()]"
 ) -> list[str]:
-    """Return the names of shards that the numbers in the others' names promise, and that are not there."""
+    """Return the names of missing shards, by the numbers in the names of the existing ones."""
     if len({_shard_set(shard) for shard in shards}) != 1 or shards[0].name.shard is None:
         return []
     name, total = shards[0].name, shards[0].name.shard[1]
@@ -189,19 +188,18 @@ def _unnumbered(
     return [name for name in names if name not in promised]
 
 
-# The entries of every role of a folder, in order, and the duplicates among them.
-
 Shapes = Mapping[str, tuple[int, ...] | None]
-"""Name -> shape; None for a value that is no tensor, or none that can be read without executing."""
+"""Key -> shape; None for a value other than a tensor that can be read without executing code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """One saved object: its files, its position among its kind, and what the manifest says of it.
+    """One saved object: its files, its position among its kind, and its record in the manifest.
 
     ``problem``: why it cannot be read, "" for a readable one. ``path``: the keys that lead to the state dict in a
-    pickle. ``shapes``: of a state dict's names, empty for other states. ``aliases``: names that the file lacks -> the
-    name that it shared a storage with, as the manifest says. ``index_words``: what an index says beside its map.
+    pickle. ``shapes``: those of a state dict's keys, empty for other states. ``aliases``: each key that the file lacks
+    -> the key with which it shared a storage, by the manifest. ``index_words``: the fields of an index other than its
+    map.
     """
 
     index: int
@@ -221,7 +219,7 @@ class Entry:
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The wrapper chain that all names carry."""
+        """The wrapper chain of all keys."""
         return common_wrappers(self.shapes)
 
 
@@ -232,7 +230,7 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
     recorded = {entry.index: entry for entry in models if "/" not in entry.file}  # and not in a sub-folder
     if (
         manifest is not None and not manifest.is_of_a_save
-    ):  # a seal lists ties that it saw in files: no proof of itself
+    ):  # seal lists the ties that it saw in files, which proves nothing
         recorded = {index: replace(entry, aliases={}) for index, entry in recorded.items()}
     for group in group_files(folder):
         place = _position(group)
@@ -245,7 +243,7 @@ def model_entries(folder: CheckpointFolder, manifest: Manifest | None) -> tuple[
 
 
 def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tuple[Entry, ...]:
-    """Return every state dict of a module in a folder or file, those inside training dicts too.
+    """Return every state dict of a module in a folder or file, including those inside training dicts.
 
     A dict with state dicts of modules in it is a training dict, even where a tensor lies in it (a loss, a state of the
     generators). ``of_modules`` off: every dict that holds a tensor.
@@ -258,7 +256,7 @@ def all_state_dicts(folder: CheckpointFolder, *, of_modules: bool = True) -> tup
             continue
         alone = group.members[0] if len(group.members) == 1 else None
         if alone is not None and alone.is_unsupported:
-            continue  # it holds no weights that could be read
+            continue  # it contains no readable weights
         if alone is None or alone.problem is not None or _is_one_state_dict(alone):
             found.append(_entry(group, len(found), None))
             continue
@@ -277,9 +275,8 @@ def _is_one_state_dict(component: Component) -> bool:
 
 
 def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | None:
-    """Return a manifest without what it says of files that are not those that were saved.
-
-    It speaks of files by name and position, and a repair moves entries up; models are judged one by one, by their keys.
+    """Return a manifest without its records of files that changed since the save. The manifest lists files by name and
+    position, and a repair moves entries up; models are judged one by one, by their keys.
     """
     if manifest is None:
         return None
@@ -294,7 +291,7 @@ def believed(manifest: Manifest | None, folder: CheckpointFolder) -> Manifest | 
 
 
 def _is_as_saved(manifest: Manifest, folder: CheckpointFolder, role: Role) -> bool:
-    """Return whether the files of a role are those that the manifest lists, in their sizes."""
+    """Return whether the files of a role are the listed ones of the manifest, with the listed sizes."""
     saved = {
         name: size
         for name, size in manifest.files.items()
@@ -317,7 +314,7 @@ def state_entries(
 
 
 def single_entry(component: Component, recorded: ManifestEntry | None = None) -> Entry:
-    """Return the entry that one file is."""
+    """Return one file as an entry."""
     return Entry(
         index=component.name.index,
         members=(component,),
@@ -328,10 +325,10 @@ def single_entry(component: Component, recorded: ManifestEntry | None = None) ->
 
 
 def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int, int]:
-    """Return (position of a double -> position of what it doubles), proven by reading every byte of both.
+    """Return (position of a duplicate -> position of its original), proven by reading every byte of both.
 
-    ``wrapped``: the double's names must carry more of the wrappers that ``prepare`` puts around a model; otherwise
-    equal entries are doubles whatever their names. Raises OSError when a file cannot be read.
+    ``wrapped``: the keys of the duplicate must carry more of the wrappers that ``prepare`` puts around a model;
+    otherwise equal entries are duplicates whatever their keys. Raises OSError when a file cannot be read.
     """
     found: dict[int, int] = {}
     alike: dict[Hashable, list[int]] = {}
@@ -355,7 +352,7 @@ def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int,
 
 
 def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:
-    """Return the files that are no longer what was scanned."""
+    """Return the files that changed since the scan."""
     known = {member.path: member.fingerprint for entry in entries for member in entry.members}
     changed = []
     for path, before in known.items():
@@ -400,7 +397,7 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
         problems.append(f"{group.index_path} promises {absent[0]!r}, which no shard holds")
     label = str(group.members[0].path) if len(group.members) == 1 else str(group.index_path)
     tensors = [tensor for member in group.members for tensor in member.tensors]
-    if recorded is not None and not _speaks_of(recorded, label, tensors):
+    if recorded is not None and not _lists(recorded, label, tensors):
         recorded = None
     aliases = {
         name: source
@@ -420,8 +417,8 @@ def _entry(group: ModelFiles, index: int, recorded: ManifestEntry | None) -> Ent
     )
 
 
-def _speaks_of(recorded: ManifestEntry, label: str, tensors: Sequence[TensorInfo]) -> bool:
-    """Return whether the manifest means this file as it is: a repair may have moved or renamed what was saved."""
+def _lists(recorded: ManifestEntry, label: str, tensors: Sequence[TensorInfo]) -> bool:
+    """Return whether the manifest lists this file unchanged: a repair may have moved or renamed the saved file."""
     if recorded.file != label:
         return False
     return not recorded.keys or recorded.keys == key_fingerprint(
@@ -467,7 +464,9 @@ def _problem(component: Component) -> str:
 
 
 def _depth(entry: Entry) -> tuple[int, int]:
-    """Count how often an entry was prepared, without ``torch.compile``: a script may compile one of two models."""
+    """Count the wrappers of ``prepare`` around an entry, without ``torch.compile``: a script may compile one of two
+    models.
+    """
     chain = [segment for segment in entry.chain if segment in PREPARE_WRAPPERS]
     return len(set(chain)), len(chain)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Role(Enum):
-    """The purpose of a component. The value is the word used in reports and in ``--keep``."""
+    """Purpose of a component. The value is the word in reports and in ``--keep``."""
 
     MODEL = "models"
     OPTIMIZER = "optimizers"
@@ -45,7 +45,7 @@ NOT_STATES = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN)
 class ModelName(NamedTuple):
     """A model by the name of its files, without numbers: ``variant`` is "fp16" of ``model.fp16.safetensors``.
 
-    Files of one name and one index are one model, in any format and in any number of shards.
+    Files with one name and one index are one model, in any format and any number of shards.
     """
 
     stem: str
@@ -91,7 +91,7 @@ class FileName:
 
     @property
     def model(self) -> ModelName | None:
-        """The model that this is a file or the index of, by its name; None for states."""
+        """The model of this file or index, by its name; None for states."""
         if self.role not in NOT_STATES:
             return None
         stem, _, variant = self.stem.partition(".")
@@ -104,8 +104,8 @@ class FileName:
 
     @property
     def load_order(self) -> tuple[int, int] | None:
-        """The position at which ``load_state`` finds this model, or its index, and the rank of the name among those it
-        tries for one position; None for a file that ``load_state`` never reads.
+        """The position of this model or index for ``load_state``, and the rank of its name among those tried for one
+        position; None for a file that ``load_state`` never reads.
         """
         if self.shard is not None or self.variant:
             return None
@@ -156,7 +156,7 @@ class FileName:
 
 _NUMBERED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.SAMPLER, Role.DATALOADER, Role.CUSTOM)
 LOADED_MODELS = (("model", ".safetensors"), ("pytorch_model", ".bin"), ("pytorch_model_fsdp", ".bin"))
-"""The names under which ``load_state`` looks for the weights of a model, in order; a full FSDP save has the last."""
+"""File names that ``load_state`` tries for the weights of a model, in order; a full FSDP save has the last."""
 
 _LONE, _FROM_ONE, _FROM_ZERO = range(3)  # never numbered; entry 0 has no number; every one has a number
 _FAMILIES = {
@@ -180,7 +180,7 @@ _OF_TRAINER = frozenset(
 )
 """States that only the Trainer saves. Its ``scaler.pt`` has the name of Accelerate's own."""
 
-_NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" is somebody else's name
+_NUMBER = r"(0|[1-9][0-9]{0,8})"  # as Accelerate formats it: "model_01" has another author
 _ENTRY = re.compile(rf"(.+?)(?:_{_NUMBER})?(\.safetensors|\.bin|\.pkl|\.pth?)", re.DOTALL)
 _WORD = "[A-Za-z0-9_-]+"
 _SHARD = re.compile(
@@ -195,7 +195,7 @@ _SUFFIXES_OF_SCRIPTS = (".pt", ".pth", ".ckpt", ".pth.tar", ".th")
 
 
 def parse_file_name(name: str) -> FileName | None:
-    """Return the meaning of a file name, or None for a file that is not a part of a checkpoint."""
+    """Return the meaning of a file name, None for a file outside of checkpoints."""
     if (match := _ENTRY.fullmatch(name)) and (family := _FAMILIES.get((match[1], match[3]))):
         role, numbering = family
         number = None if match[2] is None else int(match[2])
@@ -249,7 +249,7 @@ TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderName:
-    """The parsed name of a folder that holds one entry of a checkpoint: a DCP folder of FSDP, or one of DeepSpeed.
+    """Parsed name of a folder with one entry of a checkpoint: a DCP folder of FSDP, or one of DeepSpeed.
 
     Entry 0 has its number in the name of a DCP folder, and none in that of DeepSpeed's.
     """
@@ -305,7 +305,7 @@ def describe_folder_name(name: str) -> str | None:
 
 
 class DcpPart(Enum):
-    """The kinds of files in a DCP folder; the value is what a name of the kind ends in."""
+    """Kinds of files in a DCP folder; the value is the ending of their names."""
 
     METADATA = ".metadata"
     UNFINISHED_METADATA = ".metadata.tmp"
@@ -316,8 +316,8 @@ class DcpPart(Enum):
 class DcpFileName:
     """The parsed name of a file in a DCP folder.
 
-    ``rank``: of the process that wrote it; None for the metadata of all. ``number``: counts the data files of a rank.
-    ``stem``: the begin of the name of a data file that torch itself would call otherwise, else "".
+    ``rank``: the process that wrote it; None for the metadata of all ranks. ``number``: counts a rank's data files.
+    ``stem``: the beginning of a data file's name when torch itself would not use that name, else "".
     """
 
     part: DcpPart
@@ -347,7 +347,7 @@ def parse_dcp_name(name: str) -> DcpFileName | None:
 
 
 class DeepSpeedPart(Enum):
-    """The content of a file of DeepSpeed; the value is the word for it in messages."""
+    """Content of a DeepSpeed file; the value is its word in messages."""
 
     MODEL = "model states"
     OPTIMIZER = "optimizer states"
@@ -360,8 +360,8 @@ class DeepSpeedName:
     """The parsed name of a file of DeepSpeed.
 
     ``rank``: among the processes of data parallelism; None for model states that are not cut among them (ZeRO-1, 2).
-    ``model_rank``: among those of tensor parallelism. ``before`` and ``between`` are what versions and dtypes write
-    differently: ``bf16_`` in front, ``_`` before "optim_states". ``other``: the name of a layer's or expert's file.
+    ``model_rank``: among those of tensor parallelism. ``before`` and ``between`` differ between versions and dtypes:
+    ``bf16_`` in front, ``_`` before "optim_states". ``other``: the name of a layer's or expert's file.
     """
 
     part: DeepSpeedPart
@@ -403,10 +403,10 @@ def parse_deepspeed_name(name: str) -> DeepSpeedName | None:
 
 
 ACCELERATE = "checkpoint_{}"
-"""The names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` stands for the number."""
+"""Names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` is the number."""
 
 FAMILIES = (ACCELERATE, "checkpoint-{}", "step_{}", "epoch_{}")
-"""And those of the Trainer, of diffusers' scripts and of accelerate's examples."""
+"""Names of checkpoint folders of the Trainer, of diffusers' scripts and of accelerate's examples."""
 
 _ONE_OF_SEVERAL = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")
 

@@ -1,6 +1,6 @@
-"""A checkpoint folder: components with a role, a position and what their headers say; and the scan that finds them.
+"""A checkpoint folder: components with a role, a position and a parsed header; and the scan that finds them.
 
-The scan reads every header and no tensor bytes. Nothing is unpickled, and no file stops the rest.
+The scan reads every header and no tensor bytes. Nothing is unpickled, and no bad file stops the scan.
 """
 
 import errno
@@ -36,7 +36,9 @@ PLAIN_FOLDER = "a folder"
 
 
 class Fingerprint(NamedTuple):
-    """Facts that tell a file from another or from itself before a change: sizes in bytes, times in nanoseconds."""
+    """Facts that distinguish a file from other files and from its earlier versions: sizes in bytes, times in
+    nanoseconds.
+    """
 
     size: int
     mtime_ns: int
@@ -44,7 +46,7 @@ class Fingerprint(NamedTuple):
 
 
 class ProblemKind(Enum):
-    """Why a component could not be read."""
+    """Reason why a component could not be read."""
 
     TRUNCATED = "truncated"
     NOT_A_TENSOR_FILE = "not a tensor file"
@@ -57,9 +59,8 @@ class ProblemKind(Enum):
 class Problem:
     """A component that could not be read: a value, so that one bad file never stops a scan.
 
-    ``in_header``: a truncated one that ends before what says where its tensors are. ``is_foreign``: an unsupported one
-    that is sound, and of a format that nothing here reads. ``is_limit``: an unsupported one beyond what is read, which
-    no library writes.
+    ``in_header``: a truncated file without the complete list of its tensors. ``is_foreign``: an intact file in a
+    format that ckptfix never reads. ``is_limit``: a file beyond the limits of ckptfix, which no library writes.
     """
 
     kind: ProblemKind
@@ -72,17 +73,17 @@ class Problem:
 
     @property
     def is_only_unchecked(self) -> bool:
-        """Return whether the file is of a known kind that is not read here, and nothing is wrong with that."""
+        """Return whether the file is of a known kind that ckptfix does not read, without any sign of damage."""
         return self.kind is ProblemKind.UNSUPPORTED and not self.is_limit
 
 
 def is_unreadable(component: "Component") -> bool:
-    """Return whether a component may not be read, so that nothing is known of what it holds."""
+    """Return whether permission to read a component is denied, so that its contents are unknown."""
     return component.problem is not None and component.problem.kind is ProblemKind.UNREADABLE
 
 
 class NameScope(NamedTuple):
-    """One place in a file where names live, and the wrapper chain that all of them begin with.
+    """One dict or list of keys in a file, and the wrapper chain of all of them.
 
     ``path`` leads to the dict in a pickle (``("model",)``), () is the file itself. ``kind`` is "state dict" or,
     for optimizers, "param_names", "params" or "optimizer state". ``is_model``: a module's state dict by its looks, and
@@ -103,9 +104,9 @@ class NameScope(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One file of a checkpoint, or one sub-folder that is not looked into.
+    """One file of a checkpoint, or one sub-folder that is not scanned.
 
-    ``content`` is the parsed header, None for an unread one. ``tensors`` are those of every state dict in it.
+    ``content`` is the parsed header, None for an unread one. ``tensors``: the tensors of every state dict in it.
     ``is_linked``: reached through a symbolic link, or one of several hard links, so never patched in place.
     """
 
@@ -126,7 +127,7 @@ class Component:
 
     @property
     def is_unsupported(self) -> bool:
-        """Return whether it is sound as far as can be seen, and of a kind that is not read."""
+        """Return whether it shows no damage, and is of a kind that ckptfix does not read."""
         return self.problem is not None and self.problem.kind is ProblemKind.UNSUPPORTED
 
     @property
@@ -152,10 +153,10 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:
-    """A scanned folder. ``only`` names the one file that was asked for; ``strays`` are never touched.
+    """A scanned folder. ``only`` names the one requested file; ``strays`` are never touched.
 
     ``subfolders`` maps the name of a sub-folder to what it is; ``scan_dcp_folders`` reads those of DCP.
-    ``ranks``: those whose random states are in the folder, also where only one file is looked at.
+    ``ranks``: those whose random states are in the folder, even when only one file is scanned.
     """
 
     root: Path
@@ -172,9 +173,8 @@ class CheckpointFolder:
 
     @property
     def processes(self) -> int | None:
-        """The processes of the run that saved the folder, as far as its random states show; None without any.
-
-        A state that is missing is no evidence: the highest rank counts.
+        """The number of processes of the saving run, by the random states in the folder; None without any. A missing
+        state proves nothing: the highest rank counts.
         """
         return max(self.ranks) + 1 if self.ranks else None
 
@@ -195,7 +195,7 @@ def scan_folder(
 ) -> CheckpointFolder:
     """Scan the folder ``root``, or just the file ``only`` in it.
 
-    ``wanted``: by their names, the files to look at; others are neither opened nor returned. Raises OSError when the
+    ``wanted``: selects files by name; others are neither opened nor returned. Raises OSError when the
     folder itself cannot be listed; an unreadable file becomes a component with a problem.
     """
     components, strays, subfolders = [], [], {}
@@ -228,7 +228,7 @@ def scan_folder(
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Return the facts that tell this file from another version of it. Raises OSError."""
+    """Return the facts that distinguish this file from other versions of it. Raises OSError."""
     return _fingerprint(os.stat(path))
 
 
@@ -246,7 +246,7 @@ def _component(root: Path, path: PurePosixPath, name: FileName) -> Component:
         problem = Problem(kind=ProblemKind.UNREADABLE, message=unreadable(full, error))
         if is_link and (isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP):
             to = os.readlink(full)  # as in the cache of the hub
-            message = f"a broken link: {to} is not there"
+            message = f"a broken link: {to} does not exist"
             if error.errno == errno.ELOOP:
                 message = "a symbolic link that leads to itself"
             problem = replace(problem, kind=ProblemKind.NOT_A_TENSOR_FILE, message=message)
@@ -296,9 +296,9 @@ def _read_index(reader: FileReader) -> WeightsIndex:
 
 
 def _judged(reader: FileReader, name: FileName, problem: Problem) -> Problem:
-    """Tell a broken file of the right kind from a file of another kind.
+    """Distinguish a broken file of the right kind from a file of another kind.
 
-    A script may call a file of another program as it likes; under a name that a loader looks for it is damage.
+    A script may name a file of another program freely; under a name that a loader reads, it counts as damage.
     """
     if problem.kind is ProblemKind.UNSUPPORTED:
         return problem

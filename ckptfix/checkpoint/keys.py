@@ -1,4 +1,4 @@
-"""The grammar of tensor names (fqn): wrapper segments, evidence for them, and maps from old names to new.
+"""Grammar of keys of tensors (fqns): wrapper segments, evidence for them, and maps from old keys to new.
 
 A wrapper adds one *segment* to every name below it: DistributedDataParallel and DataParallel ``module``,
 torch.compile ``_orig_mod``, FSDP1 ``_fsdp_wrapped_module``, activation checkpointing
@@ -15,7 +15,7 @@ PRIVATE_WRAPPERS = WRAPPERS - {"module"}
 """Segments that no user writes by accident: these are wrappers in the middle of a name, too."""
 
 PREPARE_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module"})
-"""The wrappers of ``prepare``. Others are the script's own doing: it may compile one of two equal models."""
+"""The wrappers of ``prepare``. The script itself adds the others: it may compile one of two equal models."""
 
 DDP_CHAIN = ("module",)
 """The wrapper chain of a correctly prepared model's own ``state_dict()``."""
@@ -42,7 +42,7 @@ def leading_wrappers(fqn: str) -> tuple[str, ...]:
 
 
 def common_wrappers(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the longest chain of leading wrapper segments that every name carries; () for no names."""
+    """Return the longest chain of leading wrapper segments of all names; () for no names."""
     chain: tuple[str, ...] | None = None
     prefix = ""
     for fqn in names:
@@ -75,7 +75,7 @@ def is_nested(chain: tuple[str, ...]) -> bool:
 
 
 def prepared(chain: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the wrappers of a chain that ``prepare`` can have put there."""
+    """Return the wrappers of a chain that ``prepare`` can have added."""
     return tuple(segment for segment in chain if segment in PREPARE_WRAPPERS)
 
 
@@ -98,8 +98,8 @@ def inner_wrappers(names: Iterable[str]) -> bool:
 class KeyMap:
     """A rule for renaming every fqn of one state dict: a leading chain is replaced by another.
 
-    ``inner``: private wrapper segments go first, wherever they stand in a name. ``remove``: the wrapper chain that
-    every name then begins with. ``insert``: what takes its place.
+    ``inner``: first remove private wrapper segments anywhere in a name. ``remove``: the leading wrapper chain of every
+    name after that. ``insert``: the replacement of that chain.
     """
 
     remove: tuple[str, ...]
@@ -118,7 +118,7 @@ class KeyMap:
     def module(self, name: str) -> str:
         """Return the new name of a module, as ``_metadata`` of a state dict holds it: "" is the root.
 
-        Modules above the chain's end have no new place of their own. They map onto the modules of the new
+        Modules above the chain's end have no counterpart of their own. They map onto the modules of the new
         chain, and onto its end when that is shorter; torch then lets the later entry win, which is the
         innermost module, the right one.
         """
@@ -140,7 +140,7 @@ def without_private_wrappers(fqn: str) -> str:
 
 
 def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, str], ...]:
-    """Return (first old name, second old name, new name) wherever two names would become one."""
+    """Return (first old name, second old name, new name) for each two names that would become one."""
     origin: dict[str, str] = {}
     clashes = []
     for fqn in names:
@@ -153,12 +153,12 @@ def collisions(names: Iterable[str], key_map: KeyMap) -> tuple[tuple[str, str, s
 
 @lru_cache(maxsize=64)
 def dotted(chain: tuple[str, ...]) -> str:
-    """Return a wrapper chain as names begin with it."""
+    """Return a wrapper chain as the prefix of names."""
     return "".join(f"{segment}." for segment in chain)
 
 
 def fitting(chain: tuple[str, ...]) -> str:
-    """Return which model takes keys behind a chain of wrappers."""
+    """Return the words for the model whose keys have a chain of wrappers."""
     if not chain:
         return "the bare model"
     return (

@@ -31,14 +31,14 @@ _MAX_STATE = 256 << 20
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
-"""Files that a save writes near its end, and no repair ever touches: their time is that of the save."""
+"""Files that a save writes near its end and no repair changes, so their time is the time of the save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A checkpoint with its number, and why it is incomplete (None: it is not, as far as its headers say).
+    """A checkpoint with its number, and why it is incomplete (None: complete by its headers).
 
-    ``time``: when the save ended, in seconds since the epoch; None where the file that says it is missing.
+    ``time``: when the save ended, in seconds since the epoch; None where the file that shows it is missing.
     """
 
     path: Path
@@ -79,7 +79,7 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def mixed(checkpoint: Path) -> str | None:
-    """Return in words that a folder holds files of two saves, None when it does not."""
+    """Return the message about a folder with files of two saves, None for any other folder."""
     if not (checkpoint / JOURNAL / UNFINISHED).exists():
         return None
     return (
@@ -88,7 +88,9 @@ def mixed(checkpoint: Path) -> str | None:
 
 
 def instead_of(checkpoint: Path) -> str:
-    """Return in words what to load instead of a mix of two saves: the new save, the nearest complete one, or none."""
+    """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the nearest complete one,
+    or none.
+    """
     with suppress(OSError, ValueError):
         if (staged := _intact_staging(checkpoint)) is not None:
             return f"load the interrupted save, which is intact in {shell_path(staged)}"
@@ -123,13 +125,14 @@ def _intact_staging(checkpoint: Path) -> Path | None:
 
 
 def incomplete(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is not complete, None when nothing says so.
+    """Return why a checkpoint is incomplete, None for a complete one.
 
-    With the manifest of a save, every file of that save must be there in its size; a folder that was repaired since is
-    believed. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and the main
-    process's state of the generators, which it writes after all but the custom objects; no file may be empty, and those
-    of the weights must be intact by their headers. What ``salvage`` wrote with losses is not complete. A folder of the
-    Trainer needs weights, too, and ``trainer_state.json``, which it writes last, with the step of the folder's name.
+    With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
+    counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
+    the main process's state of the generators, which it writes after all but the custom objects; no file may be empty,
+    and those of the weights must be intact by their headers. A folder that ``salvage`` wrote with losses is
+    incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``, which it writes last, with the
+    step of the folder's name.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -161,7 +164,7 @@ def incomplete(checkpoint: Path) -> str | None:
 
 
 def _trainer_problem(checkpoint: Path) -> str | None:
-    """Return why a folder without random states of ``save_state`` is not a complete one of the Trainer."""
+    """Return why a folder without random states of ``save_state`` is not a complete checkpoint of the Trainer."""
     number = checkpoint_number(checkpoint.name, _TRAINERS)
     try:
         with (checkpoint / TRAINER_STATE).open("rb") as file:
@@ -185,12 +188,12 @@ def _trainer_problem(checkpoint: Path) -> str | None:
 
 
 def _has_folder(checkpoint: Path) -> bool:
-    """Return whether a folder is there, as that of DCP or DeepSpeed in which the optimizer is."""
+    """Return whether a folder exists, such as the optimizer's folder of DCP or DeepSpeed."""
     return any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
 
 
 def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:
-    """Return what is wrong with the first file that is empty or of damaged weights. Raises OSError."""
+    """Return the problem of the first file that is empty or has damaged weights. Raises OSError."""
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
             return f"{name} is empty"
@@ -205,7 +208,7 @@ def _holds_weights(name: FileName) -> bool:
 
 
 def _unsound(checkpoint: Path, component: Component) -> str | None:
-    """Return why a loader refuses a file of weights, None when its header is all right or of a kind not read here."""
+    """Return why a loader refuses a file of weights, None when its header is right or of a kind that is not read."""
     problem, content = component.problem, component.content
     if problem is not None and problem.kind is not ProblemKind.UNSUPPORTED:
         return f"{component.path}: {problem.message}"
@@ -227,4 +230,4 @@ def _is_model(checkpoint: Path, name: str) -> bool:
 
 
 UNFINISHED = "unfinished"
-"""In ``.ckptfix`` of a folder while the files of a new save take the place of old ones one by one."""
+"""Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one by one."""

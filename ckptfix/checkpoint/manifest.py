@@ -1,7 +1,7 @@
 """The manifest of a checkpoint (``.ckptfix/manifest.json``), and the list of losses that ``salvage`` writes.
 
-A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it holds what the run
-knew, and digests. ``ckptfix seal`` adds digests, or writes a manifest that holds nothing else. Stock accelerate never
+A save writes the manifest last, so a folder whose manifest agrees with its files is complete; it contains facts of the
+run, and digests. ``ckptfix seal`` adds digests, or writes a manifest that holds nothing else. Stock accelerate never
 looks at it.
 """
 
@@ -25,27 +25,27 @@ MAX_MANIFEST = 256 << 20
 """Longest manifest that is read, in bytes; a tensor's digest takes about 120."""
 
 _MOST_PROCESSES = 1 << 20
-"""Each has a file of its own, whose names are made from this number."""
+"""Most processes of a run; each has a file of random states, numbered by its rank."""
 
 _KINDS = ("models", "optimizers", "schedulers", "dataloaders", "custom")
 """The fields of a manifest that are lists of entries."""
 
 _LINKS = ("models", "optimizer")
-"""The fields of an entry that name others by position; written only where there are any."""
+"""The fields of an entry that refer to others by position; written only where there are any."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
-    """One object that was saved: its file, its class as ``module.Class``, and for models what their names are.
+    """One object that was saved: its file, its class as ``module.Class``, and for models a fingerprint of their keys.
 
-    ``file``: of a model what ``tensors.opening`` calls it: a file, the index of its shards, the folder of a DCP
-    checkpoint, or ``ckpt.pt['model']``. ``type``: "" when not known. ``keys``: fingerprint of the names, dtypes and
-    shapes, for optimizers of the shapes of their parameters; "" when not known. ``aliases``: name that is not in the
-    file -> name of the tensor it shares its storage with. ``digests``: tensor name -> sha256 (``tensors.stored``),
-    only when asked for. ``models``: of an optimizer, the positions of the models whose parameters it holds; () when
-    none is known. ``optimizer``: of a scheduler, the position of the one it drives.
+    ``file``: for a model the label of ``tensors.opening``: a file, the index of its shards, the folder of a DCP
+    checkpoint, or ``ckpt.pt['model']``. ``type``: "" when unknown. ``keys``: fingerprint of the names, dtypes and
+    shapes, for optimizers of the shapes of their parameters; "" when unknown. ``aliases``: key that the file lacks ->
+    key of the tensor with the same storage. ``digests``: tensor name -> sha256 (``tensors.stored``), only on request.
+    ``models``: of an optimizer, the positions of the models whose parameters it holds; () when unknown.
+    ``optimizer``: of a scheduler, the position of the one it drives.
     """
 
     index: int
@@ -64,8 +64,8 @@ class Manifest:
 
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
     ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the Hugging Face hub gives it for
-    large files; "" for one that a repair changed since. A manifest that no save wrote has digests alone: no ``files``,
-    and 0 for ``world_size`` and ``step``.
+    large files; "" for one that a repair changed since. A manifest that ``seal`` wrote has digests alone: no
+    ``files``, and 0 for ``world_size`` and ``step``.
     """
 
     versions: Mapping[str, str]
@@ -81,7 +81,7 @@ class Manifest:
 
     @property
     def is_of_a_save(self) -> bool:
-        """Return whether a save wrote it: then the files that it lists are that save's own, and its step is one."""
+        """Return whether a save wrote it, and not ``seal``; only then are its files and its step those of a save."""
         return bool(self.files)
 
     def to_bytes(self) -> bytes:
@@ -99,7 +99,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint, None when it has none.
 
-    Raises FormatError when there is one that cannot be understood, OSError when it cannot be read.
+    Raises FormatError for an invalid manifest, OSError when it cannot be read.
     """
     try:
         with open(folder / MANIFEST, "rb", opener=_without_waiting) as file:
@@ -126,9 +126,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def usable_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint where it only adds to what the files say, as names of tied weights.
-
-    None when it has none, and when there is one that cannot be read: nothing is compared with it.
+    """Return the manifest of a checkpoint for uses that only add facts, such as names of tied weights. None without a
+    manifest, and for an unreadable one: nothing is compared with it.
     """
     try:
         return read_manifest(folder)
@@ -137,7 +136,7 @@ def usable_manifest(folder: Path) -> Manifest | None:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file, also a pipe to which nobody writes."""
+    """Open a file without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -150,7 +149,7 @@ def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
 
 
 class NotAsSaved(NamedTuple):
-    """A file that is not there (``have`` is None), or has ``have`` bytes where the save wrote ``saved``."""
+    """A file that is missing (``have`` is None), or has ``have`` bytes where the save wrote ``saved``."""
 
     name: str
     saved: int
@@ -163,9 +162,8 @@ class NotAsSaved(NamedTuple):
 
 
 def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
-    """Yield the files of the save that are not there as it left them, none for a complete checkpoint.
-
-    What else was sealed is the user's own, and may be gone: ``verify`` names that.
+    """Yield the files of the save that are missing or have another size, none for a complete checkpoint. Other sealed
+    files belong to the user and may be deleted: ``verify`` lists those.
     """
     for name, size in manifest.files.items():
         try:
@@ -177,14 +175,14 @@ def not_as_saved(folder: Path, manifest: Manifest) -> Iterator[NotAsSaved]:
 
 
 def missing_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Return in words what ``not_as_saved`` yields."""
+    """Return the files of ``not_as_saved`` in words."""
     return list(map(str, not_as_saved(folder, manifest)))
 
 
 def is_repaired(folder: Path) -> bool:
     """Return whether a folder was repaired since its save.
 
-    A version that did not keep sizes true left those of the save. Raises OSError when its journal cannot be listed.
+    Versions that did not update sizes left those of the save. Raises OSError when its journal cannot be listed.
     """
     try:
         return any(name.endswith(".done") for name in os.listdir(folder / JOURNAL))
@@ -230,7 +228,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a relative name is that of a file below the folder, as a file system can hold it."""
+    """Return whether a relative name is a valid name of a file below the folder."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -239,7 +237,7 @@ def _is_inside(name: str) -> bool:
 
 
 REPORT = "salvage.json"
-"""The file in which a salvaged folder lists what was lost."""
+"""Name of the file in which a salvaged folder lists its losses."""
 
 _VERSION = 1
 _MAX_REPORT = 128 << 20
@@ -247,8 +245,9 @@ _MAX_REPORT = 128 << 20
 
 
 class Losses(NamedTuple):
-    """The losses of a salvaged folder: ``tensors`` (or other values) of files, whole ``files``; and what is ``damaged``
-    in it, kept all the same."""
+    """The losses of a salvaged folder: ``tensors`` (or other values) of files, complete ``files``; and ``damaged``
+    objects that were kept all the same.
+    """
 
     tensors: int
     files: int
@@ -262,9 +261,9 @@ class Losses(NamedTuple):
 
 
 def read_losses(folder: Path) -> Losses | None:
-    """Return what a salvage lost of a folder; None when nothing is, or the folder was not salvaged.
+    """Return the losses of a salvaged folder; None without losses, or when the folder was not salvaged.
 
-    A ``salvage.json`` that is none of ckptfix says nothing. Raises OSError when there is one that cannot be read.
+    A ``salvage.json`` of another program is ignored. Raises OSError when the file cannot be read.
     """
     path = folder / REPORT
     try:

@@ -1,7 +1,7 @@
 """Two entries compared: pairs of their tensors, and the byte ranges that must agree for them to be equal.
 
-An entry is a file, or a DCP folder. Of a DCP folder whole items are compared, each a file of ``torch.save``: they hold
-no keys, so that a model saved twice with other keys has equal items. Models that were cut otherwise are not compared.
+An entry is a file, or a DCP folder. Items of a DCP folder are compared as a unit, each a file of ``torch.save``: they
+contain no keys, so a model saved twice with other keys has equal items. Models with different chunks are not compared.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -20,24 +20,24 @@ from ckptfix.storage.comparing import Digests, Run, first_difference, same_bytes
 from ckptfix.storage.reading import open_reader
 
 Progress = Callable[[int], None]
-"""Called with a number of bytes each time that many more have been read."""
+"""Callback with the number of bytes read since its last call."""
 
 Saved = Component | DcpFolder
-"""A file or a DCP folder with an object in it."""
+"""Entry of a checkpoint: a file or a DCP folder."""
 
 Files = tuple[PurePosixPath, PurePosixPath]
-"""A file of the entry that is kept, and one of the other entry; both relative to the checkpoint."""
+"""Pair of paths relative to the checkpoint: a file of the kept entry, and one of the other entry."""
 
 STRUCTURE = "(structure)"
-"""The answer of ``first_unequal`` where no tensor differs but what is around them: not the key of a tensor."""
+"""Result of ``first_unequal`` where all tensors are equal and the structure differs; not the key of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
     """Two entries with equal keys (once unwrapped), dtypes and shapes.
 
-    ``runs``: the ranges of files that must agree for the two to be equal; None when their structures already differ, so
-    that no bytes can make them equal.
+    ``runs``: the ranges of files that must agree for the two to be equal; None when the structures differ, so that no
+    bytes can make the two equal.
     """
 
     kept: Saved
@@ -46,7 +46,7 @@ class Pairing:
 
     @property
     def size(self) -> int:
-        """The bytes of one of the two that must agree."""
+        """The number of bytes per entry that must agree."""
         return sum(run.length for runs in (self.runs or {}).values() for run in runs)
 
 
@@ -93,11 +93,11 @@ def first_unequal(
     progress: Progress | None = None,
     digests: dict[PurePosixPath, Digests] | None = None,
 ) -> str | None:
-    """Return where two paired entries first differ: a tensor's key, ``STRUCTURE``, or None when they are equal.
+    """Return the first difference of two paired entries: a tensor's key, ``STRUCTURE``, or None when they are equal.
 
     ``full`` reads every byte; otherwise a few pages of several tensors. One file under two names, or the same
-    blocks of a file system with reflinks, are equal without a read. ``digests`` gets those of what was read in full, by
-    file of the entry that is kept.
+    blocks of a file system with reflinks, are equal without a read. ``digests`` gets the digests of ranges read in
+    full, by file of the kept entry.
     """
     if pairing.runs is None:
         return STRUCTURE
@@ -142,7 +142,7 @@ def _by_key(component: Component) -> dict[str, TensorInfo]:
 
 
 def _coalesce(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Join runs that are neighbours in both files: fewer, longer reads, and a shorter recipe."""
+    """Join runs that are adjacent in both files: fewer, longer reads, and a shorter recipe."""
     joined: list[Run] = []
     for run in sorted(runs):
         if run.length == 0:

@@ -1,4 +1,10 @@
-"""Files of torch.save, whatever their container: zip, a plain pickle, or the legacy one of torch before 1.6."""
+"""Files of torch.save, whatever their container: zip, a plain pickle, or the legacy one of torch before 1.6.
+
+A legacy file is five pickles, then the bytes of every storage. Facts from torch 2.13, ``torch/serialization.py``
+(``_legacy_save``, ``_legacy_load``): a magic number, the protocol version 1001, a dict about the system, the object,
+the list of storage keys; then for each key eight bytes with the number of elements, and the elements. Nothing is
+aligned and the next pickle follows at once, so nothing can move.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,13 +19,6 @@ from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dic
 from ckptfix.formats.torch_tensors import PickledStorage, PickledTensor, read_storage, storages
 from ckptfix.formats.torch_zip import MAX_PICKLE, AppendedBytes, TorchZip
 from ckptfix.storage.reading import FileReader
-
-# The files of torch.save before 1.6: five pickles, then the bytes of every storage.
-#
-# Facts from torch 2.13, ``torch/serialization.py`` (``_legacy_save``, ``_legacy_load``): a magic number,
-# the protocol version 1001, a dict about the system, the object, the list of storage keys; then for each
-# key eight bytes with the number of elements, and the elements. Nothing is aligned and the next pickle
-# follows at once, so nothing can move.
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -214,9 +213,6 @@ def _ranges(
         ranges[key] = (position + 8, known[key].nbytes)
         position += 8 + known[key].nbytes
     return ranges, end
-
-
-# Files of torch.save, whatever their container: zip, legacy, or a plain pickle.
 
 
 class NameMap(Protocol):

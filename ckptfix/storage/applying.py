@@ -1,4 +1,16 @@
-"""One edit applied, or undone, whether it is done, half done or not begun."""
+"""One edit applied, or undone, whether it is done, half done or not begun.
+
+``prepare`` reads the folder and writes only into the journal; ``act`` checks again and changes the folder.
+
+An undo may itself be interrupted. Each case looks at the folder, decides how far the edit got, and goes back from
+there; so it can be killed and repeated at any point. It syncs even a file that is already right: the run before may
+have been killed ahead of its sync. Anything that no interruption explains (somebody saved the file again) is a
+JournalError, and that file is left alone. A newer file where nothing has to be restored is left alone, too.
+
+After an edit that wrote into a file (Patch, Append, Truncate), the restored size and ends must first prove that it
+is the file that was edited. Then the old bytes are written even where the file seems to hold them already: after a
+failed fsync the kernel shows bytes that are not on the disk.
+"""
 
 import hashlib
 import os
@@ -39,9 +51,6 @@ from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.records import Metadata
 from ckptfix.storage.workspace import Note, Workspace, opened
-
-# Do one edit: ``prepare`` looks and writes only into the journal, ``act`` looks again and changes the
-# folder.
 
 _CHUNK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"
@@ -201,7 +210,7 @@ def _check_patched(fd: int, edit: Patch) -> None:
 
 
 def _check_same(fd: int, path: PurePosixPath, expected: Fingerprint | None) -> None:
-    """Look at the very file that is written to next; its name may lead to another one than a moment ago."""
+    """Check the very file that is written to next; its name may lead to another file by now."""
     if os.fstat(fd).st_nlink != 1 or fingerprint_of_open(fd) != expected:
         raise _saved_again(path, fingerprint_of_open(fd), expected)
 
@@ -213,7 +222,7 @@ def _check_still(full: Path, path: PurePosixPath, expected: Fingerprint | None) 
 
 
 def _check_taken(old: Path, path: PurePosixPath, expected: Fingerprint | None) -> None:
-    """Check the file in the journal, which may be deleted at the commit: the recipe must be able to make it again."""
+    """Check that the recipe can rebuild the file in the journal, which may be deleted at the commit."""
     found = fingerprint(old)
     if found != expected:
         raise OperationError(str(_saved_again(path, found, expected)))
@@ -245,17 +254,6 @@ def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
     return digest.hexdigest()
 
 
-# Undo of one edit, whether it is done, half done or not begun, and whether its undo was itself interrupted.
-#
-# Each case looks at the folder, decides how far things got, and goes back from there; so it can be killed
-# and repeated at any point. It syncs even what it finds in order: the run before may have been killed ahead
-# of its sync. Anything that no interruption explains (somebody saved the file again) is a JournalError, and
-# that file is left alone. A newer file where nothing has to be put is left alone, too.
-#
-# Of an edit that wrote into a file (Patch, Append, Truncate) the size and the ends that the file will have
-# again first prove that it is the file that was edited. Then the old bytes are written even where the file
-# seems to hold them already: after a failed fsync the kernel shows bytes that are not on the disk.
-
 _SECTOR = 512
 _BLOCK = 1 << 20
 
@@ -281,7 +279,7 @@ def _undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncat
     """Bring the file back durably to what it was before ``edit``. Raises JournalError and OSError."""
     path = work.at(edit.path)
     if not os.path.lexists(path):
-        raise work.unexplained(path, "is not there")
+        raise work.unexplained(path, "is missing")
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise work.unexplained(path, "is no longer a regular file")
     with opened(path, os.O_RDWR) as fd:
@@ -308,13 +306,13 @@ def _undo_in_place(work: Workspace, index: int, edit: Patch | Appended | Truncat
 
 def _finish(work: Workspace, fd: int, note: Note) -> None:
     if note.metadata is not None and not note.metadata.restore(fd):
-        work.accept_any_time()  # somebody else's file keeps its new time, which earlier edits then have to accept
+        work.accept_any_time()  # another writer's file keeps its new time
     os.fsync(fd)
 
 
 @contextmanager
 def _without_other_names(work: Workspace, index: int, path: Path, fd: int) -> Iterator[int]:
-    """Yield a descriptor of the file at ``path`` when it has no other name, else of a copy that takes its place.
+    """Yield a descriptor of the file at ``path``; if the file has other names, of a copy that replaces it.
 
     A snapshot made of hard links since the repair (``cp -al``, ``rsync --link-dest``) must keep its bytes.
     """
@@ -427,7 +425,7 @@ def _undo_move(work: Workspace, edit: Move, note: Note) -> None:
         _make_folder(source.parent)
         move(target, source)
     elif not work.is_the(at_source, note.old) and work.is_the(at_target, note.old):
-        raise work.unexplained(source, f"is there again, and what was there is now {edit.target}")
+        raise work.unexplained(source, f"exists again, and the file that was moved is now {edit.target}")
     for folder in dict.fromkeys((source.parent, target.parent)):
         sync_folder(folder)
 
@@ -444,7 +442,7 @@ def _undo_new_file(work: Workspace, index: int, edit: Replaced, note: Note) -> N
 
 
 def _undo_replace(work: Workspace, index: int, edit: Replaced, note: Note, progress: Progress | None) -> None:
-    """``N.new`` is there exactly while the new file is not at its place, or a second name of it is kept here."""
+    """Undo a Replace; ``N.new`` exists exactly while the new file is not in place, or has a second name here."""
     assert not isinstance(edit.previous, Absent)
     path, new, old = work.at(edit.path), work.new(index), work.old(index, edit.previous)
     if not os.path.lexists(new):
@@ -481,8 +479,8 @@ def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress
     path, old = work.at(edit.path), work.old(index, edit.previous)
     if os.path.lexists(path):
         if os.path.lexists(old):
-            raise work.unexplained(path, "is there again")
-        # The file was never taken away, or is back. Not so when the commit deleted it, and it must be built again.
+            raise work.unexplained(path, "exists again")
+        # The file was never removed, or is restored. After a commit that deleted it, it must be rebuilt.
         if work.was_committed and not work.is_the(found := fingerprint(path), note.old):
             raise work.not_the(path, found, note.old)
         sync_folder(path.parent)
@@ -494,7 +492,7 @@ def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a file that comes back, which somebody may have deleted when it was empty."""
+    """Make the folder of a restored file; somebody may have deleted it when it was empty."""
     if not os.path.lexists(folder):
         os.mkdir(folder)
         sync_folder(folder.parent)
@@ -509,7 +507,7 @@ def _rebuild(
     note: Note,
     progress: Progress | None,
 ) -> None:
-    """Make the previous file at ``old``, complete or not at all, and check that it is the one that was there."""
+    """Rebuild the previous file at ``old``, complete or not at all, and check that it is the same file."""
     if not isinstance(previous, Recipe):
         raise JournalError(
             f"{old}: the previous version of {path} is no longer in the journal; {forget(work.root)}"
@@ -518,7 +516,7 @@ def _rebuild(
     with suppress(FileNotFoundError):
         os.unlink(part)
     try:
-        # for nobody else to read before it is known to be what was there
+        # private until it is verified to be the previous file
         build(replace(previous, mode=0o600, uid=-1, gid=-1), work.root, part, progress=progress)
         made, why = fingerprint(part), "the files that hold its bytes are no longer what they were"
         if any(differing(previous, lambda one: (Piece(part, one.position, one.length),))):

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptfix.wording import human_size
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk, or of a share of one, that has no room left."""
+"""Errors of a full disk or an exhausted quota."""
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -36,7 +36,7 @@ def sync_file(fd: int) -> None:
 
 
 def located(error: OSError, fd: int, missing: int = 0) -> OSError:
-    """Return an error of a descriptor with the path of its file; of a full disk with how much it has.
+    """Return an error of a descriptor with the path of its file, and for a full disk the free space.
 
     ``missing``: how many bytes could not be written.
     """
@@ -83,7 +83,7 @@ def sync_tree(folder: Path) -> None:
 def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a new file and sync it; ``mode`` is subject to the umask. Raises FileExistsError.
 
-    Raises OSError when not all of it can be written: nothing is left of it then.
+    Raises OSError when not all of it can be written; the incomplete file is then removed.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -164,7 +164,7 @@ def rename_to_free(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one step; False where the kernel or the file system cannot. Raises OSError."""
+    """Exchange two names in one step; return False where the kernel or the file system cannot. Raises OSError."""
     try:
         renameat2(one, other, _EXCHANGE)
     except OSError as error:
@@ -175,7 +175,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename durably to a free name, which is made durable first, so that no crash leaves the file without any."""
+    """Rename durably to a free name, which is synced first, so that no crash leaves the file without a name."""
     rename_to_free(source, target)
     sync_folder(target.parent)
     if source.parent != target.parent:

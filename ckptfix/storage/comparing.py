@@ -1,4 +1,8 @@
-"""Byte ranges of two files compared in parallel, and a file compared in a millisecond with what it was."""
+"""Byte ranges of two files compared in parallel, and fingerprints that show in a millisecond that a file changed.
+
+Several threads compare, in little memory. Where the file system reports the blocks of a range (Linux FIEMAP), shared
+blocks need not be read.
+"""
 
 import ctypes
 import errno
@@ -20,17 +24,11 @@ from ckptfix.errors import ChangedError
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.reading import page_buffer
 
-# Comparison of byte ranges in two open files, with several threads and little memory.
-#
-# Where the file system says on which blocks a range lies (Linux FIEMAP), shared blocks need not be read.
-
 _FS_IOC_FIEMAP = 0xC020660B
-_SYNC = (
-    1  # what is only in memory has no place yet, and a write to shared blocks moves them when it is synced
-)
+_SYNC = 1  # unsynced data has no block yet, and a write to shared blocks moves them when it is synced
 _LAST = 1
-# UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: such an extent's place
-# says nothing about its bytes.
+# UNKNOWN, DELALLOC, ENCODED, DATA_ENCRYPTED, NOT_ALIGNED, DATA_INLINE, DATA_TAIL, UNWRITTEN: the position of
+# such an extent says nothing about its bytes.
 _UNPROVEN = 0x2 | 0x4 | 0x8 | 0x80 | 0x100 | 0x200 | 0x400 | 0x800
 _SHARED = 0x2000  # without it two files cannot lie on one place; equal numbers are then places on two devices
 _HEADER = struct.Struct("=QQLLLL")
@@ -58,7 +56,7 @@ def same_extents(fd_a: int, offset_a: int, fd_b: int, offset_b: int, length: int
 
 
 def _physical(fd: int, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, place) of each proven extent; start and end count from ``offset``, place is on the disk.
+    """Yield (start, end, position on the disk) of each proven extent; start and end count from ``offset``.
 
     Ends early at an extent that proves nothing or belongs to one file alone; holes are left out.
     """
@@ -109,7 +107,7 @@ Digests = dict[tuple[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first byte that differs: ``run`` is the index of its run, the offsets are those in the two files."""
+    """First differing byte: ``run`` is the index of its run, the offsets are those in the two files."""
 
     run: int
     offset_a: int
@@ -149,7 +147,7 @@ def first_difference(
 
 
 def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> bool:
-    """Return True when the file system proves all runs equal (one inode, or the same blocks), False when not known."""
+    """Return True when the file system proves all runs equal (one inode, or the same blocks), else False."""
     status_a, status_b = os.fstat(fd_a), os.fstat(fd_b)
     if status_a.st_dev != status_b.st_dev:
         return False
@@ -166,7 +164,9 @@ def same_bytes_without_reading(fd_a: int, fd_b: int, runs: Sequence[Run]) -> boo
 
 
 def _same_path(fd_a: int, fd_b: int) -> bool:
-    """Compare the names that both were opened by. Some FUSE and SMB mounts give two files the same inode number."""
+    """Compare the paths by which both files were opened. Some FUSE and SMB mounts give two files the same
+    inode number.
+    """
     with suppress(OSError):  # no /proc
         return os.readlink(f"/proc/self/fd/{fd_a}") == os.readlink(f"/proc/self/fd/{fd_b}")
     return False
@@ -204,12 +204,12 @@ def is_cached(fd: int, offset: int) -> bool:
     """Return whether the byte at ``offset`` is in memory already."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # not in memory, or a file system that cannot tell
+    except OSError:  # not in memory, or a file system that does not report it
         return False
 
 
 Segment = tuple[int, int, Run]
-"""A number, the index of the run, and a part of that."""
+"""Segment number, index of its run, and a part of that run."""
 
 
 class _Search:
@@ -218,7 +218,7 @@ class _Search:
     def __init__(self, fd_a: int, fd_b: int, digests: Digests | None) -> None:
         self._fds, self._digests = (fd_a, fd_b), digests
         self._lock = threading.Lock()
-        self._stop: float = float("inf")  # segments from this number on do not matter any more
+        self._stop: float = float("inf")  # segments from this number on no longer matter
         self.found: Difference | None = None
 
     def segments(self, runs: Sequence[Run]) -> Iterator[Segment]:
@@ -315,8 +315,6 @@ class _Blocks:
             filled += got
 
 
-# Fingerprints of files: a millisecond shows that a file is no longer what it was.
-
 _ENDS = 1 << 16
 _PAGES, _SAMPLE_PAGE = 24, 4096
 
@@ -344,7 +342,7 @@ class Fingerprint:
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Return the fingerprint of ``path``, None when there is nothing. Raises OSError for a special file."""
+    """Return the fingerprint of ``path``, None when nothing exists there. Raises OSError for a special file."""
     try:
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
@@ -380,7 +378,8 @@ def ends_digest(read: Callable[[int, int], bytes], size: int) -> str:
 
 
 def samples_digest(path: Path) -> str:
-    """Return the sha256 of 24 pages between the ends of a file, "" where the ends are all of it or it is no file.
+    """Return the sha256 of 24 pages between the ends of a file, "" where the ends cover it all, or for
+    anything but a file.
 
     A training step changes nearly every page of a model whose ends are frozen. Raises OSError.
     """

@@ -66,7 +66,7 @@ def copy_range(
 
 
 def _shared(source: int, source_offset: int, target: int, target_offset: int, length: int) -> bool:
-    """Make ``target`` share whole blocks of ``source``. False: this file system cannot."""
+    """Make ``target`` share full blocks of ``source``; return False where the file system cannot."""
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, source_offset, length, target_offset))
     except OSError:
@@ -75,7 +75,7 @@ def _shared(source: int, source_offset: int, target: int, target_offset: int, le
 
 
 def _cloneable(target: int, source_offset: int, target_offset: int, length: int) -> tuple[int, int]:
-    """Return the bytes before the first whole block, and the bytes in whole blocks; (0, 0) when out of phase."""
+    """Return the bytes before the first full block, and the bytes in full blocks; (0, 0) when out of phase."""
     block = os.fstatvfs(target).f_bsize
     if block <= 0 or (source_offset - target_offset) % block:
         return 0, 0
@@ -120,12 +120,13 @@ _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 
 
 class Pacer:
-    """Follows one file that is written from its beginning to its end.
+    """Writeback control for one file that is written from its beginning to its end.
 
     The disk is kept busy (``sync_file_range`` starts writing and does not wait), and at most 80 MiB wait to be written:
-    left to the kernel, dirty pages fill the page cache and then stop every writer at once. What is on the disk is
-    dropped from the cache: the user's own files stay in it, a check that follows reads what the disk has, and the same
-    few pages are used again and again, where new ones would cost a virtual machine four times as much as the copying.
+    left to the kernel, dirty pages fill the page cache and then stop every writer at once. Written pages are
+    dropped from the cache: the user's own files stay in it, a later check reads the bytes on the disk, and
+    the same few pages are used again and again, where new ones would cost a virtual machine four times as
+    much as the copying.
     """
 
     def __init__(self, fd: int) -> None:
@@ -134,7 +135,7 @@ class Pacer:
         self._call: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
     def wrote(self, end: int) -> None:
-        """Say that the file is written up to byte ``end``. Raises OSError where writing it out failed."""
+        """Note that the file is written up to byte ``end``. Raises OSError where writing it out failed."""
         if self._call is None:
             if end - self._settled >= _WRITE_PACE:
                 os.fdatasync(self._fd)
@@ -150,7 +151,7 @@ class Pacer:
             self._drop(settled)
 
     def finish(self, end: int) -> None:
-        """Make the whole file durable. Raises OSError."""
+        """Make the complete file durable. Raises OSError."""
         sync_file(self._fd)
         self._drop(end)
 

@@ -29,8 +29,8 @@ class Patch:
 class Append:
     """Add ``data`` to a file of ``old_size`` bytes.
 
-    The last ``tail`` bytes are written only when all before them are on disk: for a zip file the end records, so
-    that a reader finds the old directory or the whole new one.
+    The last ``tail`` bytes are written only when all before them are on disk: for a zip file the end records,
+    so that a reader finds the old directory or the complete new one.
     """
 
     path: PurePosixPath
@@ -64,7 +64,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remove:
-    """Take the file away. With a recipe its space is free as soon as the transaction is committed."""
+    """Remove the file. With a recipe its space is free as soon as the transaction is committed."""
 
     path: PurePosixPath
     previous: Recipe | Kept
@@ -149,7 +149,7 @@ Record = Patch | Appended | Truncate | Replaced | Remove | Move
 
 
 def record_of(edit: Edit) -> Record:
-    """Return what the journal keeps of ``edit``."""
+    """Return the journal's record of ``edit``."""
     match edit:
         case Append():
             return Appended(path=edit.path, old_size=edit.old_size, length=len(edit.data))

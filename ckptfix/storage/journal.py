@@ -1,4 +1,4 @@
-"""Transactions on the files of one folder: all edits happen, or none, and what happened can be undone.
+"""Transactions on the files of one folder: all edits happen, or none, and a committed one can be undone.
 
 The journal of ``ROOT`` is the folder ``ROOT/.ckptfix``; transaction 7 is a folder in it::
 
@@ -6,8 +6,8 @@ The journal of ``ROOT`` is the folder ``ROOT/.ckptfix``; transaction 7 is a fold
     0007.pending    edits happen, one note in ``steps`` before each; rolled back by the next run after a crash
     0007.done       committed by the rename to this name; an undo renames back to pending and rolls back
 
-Each name is made durable before what it promises begins, so there is one way forward, one way back, and no state
-in which a reader of the journal has to guess.
+Each name is made durable before the step that it announces begins, so there is one way forward, one way back,
+and no state in which a reader of the journal has to guess.
 """
 
 import os
@@ -97,7 +97,7 @@ def commit(
     digests: Mapping[PurePosixPath, Digests] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Do all edits in order, call ``verify``, and return the number of the committed transaction.
+    """Apply all edits in order, call ``verify``, and return the number of the committed transaction.
 
     The caller holds the lock and has called ``recover``. ``target`` is the path that the user named, ``summary``
     any JSON value; ``watched`` are further files (besides edited ones and those that recipes read) whose change
@@ -156,13 +156,14 @@ def undo(
 ) -> tuple[PurePosixPath, ...]:
     """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted without a proof.
 
-    Every byte that comes back is compared with the digests in the journal first; of bytes that stay where they are,
-    the size, both ends and pages between them. Times say nothing. ``force`` accepts another time of files of which a
-    journal of 0.4.0 or older has no digest, and nothing else.
+    Every byte that comes back is compared with the digests in the journal first; of bytes that stay in place,
+    the size, both ends and pages between them. Times prove nothing. ``force`` accepts another time of files
+    of which a journal of 0.4.0 or older has no digest, and nothing else.
 
     The caller holds the lock and has called ``recover``. Raises UsageError when there is no such transaction;
-    ChangedError when a later transaction needs the files as they are now, or when a file differs from what the
-    transaction left, or cannot be proven the same; JournalError when it could not finish: the next ``recover`` does.
+    ChangedError when a later transaction needs the current files, or when a file differs from the
+    transaction's result, or cannot be proven the same; JournalError when it could not finish: the next
+    ``recover`` does.
     """
     _next_number(root)
     done = root / JOURNAL / f"{number:04}.done"
@@ -214,11 +215,13 @@ def _build(
     digests: Mapping[PurePosixPath, Digests],
     progress: Progress | None,
 ) -> None:
-    """Write all that the transaction needs. When that fails, for instance on a full disk, nothing has changed."""
+    """Write everything that the transaction needs. When that fails, for instance on a full disk, nothing has
+    changed.
+    """
     try:
         with suppress(FileExistsError):
             os.mkdir(root / JOURNAL)
-        os.mkdir(building, 0o700)  # what it holds may come from files that others must not read
+        os.mkdir(building, 0o700)  # its contents may come from files that others must not read
         work = Workspace(root, building)
         for index, edit in enumerate(edits):
             if isinstance(edit, Replace):
@@ -242,12 +245,12 @@ def _build(
 
 
 def _with_digests(root: Path, edit: Edit, known: Mapping[PurePosixPath, Digests]) -> Edit:
-    """Return the edit with the digests of the bytes that an undo will take from other files."""
+    """Return the edit with the digests of the bytes that an undo will read from other files."""
     if not isinstance(edit, Remove) or not isinstance(edit.previous, Recipe):
         return edit
     path = locate(root, edit.path)
     if not path.is_file() or path.stat().st_size != edit.previous.size:
-        return edit  # a file of an earlier edit, or not what the recipe makes, which is found in its turn
+        return edit  # a file of an earlier edit, or a mismatch with the recipe that a later check reports
     return replace(edit, previous=with_digests(edit.previous, path, known))
 
 
@@ -257,7 +260,7 @@ def _undo_after(root: Path, building: Path, error: BaseException, progress: Prog
     try:
         if os.path.lexists(done):
             os.rename(done, pending)
-            sync_folder(root / JOURNAL)  # else a crash may leave half undone what the disk calls committed
+            sync_folder(root / JOURNAL)  # else a crash may leave it half undone, yet committed on the disk
         if os.path.lexists(building):
             remove_folder(building)
         else:
@@ -278,7 +281,7 @@ def _roll_back(root: Path, folder: Path, progress: Progress | None) -> None:
         undo_edit(work, index, record.edits[index], notes[index], progress)
         cut_notes(folder, index)
     stranded = [name for name in os.listdir(folder) if name.endswith((".kept", ".trash"))]
-    if stranded:  # never reached; but what follows deletes, and these would be the user's only copy
+    if stranded:  # never reached; but the next step deletes, and these would be the user's only copy
         raise JournalError(f"{folder / stranded[0]}: still there after the roll-back; nothing more was done")
     garbage = folder.with_suffix(".building")
     os.rename(folder, garbage)  # a half-deleted pending transaction could not be read by the next run
@@ -287,10 +290,10 @@ def _roll_back(root: Path, folder: Path, progress: Progress | None) -> None:
 
 
 def _empty_trash(folder: Path) -> int:
-    """Delete the previous files that a recipe can rebuild; return how many."""
+    """Delete the previous files that a recipe can rebuild; return their number."""
     try:
         names = [name for name in os.listdir(folder) if name.endswith(".trash")]
-    except PermissionError:  # another user's repair, and his to clean up
+    except PermissionError:  # another user's repair, which only that user can clean up
         return 0
     for name in names:
         os.unlink(folder / name)

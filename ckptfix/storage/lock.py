@@ -1,4 +1,4 @@
-"""One writer per folder."""
+"""The lock that allows one writer per folder."""
 
 import errno
 import fcntl
@@ -19,8 +19,8 @@ LOCK = "lock"
 def folder_lock(root: Path) -> Iterator[None]:
     """Hold the lock of the folder ``root``; readers do not need it.
 
-    The lock dies with the process that holds it, so a lock file that a killed run left behind locks nothing. On
-    the way out the lock file goes, and ``.ckptfix/`` with it when nothing else is in there.
+    The lock dies with the process that holds it, so a lock file that a killed run left behind locks nothing.
+    At the end the lock file is removed, and ``.ckptfix/`` with it when it is empty.
 
     Raises LockedError when another process holds it, JournalError when ``.ckptfix`` is a symbolic link or no
     directory, OperationError when the folder cannot be written to or its file system has no locks.
@@ -28,7 +28,7 @@ def folder_lock(root: Path) -> Iterator[None]:
     try:
         fd = _acquire(root)
     except OSError as error:
-        with suppress(OSError):  # made for nothing; stays when somebody else uses it
+        with suppress(OSError):  # made in vain; stays when somebody else uses it
             os.rmdir(root / JOURNAL)
         raise OperationError(f"{root}: cannot lock this folder for writing: {error.strerror}") from error
     try:
@@ -54,7 +54,7 @@ def _acquire(root: Path) -> int:
                 raise JournalError(f"{folder}: is a symbolic link or no directory; move it away first")
         try:
             fd = _open(path)
-        except FileNotFoundError:  # the holder took lock file and folder away just now
+        except FileNotFoundError:  # the holder removed lock file and folder just now
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,9 +90,9 @@ def _open(path: Path) -> int:
         # Left by a killed run of somebody else: flock needs no right to write, but on NFS.
         with suppress(FileNotFoundError):
             return os.open(path, flags & ~os.O_CREAT | os.O_RDONLY)
-        if os.access(path.parent, os.W_OK, effective_ids=True):  # the holder took it away just now
+        if os.access(path.parent, os.W_OK, effective_ids=True):  # the holder removed it just now
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-        raise  # nobody holds it, and it cannot be made: trying again would never end
+        raise  # nobody holds it, and it cannot be created: a retry would never end
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -103,7 +103,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 def _write_pid(fd: int) -> None:
     with suppress(OSError):  # only for the message of the other side; a full disk must not stop an undo
-        if os.fstat(fd).st_nlink > 1:  # a snapshot of hard links, or a trap: the bytes are not ours alone
+        if os.fstat(fd).st_nlink > 1:  # a snapshot of hard links, or a trap: the file has another name
             return
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

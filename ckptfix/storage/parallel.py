@@ -15,7 +15,7 @@ _END = object()
 
 
 class Control:
-    """Connection of the threads of one run: bytes are counted, and a long task is told to end early."""
+    """Connection of the threads of one run: it counts bytes, and stops long tasks early."""
 
     def __init__(self, progress: Progress | None) -> None:
         """Use a callback for bytes."""
@@ -42,11 +42,11 @@ def run_all(
     threads: int,
     progress: Progress | None = None,
 ) -> None:
-    """Do every task in one of several threads, this one included; tasks are taken in their order.
+    """Run every task in one of several threads, this one included; tasks begin in their order.
 
-    ``worker`` is called in each thread and yields what does one task, with files and buffers of its own. The first
-    error ends all, and is raised. No thread works any more when this returns or raises: nobody reads from a descriptor
-    that the caller is about to close.
+    ``worker`` is called in each thread and yields a function for one task, with files and buffers of its own.
+    The first error ends all, and is raised. No thread works any more when this returns or raises: nobody
+    reads from a descriptor that the caller is about to close.
     """
     control, lock, waiting = Control(progress), threading.Lock(), iter(tasks)
 
@@ -79,12 +79,13 @@ def run_all(
 
 
 def processors() -> int:
-    """Return how many threads can compute at once, 8 at most."""
+    """Return the number of threads that can compute at once, 8 at most."""
     return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
 
 
 def reading_threads(*, is_cached: bool) -> int:
-    """Return how many threads read best: one per processor for cached files, four at least that wait for a disk.
+    """Return the best number of reading threads: one per processor for cached files, four at least that wait
+    for a disk.
 
     Measured on two processors with 2 files of 4 GiB, as a share of the fastest plain read: cached, 2 threads
     0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.

@@ -18,7 +18,9 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.wording import escape
 
 JOURNAL = ".ckptfix"
-"""Inside the checkpoint, never next to it: Accelerate reads every name in the parent folder as a number."""
+"""The folder of the journal; inside the checkpoint, never next to it: Accelerate reads every name in the
+parent folder as a number.
+"""
 
 MANIFEST = f"{JOURNAL}/manifest.json"
 """Path of the manifest of a checkpoint (``checkpoint.manifest``), relative to it."""
@@ -52,7 +54,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
     ):  # ValueError: a NUL byte, which no file's name holds
         if given.is_symlink():
             target = os.readlink(given)
-            raise UsageError(f"{given} is a broken link: {target} is not there") from None
+            raise UsageError(f"{given} is a broken link: {target} does not exist") from None
         raise UsageError(f"{given} does not exist") from None
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise UsageError(f"{given} is {kind}: expected a folder or a regular file")
@@ -72,7 +74,7 @@ def ensure_folder(path: Path) -> None:
 
 
 def check_path(path: PurePosixPath) -> None:
-    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is no name at all."""
+    """Raise OperationError for a path that leaves the folder, reaches into a journal, or is not a valid name."""
     if str(path) == MANIFEST:
         return
     inside = path.parts and not path.is_absolute() and ".." not in path.parts
@@ -97,12 +99,12 @@ def locate(root: Path, path: PurePosixPath) -> Path:
 
 
 def command(verb: str, root: Path, target: str = "", *options: str) -> str:
-    """Return what to type to run ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
+    """Return the command line that runs ``ckptfix VERB`` on the folder, or on the file ``target`` in it."""
     return f"{shlex.join(['ckptfix', verb, *options])} {shell_path(root / target)}"
 
 
 def shell_path(path: Path | str) -> str:
-    """Return a path as a shell takes it: quoted, and not one that a command takes for an option.
+    """Return a path quoted for a shell, so that no command takes it for an option.
 
     Control characters, and bytes that are not UTF-8, are written as bash and zsh read them: ``$'a\\377'``.
     """
@@ -123,12 +125,14 @@ def _quoted(character: str) -> str:
 
 
 def forget(root: Path) -> str:
-    """Return the advice that always works: keep the files as they are, and forget the journal, but not the manifest."""
+    """Return the advice that always works: keep the files, and delete the journal but not the manifest."""
     return f"to keep the files as they are now: rm -r {shell_path(root / JOURNAL)}/[0-9]*"
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """Return in words why ``path`` cannot be read; of a refusal the owner, the mode and the command that ends it."""
+    """Return in words why ``path`` cannot be read; for denied permission also owner, mode and the command to
+    fix it.
+    """
     if not isinstance(error, PermissionError):
         return f"cannot be read: {cause(path, error)}"
     blocked, status = _blocked(path)
@@ -151,7 +155,7 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def described(error: Exception) -> str:
-    """Return what an error says, and where a file or folder may not be read, what ends that."""
+    """Return the text of an error, and for denied permission the command to fix it."""
     if isinstance(error, PermissionError) and error.filename is not None:
         path = Path(os.fsdecode(error.filename))
         if not _is_absent(path) and not os.access(path, os.R_OK, effective_ids=True):
@@ -190,14 +194,14 @@ def _is_absent(path: Path) -> bool:
 
 
 def refused_files(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield in words which of these files and folders may not be read, and what ends that."""
+    """Yield in words each file or folder that may not be read, and the command to fix it."""
     for path in paths:
         if os.path.exists(path) and not os.access(path, os.R_OK, effective_ids=True):
             yield f"{path}: {unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))}"
 
 
 def _blocked(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Return what refuses, the path itself or a folder on the way to it, and its status."""
+    """Return the path that denies access, the path itself or a folder above it, and its status."""
     full = Path(os.path.abspath(path))
     status: os.stat_result | None = None
     for one, above in zip((*reversed(full.parents), full), (full, *reversed(full.parents)), strict=True):
@@ -217,9 +221,9 @@ def _name(uid: int) -> str:
 
 
 class Listing(NamedTuple):
-    """``files``: all that is no folder, as ``listed_files`` gives it.
+    """Result of ``list_folder``. ``files``: everything but folders, as ``listed_files`` returns it.
 
-    ``journals``: what ckptfix keeps in the folders below, of checkpoints of their own, in order.
+    ``journals``: journals of checkpoints in sub-folders, in order.
     """
 
     files: dict[str, str | None]
@@ -227,17 +231,17 @@ class Listing(NamedTuple):
 
 
 def listed_files(root: Path) -> dict[str, str | None]:
-    """Return all that is no folder below a folder, by its relative path, in order, but for what ckptfix keeps.
+    """Return everything but folders below a folder, by relative path, in order, without ckptfix's own files.
 
-    The value says why something cannot be looked into: a folder that cannot be listed, and a link to one that was
-    listed by another path, or that the checkpoint lies in; None for all else. Each folder is listed once, its own
-    place before a link to it. Raises OSError when the folder itself cannot be listed.
+    The value is the reason why a path cannot be read: a folder that cannot be listed, and a link to one that
+    was listed by another path, or that contains the checkpoint; None for all others. Each folder is listed
+    once, its own place before a link to it. Raises OSError when the folder itself cannot be listed.
     """
     return list_folder(root).files
 
 
 def list_folder(root: Path) -> Listing:
-    """Return what is below a folder. Raises OSError when the folder itself cannot be listed."""
+    """Return the listing of a folder. Raises OSError when the folder itself cannot be listed."""
     journals: list[str] = []
     found: dict[str, str | None] = {}
     seen: dict[tuple[int, int], str] = {}

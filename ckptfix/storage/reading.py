@@ -71,7 +71,9 @@ def open_reader(path: Path) -> Iterator[FileReader]:
 
 _MOST_OPEN = 64
 _DROPPED_AT_ONCE = 8 << 20
-"""Bytes: pages that a range only touches cannot go with it, and the kernel stops every core to look for their users."""
+"""Bytes: pages that a range only touches cannot be dropped with it, and the kernel stops every core to find
+their users.
+"""
 
 
 class Piece(NamedTuple):
@@ -94,7 +96,7 @@ def page_buffer(size: int) -> memoryview:
 class OpenFiles:
     """Files that are open for reading, the 64 used last; for one thread, as the kernel's readahead is kept per file.
 
-    Use as a context manager. ``keep_cached`` off, for files that nobody else needs: what was read leaves the page
+    Use as a context manager. ``keep_cached`` off, for files that nobody else needs: read pages leave the page
     cache, 8 MiB at a time, so that few pages serve for all of it.
     """
 
@@ -132,7 +134,7 @@ class OpenFiles:
     def blocks(self, pieces: Iterable[Piece], buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of ``pieces`` one after another, ``buffer`` full each time but the last.
 
-        What is yielded is a view of ``buffer``, and holds until the next one.
+        Each is a view of ``buffer``, valid until the next one.
         """
         filled = 0
         for path, offset, length in pieces:
@@ -148,7 +150,7 @@ class OpenFiles:
             yield buffer[:filled]
 
     def descriptor(self, path: Path) -> int:
-        """Return the descriptor of a file, which holds until 63 others were asked for. Raises OSError."""
+        """Return the descriptor of a file, valid until 63 others were requested. Raises OSError."""
         fd = self._open.pop(path, None)
         if fd is None:
             if len(self._open) >= _MOST_OPEN:

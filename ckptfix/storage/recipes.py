@@ -80,14 +80,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """There was no previous file."""
+    """Absence of a previous file."""
 
 
 KEPT = Kept()
 ABSENT = Absent()
 
 
-# The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB and not one each.
+# The thousands of small pieces of a zip file are gathered, so that they cost one write per MiB, not one each.
 _GATHER = 1 << 20
 _SMALL = 1 << 16
 
@@ -134,7 +134,7 @@ def _write(
     recipe: Recipe, fd: int, source_of: Callable[[PurePosixPath], int], progress: Callable[[int], None] | None
 ) -> None:
     gathered = bytearray()
-    written = 0  # bytes on their way to the disk before those gathered
+    written = 0  # bytes written before those gathered
     for piece in recipe.pieces:
         if isinstance(piece, Literal):
             gathered += piece.data
@@ -157,7 +157,7 @@ def _write(
 
 
 Bytes = tuple[Piece | bytes, ...]
-"""Some bytes: stretches of files and literal bytes, one after the other."""
+"""Stretches of files and literal bytes, one after the other."""
 
 _BLOCK = 1 << 20
 _WORTH_THREADS = 8 << 20
@@ -173,7 +173,7 @@ class Part(NamedTuple):
 
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
-    """Return what a recipe takes from other files, sorted by file; of one file in the order of the recipe."""
+    """Return the parts that a recipe reads from other files, sorted by file; per file in the order of the recipe."""
     return tuple(sorted(_parts(recipe), key=lambda part: part.source))
 
 
@@ -188,9 +188,9 @@ def _parts(recipe: Recipe) -> Iterator[Part]:
 
 
 def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Digests]) -> Recipe:
-    """Return the recipe with the digests of what it takes from other files.
+    """Return the recipe with the digests of its parts of other files.
 
-    ``made``: a file that is what the recipe makes; what ``known`` has of a file is not read again. Raises OSError,
+    ``made``: a file equal to the recipe's output; files in ``known`` are not read again. Raises OSError,
     ChangedError when ``made`` is too short.
     """
     parts = parts_of(recipe)
@@ -204,9 +204,10 @@ def with_digests(recipe: Recipe, made: Path, known: Mapping[PurePosixPath, Diges
 
 
 def differing(recipe: Recipe, bytes_of: Callable[[Part], Bytes]) -> Iterator[PurePosixPath]:
-    """Yield the files of which the ranges have other bytes than when the digests were taken.
+    """Yield the files whose ranges have changed since the digests were taken.
 
-    ``bytes_of``: where the bytes of a part are now. Raises OSError, ChangedError when a file is too short.
+    ``bytes_of``: the current location of a part's bytes. Raises OSError, ChangedError when a file is too
+    short.
     """
     if not recipe.digests:
         return

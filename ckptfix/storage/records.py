@@ -41,9 +41,9 @@ _BITS = 0o1777
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo besides the bytes.
+    """Permissions, owner and modification time (nanoseconds since 1970): restored by an undo with the bytes.
 
-    Never the set-uid and set-gid bits: a journal that somebody else wrote must not get them from root.
+    Never the set-uid and set-gid bits: a journal written by another user must not get them from root.
     """
 
     mode: int
@@ -53,13 +53,13 @@ class Metadata:
 
     @staticmethod
     def of(status: os.stat_result) -> "Metadata":
-        """Return what ``status`` says."""
+        """Return the metadata in ``status``."""
         return Metadata(
             mode=status.st_mode & _BITS, uid=status.st_uid, gid=status.st_gid, mtime_ns=status.st_mtime_ns
         )
 
     def restore(self, fd: int) -> bool:
-        """Restore what differs and may be changed; return False when the time may not (not the owner)."""
+        """Restore each field that differs and may be changed; return False when the time may not (not the owner)."""
         current = os.fstat(fd)
         moved = (current.st_uid, current.st_gid) != (self.uid, self.gid)
         if moved:
@@ -82,7 +82,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @contextmanager
 def journal_errors(file: Path) -> Iterator[None]:
-    """Turn whatever reading and decoding ``file`` raises into a JournalError: ROOT/.ckptfix/NUMBER.STATE/NAME."""
+    """Turn errors in reading and decoding ``file`` into a JournalError: ROOT/.ckptfix/NUMBER.STATE/NAME."""
     try:
         yield
     except JournalError:
@@ -162,7 +162,7 @@ def metadata_of(value: Any) -> Metadata | None:
 
 
 def owner_of(value: object) -> int:
-    """Return the number of a user or group, -1 for whoever it is. Raises ValueError."""
+    """Return the number of a user or group, -1 for any. Raises ValueError."""
     return whole(value, (1 << 32) - 2, -1)
 
 
@@ -207,7 +207,7 @@ def write_record(folder: Path, record: TransactionRecord) -> None:
 
 
 def read_record(folder: Path) -> TransactionRecord:
-    """Read back what ``write_record`` wrote. Raises JournalError when a byte of it changed, or it makes no sense."""
+    """Read a record of ``write_record``. Raises JournalError when a byte changed or the contents are invalid."""
     plan, literals = folder / "plan.json", folder / "literals"
     with journal_errors(plan):
         digest, _, body_text = read_file(plan).partition(b"\n")

@@ -1,7 +1,8 @@
 """Files and folders that are written under a temporary name and swapped in when they are complete.
 
-Every temporary name is ``.ckptfix-PURPOSE+HOST-NAMESPACE+PID+RANDOM+NAME``, so that anybody can find out whether its
-writer still runs. What dead writers left is removed by the next ``sweep`` of the folder, whoever does that.
+Every temporary name is ``.ckptfix-PURPOSE+HOST-NAMESPACE+PID+RANDOM+NAME``, so that any process can check
+whether the writer still runs. Files of dead writers are removed by the next ``sweep`` of the folder, by any
+process.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ from ckptfix.storage.paths import JOURNAL
 from ckptfix.wording import human_size
 
 SAVING = ".ckptfix-saving+"
-"""The names of folders that a guarded save writes begin so; each becomes a checkpoint as it is."""
+"""Prefix of the folders that a guarded save writes; each becomes a checkpoint as it is."""
 
 WRITING = ".ckptfix-writing+"
-"""All other temporary names begin so."""
+"""Prefix of all other temporary names."""
 
 _NAME = re.compile(r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+.*", re.DOTALL)
 _MIGRATING = re.compile(
@@ -35,7 +36,9 @@ Its copies and pages were called ``.NAME.ckptfix-PID``. They stay: the user's ``
 """
 
 _DEAD_AFTER = 86400.0
-"""Seconds without any change after which a writer on another machine is taken for dead: it would write all the time."""
+"""Seconds without any change after which a writer on another machine counts as dead: a live one writes all
+the time.
+"""
 
 _in_use: set[str] = set()
 """Names that this process has made and not released: the writer may be another thread."""
@@ -44,7 +47,8 @@ _in_use: set[str] = set()
 class Owner(NamedTuple):
     """The process that a temporary name belongs to.
 
-    ``is_same_machine``: the process was asked for; on another machine only the age of the last change counts.
+    ``is_same_machine``: the process itself was checked; on another machine only the age of the last change
+    counts.
     """
 
     pid: int
@@ -55,7 +59,7 @@ class Owner(NamedTuple):
 
 def temporary_name(target: Path, purpose: str = WRITING) -> str:
     """Return a new temporary name for ``target``; ``release`` it when nothing has that name any more."""
-    short = os.fsdecode(os.fsencode(target.name)[:64])  # a whole one might exceed the 255 bytes of a name
+    short = os.fsdecode(os.fsencode(target.name)[:64])  # the full name might exceed 255 bytes
     name = f"{purpose}{this_machine()}+{os.getpid()}+{os.urandom(8).hex()}+{short}"
     _in_use.add(name)
     return name
@@ -155,9 +159,10 @@ def is_needed(folder: Path) -> bool:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what dead writers left in a folder; an old checkpoint that one of them had moved aside comes back.
+    """Remove the files of dead writers from a folder; restore an old checkpoint that one of them had moved
+    aside.
 
-    What cannot be listed or removed stays: a sweep must not be the end of the work that it comes before.
+    Files that cannot be listed or removed stay: a failed sweep must not stop the work that follows.
     """
     names: list[str] = []
     with suppress(OSError):
@@ -187,24 +192,24 @@ def _remove(path: Path, output: Path | None) -> None:
                 rename_to_free(path / _OLD, output)
                 sync_folder(output.parent)
         if os.path.lexists(path / _OLD):
-            return  # something else has come to its place: the old checkpoint stays in here
+            return  # its path is occupied again: the old checkpoint stays in here
     with suppress(OSError):
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
-    from shutil import rmtree  # drags in bz2 and lzma, which a check does without
+    from shutil import rmtree  # imports bz2 and lzma, which a check does not need
 
     rmtree(path, ignore_errors=True)
 
 
 def _output_of(folder: Path) -> Path | None:
-    """Return the place of the old checkpoint that was moved into a folder, None when it cannot be known."""
+    """Return the original path of the old checkpoint that was moved into a folder, None when unknown."""
     match = _MIGRATING.fullmatch(folder.name)
     if match is not None:
         places = (folder.parent / match[1], folder.parent / "checkpoints" / match[1])
         return next((place for place in places if _digest_of_040(place) == match[2]), None)
     with suppress(OSError, ValueError):
-        if os.lstat(folder).st_uid == os.geteuid():  # nobody else says where something of this user's goes
+        if os.lstat(folder).st_uid == os.geteuid():  # another user must not decide where files of this one go
             path = PurePosixPath((folder / _OUTPUT).read_text("utf-8", "surrogateescape"))
             return None if path.is_absolute() or ".." in path.parts else folder.parent / path
     return None
@@ -254,7 +259,7 @@ class Staging:
 
     @property
     def new(self) -> Path:
-        """The folder that the new files are written into."""
+        """The folder for the new files."""
         return self.folder / _NEW
 
     @property
@@ -267,8 +272,9 @@ class Staging:
 def staging_for(output: Path, *, name: str | None = None) -> Iterator[Staging]:
     """Make a folder to write ``output`` in; it is removed at the end, with everything that is still in it.
 
-    It lies next to the output, but never in a folder called ``checkpoints``. What dead writers left there is removed
-    first. ``name``: of the one file in ``new`` that becomes the output. Raises OperationError, OSError.
+    It lies next to the output, but never in a folder called ``checkpoints``. Files of dead writers are
+    removed there first. ``name``: the one file in ``new`` that becomes the output. Raises OperationError,
+    OSError.
     """
     output = output.absolute()
     parent = _parent_of(output)
@@ -323,21 +329,19 @@ def put_in_place(
 
 def _replace_empty_folder(staging: Staging) -> None:
     try:
-        if staging.name is not None or staging.output.is_symlink():  # a file would take the place of any file
+        if staging.name is not None or staging.output.is_symlink():  # a rename would replace any file
             raise NotADirectoryError
         os.rename(
             staging.complete, staging.output
-        )  # of a folder onto one that is not empty the kernel refuses
+        )  # the kernel refuses to replace a folder that is not empty
     except OSError:
-        raise ChangedError(
-            f"{staging.output} has come into being meanwhile; nothing was written there"
-        ) from None
+        raise ChangedError(f"{staging.output} appeared meanwhile; nothing was written there") from None
 
 
 def _parent_of(output: Path) -> Path:
     """Return the folder that a staging folder goes into: the nearest above in which Accelerate reads no names.
 
-    That a folder is called ``checkpoints`` counts whether it is its own name or that of a link to it. Raises
+    The name ``checkpoints`` counts for the folder itself and for a link to it. Raises
     OperationError when that is on another disk than the output: nothing could be moved to its place in one step.
     """
     real = Path(os.path.realpath(output.parent))
@@ -352,7 +356,7 @@ def _parent_of(output: Path) -> Path:
 
 
 def despite_interrupts(clean: Callable[[], object]) -> None:
-    """Clean up to the end, also when the user interrupts that, too; the interrupt is raised after it."""
+    """Finish the cleanup even when the user interrupts it; the interrupt is raised after it."""
     try:
         clean()
     except KeyboardInterrupt:

@@ -26,9 +26,9 @@ from ckptfix.wording import human_size
 
 
 class Rebuilt(NamedTuple):
-    """A dropped file that an undo makes again: its path, its recipe, and where the bytes of a part of it are now.
+    """A dropped file that an undo rebuilds: its path, its recipe, and the current location of a part's bytes.
 
-    ``bytes_of`` raises ChangedError where they are not there.
+    ``bytes_of`` raises ChangedError where they are missing.
     """
 
     path: PurePosixPath
@@ -38,7 +38,7 @@ class Rebuilt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The bytes of a file as pieces of the files that are there."""
+    """The bytes of a file as pieces of existing files."""
 
     pieces: Bytes
     ends: tuple[int, ...] = field(repr=False)
@@ -72,9 +72,9 @@ class _View:
 
 
 def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:
-    """Yield every file that an undo makes again from ranges of other files; each holds until the next one.
+    """Yield every file that an undo rebuilds from ranges of other files; each is valid until the next one.
 
-    The bytes are found where they are now: edits are undone in thought, nothing is touched.
+    The current location of the bytes is computed as if edits were undone; nothing is changed.
 
     Raises ChangedError, OperationError, OSError.
     """
@@ -88,7 +88,7 @@ def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuil
     def view(path: PurePosixPath) -> _View:
         known = find(path)
         if known is None:
-            raise ChangedError(f"{work.root / path}: is not there, and an undo needs its bytes")
+            raise ChangedError(f"{work.root / path}: is missing, and an undo needs its bytes")
         return known
 
     def made(recipe: Recipe) -> _View:
@@ -150,7 +150,7 @@ _NAME = re.compile(r"([0-9]{4}|[1-9][0-9]{4,})\.(building|pending|done)")
 class State(Enum):
     """State of a transaction, the end of its folder's name."""
 
-    BUILDING = "building"  # garbage: nothing of the folder was touched yet
+    BUILDING = "building"  # garbage: the folder was not changed yet
     PENDING = "pending"  # to be rolled back by the next run
     DONE = "done"  # committed; can be undone
 
@@ -161,8 +161,8 @@ class TransactionInfo:
 
     ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds since 1970;
     ``paths`` are the edited files, ``watched`` those and the files that an undo reads. ``problem`` says why the
-    journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that is no
-    problem, but nothing is known of it.
+    journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that
+    is not a problem, but its contents are unknown.
     """
 
     number: int
@@ -195,7 +195,7 @@ def journal_folders(root: Path) -> list[tuple[int, State, Path]]:
     matches = [match for name in os.listdir(journal) if (match := _NAME.fullmatch(name))]
     return sorted(
         ((int(match[1]), State(match[2]), journal / match[0]) for match in matches),
-        key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage is in the way of a roll-back
+        key=lambda found: (found[0], found[1] is State.BUILDING),  # garbage blocks a roll-back
     )
 
 
@@ -209,7 +209,7 @@ def check_real(folder: Path) -> None:
 
 
 def describe(folder: Path, number: int, state: State) -> TransactionInfo:
-    """Read what the journal says of one transaction."""
+    """Read the description of one transaction from the journal."""
     try:
         check_real(folder)
         if state is State.BUILDING:
@@ -232,7 +232,7 @@ def describe(folder: Path, number: int, state: State) -> TransactionInfo:
 
 
 class Allowed(NamedTuple):
-    """Differences that an undo accepts.
+    """Accepted differences in an undo.
 
     ``any_time``: times of files differ and their content was proven, or ``--force`` accepts it. ``unproven``: the files
     of which ``--force`` accepts it.
@@ -243,7 +243,7 @@ class Allowed(NamedTuple):
 
 
 def check_undoable(root: Path, done: Path, number: int, record: TransactionRecord, *, force: bool) -> Allowed:
-    """Raise ChangedError, JournalError or OperationError when an undo would lose something or could not finish."""
+    """Raise ChangedError, JournalError or OperationError when an undo would lose bytes or could not finish."""
     _check_later(root, number, record)
     allowed = _check_unchanged(root, done, number, record, force)
     _check_space(root, record)
@@ -271,7 +271,7 @@ def _check_later(root: Path, number: int, record: TransactionRecord) -> None:
 
 
 def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRecord, force: bool) -> Allowed:
-    """Compare every file with what was left of it. Its time says nothing: a copy and ``touch`` give another one."""
+    """Compare every file with its recorded fingerprint. Its time proves nothing: a copy and ``touch`` change it."""
     samples = read_samples(done)
     any_time, unproven = False, dict[PurePosixPath, str]()
     for path, left in read_after(done, record.watched).items():
@@ -309,7 +309,7 @@ def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRec
 
 
 def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
-    """Hash every byte that other files are to give to a file that comes back."""
+    """Hash every byte of other files that goes into a restored file."""
     for path, recipe, bytes_of in rebuilt_files(Workspace(root, done), record):
         for source in differing(recipe, bytes_of):
             now = {
@@ -328,7 +328,7 @@ def _check_restored(root: Path, done: Path, number: int, record: TransactionReco
 
 
 def _check_space(root: Path, record: TransactionRecord) -> None:
-    """Refuse before anything is touched: an undo that runs out of space halfway must wait for the user."""
+    """Raise an error before any change: an undo that runs out of space halfway must wait for the user."""
     needed = 1 << 16
     in_place = any(isinstance(edit, Patch | Appended | Truncate) for edit in record.edits)
     if in_place:
@@ -354,7 +354,7 @@ def _advice(root: Path) -> str:
 
 
 def _linked_size(root: Path, path: PurePosixPath) -> int:
-    """Return the size of a file that got a second name: it is copied before it is changed in place."""
+    """Return the size of a file that got a second name, and so is copied before it is changed in place."""
     try:
         status = os.lstat(locate(root, path))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""The folder of one transaction: its files, its notes about progress, and errors about files that it does not explain.
+"""The folder of one transaction: its files, its notes about progress, and errors about unexpected files.
 
 Edit number 3 has ``3.new`` (the new file until its rename), ``3.kept`` (a previous file kept until the undo),
-``3.trash`` (one that goes at the commit, its recipe staying) and ``3.tail``; while it is undone also ``3.part`` and
-``3.copy``. Only the owner may read them: they hold bytes of files that others may not be allowed to read.
+``3.trash`` (one deleted at the commit, whose recipe stays) and ``3.tail``; while it is undone also ``3.part``
+and ``3.copy``. Only the owner may read them: they hold bytes of files that others may not be allowed to read.
 
 ``steps`` has one JSON line before each edit. ``after.json`` has a fingerprint of every file that the transaction left;
 ``samples.json``, which 0.4.0 did not write, the digest of pages between its ends, so that a newer save differs from a
@@ -63,7 +63,7 @@ class Workspace:
 
     @property
     def was_committed(self) -> bool:
-        """True when every edit was done: this is an undo, not the roll-back of a run cut short."""
+        """True when every edit was applied: this is an undo, not the roll-back of an interrupted run."""
         return os.path.lexists(self.folder / "after.json")
 
     @property
@@ -81,7 +81,7 @@ class Workspace:
                 os.unlink(self.folder / "any-time")
 
     def is_the(self, found: Fingerprint | None, expected: Fingerprint | None) -> bool:
-        """Return True when ``found`` is the file that the journal means: the same time, size and ends."""
+        """Return True when ``found`` is the journal's file: the same time, size and ends."""
         if found is None or expected is None or not found.same_content(expected):
             return False
         return self.any_time or found.mtime_ns == expected.mtime_ns
@@ -97,7 +97,7 @@ class Workspace:
     def not_the(self, path: Path, found: Fingerprint | None, expected: Fingerprint | None) -> JournalError:
         """Return the error for a file at ``path`` that ``is_the`` refused."""
         if found is None or expected is None:
-            return self.unexplained(path, "is not there")
+            return self.unexplained(path, "is missing")
         if not found.same_content(expected):
             return self.unexplained(
                 path, f"has {found.size} bytes and is not the file of {expected.size} bytes that it was"
@@ -126,7 +126,7 @@ _SAMPLES = "samples.json"
 class Note:
     """State of the files when an edit begins.
 
-    ``old`` and ``metadata``: of the file that the edit changes, takes away or moves; ``new``: the new file of a
+    ``old`` and ``metadata``: of the file that the edit changes, removes or moves; ``new``: the new file of a
     Replace; ``digest``: of the bytes before the place where a Truncate cuts; ``tail``: sha256 of what it cuts off.
     """
 
@@ -159,7 +159,7 @@ def cut_notes(folder: Path, count: int) -> None:
     left = b"".join(line + b"\n" for line in read_file(file).split(b"\n")[:count])
     fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.fstat(fd).st_nlink == 1:  # in place: a roll-back on a full disk must not need a block more
+        if os.fstat(fd).st_nlink == 1:  # in place: a roll-back on a full disk must not need another block
             os.ftruncate(fd, len(left))
             os.fsync(fd)
             return
@@ -212,7 +212,7 @@ def _note(fields: Any) -> Note:
 def write_after(
     folder: Path, after: dict[PurePosixPath, Fingerprint | None], samples: dict[PurePosixPath, str]
 ) -> None:
-    """Write what the transaction leaves: one fingerprint per path, None where nothing is, and ``samples_digest``."""
+    """Write the transaction's result: one fingerprint per path, None for an absent file, and ``samples_digest``."""
     listed = {str(path): digest for path, digest in samples.items()}
     create_file(folder / _SAMPLES, json.dumps(listed, separators=(",", ":")).encode() + b"\n", mode=0o600)
     body = {str(path): None if value is None else asdict(value) for path, value in after.items()}
@@ -220,7 +220,7 @@ def write_after(
 
 
 def read_after(folder: Path, watched: Collection[PurePosixPath]) -> dict[PurePosixPath, Fingerprint | None]:
-    """Read back what ``write_after`` wrote for these paths. Raises JournalError."""
+    """Read the fingerprints that ``write_after`` wrote for these paths. Raises JournalError."""
     with journal_errors(folder / _AFTER):
         body = json.loads(read_file(folder / _AFTER))
         after = {

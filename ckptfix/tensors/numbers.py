@@ -1,5 +1,9 @@
-"""Numbers in the raw bytes of tensors: converted as ``torch.Tensor.to`` rounds them, counted where they
-overflow, and compared.
+"""Numbers in the raw bytes of tensors: converted as ``torch.Tensor.to`` rounds them, and compared.
+
+A conversion rounds to the nearest number, ties to even. Numbers that are too large become infinite and are counted;
+NaN stays NaN, with its sign. From float64 torch goes through float32 to the 16-bit dtypes (c10/util/Half.h,
+BFloat16.h), and so does this module. The distance between two tensors is computed block by block, in float64, with
+little memory.
 """
 
 import ctypes
@@ -12,13 +16,6 @@ from typing import Any
 import numpy
 
 from ckptfix.formats.tensor import DTYPE_BITS
-
-# Floating point numbers converted between dtypes, as ``torch.Tensor.to`` rounds them; overflows are
-# counted.
-#
-# Works on raw bytes. Numbers go to the nearest, ties to even; what is too large becomes infinite; NaN stays
-# NaN, with its sign. From float64 torch goes through float32 to the 16-bit dtypes (c10/util/Half.h,
-# BFloat16.h), and so does this.
 
 Convert = Callable[[memoryview], memoryview]
 """Takes bytes of whole elements, and gives those of as many elements of the other dtype in memory of their own."""
@@ -189,9 +186,6 @@ def _infinite(block: memoryview, dtype: str) -> int:
     numbers = numpy.frombuffer(block, kind)
     return int(numpy.count_nonzero((numbers & numbers.dtype.type(mask)) == infinity))
 
-
-# The distance between the numbers of two tensors, block by block: on raw bytes, in float64, with little
-# memory.
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _INTEGERS = {

@@ -1,5 +1,13 @@
-"""Tensors as they are stored: the models they make up, their digests, and the places of their bytes, read in
-order.
+"""Stored tensors: the layouts of their bytes, the models they make up, and their digests.
+
+A layout is one run, strides, or tiles in several files. Each layout yields the bytes in the order of safetensors:
+row-major, little-endian, without a gap. Elements that lie apart are gathered one window of the file at a time.
+Nothing is mapped: resident memory stays at what is requested here, and a file that is truncated meanwhile, or a
+failing disk, raises an error instead of killing the process.
+
+The digest of a tensor stays the same through a rename, other shards, a tie, or another format.
+``formats.tensor.TensorInfo`` is the same tensor as one file describes it: a header is parsed without the path of its
+file, and a scan makes 100,000 of them in a second, so it has offsets where a ``StoredTensor`` has a layout.
 """
 
 import hashlib
@@ -14,13 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles, Piece
-
-# Layouts of a tensor's bytes: one run, strides, or tiles in several files; and reading them in order.
-#
-# Every layout gives the bytes in the order that safetensors has: row-major, little-endian, without a gap.
-# Elements that lie apart are gathered a window of the file at a time. Nothing is mapped: resident memory
-# stays what is asked for here, and a file that is cut short meanwhile, or a disk that fails, is an error
-# and not the end of the process.
 
 
 class Layout(Protocol):
@@ -288,14 +289,6 @@ def _read(run: Contiguous, skip: int, view: memoryview, files: OpenFiles) -> Non
             files.fill(view[:take], path, offset + skip)
             view = view[take:]
         skip = max(0, skip - length)
-
-
-# Tensors as they are stored, the models and folders that they make up, and the digest of a tensor.
-#
-# The digest is the same through a rename, other shards, a tie, another format.
-# ``formats.tensor.TensorInfo`` is the same tensor as one file describes it: a header is parsed without the
-# path of its file, and a scan makes 100,000 of them in a second, so it has offsets where a ``StoredTensor``
-# has a layout.
 
 
 class Format(Enum):

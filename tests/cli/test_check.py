@@ -121,7 +121,7 @@ def test_what_recursive_looks_into_is_not_called_unchecked(folder: Path, said: S
 def test_a_broken_link_is_called_one(folder: Path, said: Said) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("../../blobs/abc")
-    assert "model.safetensors is a broken link: ../../blobs/abc is not there" in said("check", folder)[1]
+    assert "model.safetensors is a broken link: ../../blobs/abc does not exist" in said("check", folder)[1]
 
 
 def test_checksums_are_left_unchecked_only_where_there_are_any(tmp_path: Path, said: Said) -> None:

@@ -431,7 +431,7 @@ def test_a_broken_link_is_damage_of_that_file(folder: Path, capsys: pytest.Captu
     model.unlink()
     model.symlink_to("../blobs/abc")
     assert run(["check", str(model)]) == 1
-    assert "model.safetensors is a broken link: ../blobs/abc is not there" in capsys.readouterr().out
+    assert "model.safetensors is a broken link: ../blobs/abc does not exist" in capsys.readouterr().out
 
 
 def test_an_empty_folder_is_called_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def test_a_newer_save_keeps_bytes_and_time(root: Path, kind: str) -> None:
 def test_a_file_that_is_gone_or_a_link_is_a_journal_error(root: Path, kind: str) -> None:
     killed(root, IN_PLACE[kind])
     (root / "model").rename(root.parent / "model")
-    with pytest.raises(JournalError, match="is not there"):
+    with pytest.raises(JournalError, match="is missing"):
         run_recovery(root)
     (root / "model").symlink_to(root.parent / "model")
     with pytest.raises(JournalError, match="no longer a regular file"):

@@ -56,7 +56,7 @@ def test_what_is_neither_a_folder_nor_a_file_is_called_by_its_name(tmp_path: Pat
         ("pipe", "is a named pipe: expected a folder or a regular file"),
         ("socket", "is a socket: expected"),
         ("device", "is a character device: expected"),
-        ("link", "is a broken link: gone is not there"),
+        ("link", "is a broken link: gone does not exist"),
         ("nothing", "does not exist"),
         ("pipe/below", "does not exist"),
     ):

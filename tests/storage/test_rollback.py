@@ -136,7 +136,7 @@ def test_a_save_onto_a_name_that_was_moved_away_is_kept(root: Path) -> None:
     killed(root, Move(source=P("model"), target=P("new")))
     (root / "model").write_bytes(b"a new save")
     before = snapshot(root)
-    with pytest.raises(JournalError, match="is there again"):
+    with pytest.raises(JournalError, match="exists again"):
         run_recovery(root)
     assert snapshot(root) == before
 
