@@ -21,7 +21,8 @@ from ckptfix.conversion.streaming import Source, copy_file, write_file
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank
-from ckptfix.diagnosis.target import Target, check_output, ensure_checkpoint, find_target
+from ckptfix.diagnosis.output import check_output
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree

@@ -32,8 +32,9 @@ from ckptfix.diagnosis.check import (
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.findings.base import Finding, finding_lines, salvage_lines
 from ckptfix.diagnosis.findings.duplicates import IdenticalModels, IdenticalStates, NestedPrefix
+from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
-from ckptfix.diagnosis.target import Target, check_output, copy_checkpoint, ensure_checkpoint, find_target
+from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.editing import Compiled, compile_plan, free_space, space_needed

@@ -100,7 +100,7 @@ def this_machine() -> str:
     with suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")[:8]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return f"{os.uname().nodename}-{namespace}.{boot}"
 
 

@@ -1,0 +1,75 @@
+"""Repaired copies: the checkpoint is copied under a temporary name, repaired there, and renamed when it is complete."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.pairing import Progress
+from ckptfix.diagnosis.target import Target
+from ckptfix.errors import UsageError
+from ckptfix.storage.atomic import sync_tree
+from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
+from ckptfix.storage.recipes import Range, Recipe, build
+from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
+from ckptfix.storage.transactions import transactions
+
+
+@contextmanager
+def copy_checkpoint(target: Target, output: Path, progress: Progress | None) -> Iterator[Target]:
+    """Copy ``target``, yield the copy to be repaired, then move it to ``output``.
+
+    Links become files of their own. The manifest is copied, the journal of the source is not, and that of the copy is
+    removed. Whatever fails, ``output`` is complete or absent.
+
+    Raises UsageError when something exists at ``output``, OperationError when there is too little space.
+    """
+    check_output(target, output)
+    ensure_space(output, _size_of(target))
+    with staging_for(output, name=target.only) as staging:
+        _copy_tree(target, staging.new, progress)
+        yield Target(staging.new, target.only)
+        journal = staging.new / JOURNAL
+        for transaction in transactions(staging.new):
+            shutil.rmtree(journal / f"{transaction.number:04}.{transaction.state.value}")
+        with suppress(OSError):  # it holds the manifest, or does not exist
+            os.rmdir(journal)
+        sync_tree(staging.new)
+        put_in_place(staging)
+
+
+def check_output(target: Target, output: Path) -> None:
+    """Raise UsageError when a copy of ``target`` cannot be made at ``output``."""
+    if os.path.lexists(output):
+        raise UsageError(f"{output} exists; name a folder that does not")
+    ensure_folder(output.absolute().parent)
+    if output.resolve().is_relative_to(target.root.resolve()) and target.only is None:
+        raise UsageError(f"{output} lies inside {target.root}, which is to be copied")
+
+
+def _size_of(target: Target) -> int:
+    if target.only is not None:
+        return os.stat(target.path).st_size
+    paths = (Path(root, name) for root, _, names in os.walk(target.root) for name in names)
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
+    names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
+    for record in (MANIFEST, f"{JOURNAL}/{UNFINISHED}"):  # a mix of two saves stays one in a copy
+        if target.only is None and (target.root / record).is_file():
+            (staging / JOURNAL).mkdir(exist_ok=True)
+            shutil.copyfile(target.root / record, staging / record)
+    for name in names:
+        source = target.root / name
+        if name == JOURNAL:
+            continue
+        if source.is_dir():
+            shutil.copytree(source, staging / name)
+        elif source.is_file():
+            pieces = (Range(PurePosixPath(name), 0, source.stat().st_size),) if source.stat().st_size else ()
+            build(Recipe.like(source, pieces), target.root, staging / name, progress=progress)
+        elif source.is_symlink():
+            os.symlink(os.readlink(source), staging / name)
