@@ -125,9 +125,9 @@ _NEAREST = 17
 def compared(folder: Path, siblings: Sequence[Path], known: Collection[str]) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
 
-    ``known``: files that were reported already. Siblings lie next to it and differ from it in one number of
-    the name; the 16 nearest count. A folder whose save recorded its files is not compared. States of a rank count as missing when
-    both neighbours have them: a run may go on with fewer processes.
+    ``known``: files that were reported already. Siblings lie next to it and differ from it in one number of the
+    name; the 16 nearest count. A folder whose save recorded its files is not compared. States of a rank count
+    as missing when both neighbours have them: a run may go on with fewer processes.
     """
     name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
