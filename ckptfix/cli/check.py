@@ -12,6 +12,7 @@ from ckptfix.cli.report import FAILURES, Form, Report
 from ckptfix.cli.several import visit
 from ckptfix.cli.verb import Verb
 from ckptfix.diagnosis.check import CheckReport, check
+from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.target import find_checkpoints
@@ -60,11 +61,13 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: boo
             targets.append(path)
             failures[path] = error
 
+    siblings = Siblings(targets if recursive else ())
+
     def work(path: str) -> CheckReport:
         if path in failures:
             raise failures[path]
         with report.progress(f"reading {path}") as progress:
-            result = check(path, data=data, siblings=targets if recursive else (), progress=progress)
+            result = check(path, data=data, siblings=siblings, progress=progress)
         if recursive:  # models below have a report of their own
             result = replace(result, not_checked=tuple(_unless_below(result)), below=())
         return result

@@ -13,7 +13,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.diagnosis.completeness import compared
+from ckptfix.diagnosis.completeness import Siblings, compared
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, salvage_lines
@@ -143,7 +143,7 @@ def check(
     path: str | os.PathLike[str],
     *,
     data: bool = False,
-    siblings: Iterable[str | os.PathLike[str]] = (),
+    siblings: Siblings | Iterable[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
 ) -> CheckReport:
     """Find the problems of a checkpoint folder or file.
@@ -171,8 +171,9 @@ def check(
     if target.only is None and not any(
         isinstance(one, MissingModel) and not one.model for one in diagnosis.findings
     ):
+        grouped = siblings if isinstance(siblings, Siblings) else Siblings(siblings)
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
-        lacking = tuple(compared(target.root, [Path(one) for one in siblings], told))
+        lacking = tuple(compared(target.root, grouped, told))
     below = tuple(models_below(diagnosis, data=data, progress=progress))
     return CheckReport(
         path=target.path,

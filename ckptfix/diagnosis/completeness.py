@@ -1,9 +1,11 @@
 """Completeness of a save: files that are missing, ranks that are missing, and leftovers of an interrupted copy."""
 
-import heapq
 import os
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -118,68 +120,86 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
         )
 
 
-_NEAREST = 17
-"""Siblings compared, the folder itself counted: to list all of them for each takes a minute for 1,000 folders."""
+class _Sibling(NamedTuple):
+    number: int
+    path: Path
+    parts: dict[Part, str]
 
 
-def compared(folder: Path, siblings: Sequence[Path], known: Collection[str]) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The saves of one run in order of their numbers. ``having``: how many have a part; ``examples``: a file of it."""
+
+    saves: tuple[_Sibling, ...]
+    having: Counter[Part]
+    examples: dict[Part, str]
+
+
+class Siblings:
+    """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the name.
+
+    Each folder is listed once, when the first checkpoint of its run is compared.
+    """
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
+        self._paths: defaultdict[tuple[Path, str], list[tuple[int, Path]]] = defaultdict(list)
+        for path in map(Path, paths):
+            if match := _NUMBERED.fullmatch(path.name):
+                self._paths[path.parent, match[1]].append((int(match[2]), path))
+        self._runs: dict[tuple[Path, str], _Run] = {}
+
+    def of(self, folder: Path, name: str) -> _Run:
+        """Return the run of a checkpoint. ``name``: that of its folder up to the number."""
+        key = folder.parent, name
+        if key not in self._runs:
+            listed = (
+                _Sibling(number, path, _parts(_names(path))) for number, path in sorted(self._paths[key])
+            )
+            saves = tuple(one for one in listed if _is_save(one.parts))
+            having = Counter(part for one in saves for part in one.parts)
+            examples = {part: file for one in saves for part, file in one.parts.items()}
+            self._runs[key] = _Run(saves, having, examples)
+        return self._runs[key]
+
+
+def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterator[Finding]:
     """Yield the parts that a checkpoint lacks and most checkpoints of the same run have.
 
-    ``known``: files that were reported already. Siblings lie next to it and differ from it in one number of the
-    name; the 16 nearest count. A folder whose save recorded its files is not compared. States of a rank count
-    as missing when both neighbours have them: a run may go on with fewer processes.
+    ``known``: files that were reported already. A folder whose save recorded its files is not compared.
+    States of a rank count as missing when both neighbours have them: a run may go on with fewer processes.
     """
     name = _NUMBERED.fullmatch(folder.name)
     manifest = usable_manifest(folder)
     if name is None or (manifest is not None and manifest.is_of_a_save):
         return
-    number = int(name[2])
-    numbered = (
-        (int(match[2]), one)
-        for one in siblings
-        if one.parent == folder.parent and (match := _NUMBERED.fullmatch(one.name)) and match[1] == name[1]
-    )
-    nearest = heapq.nsmallest(_NEAREST, numbered, key=lambda each: (abs(each[0] - number), each[0]))
-    others = {
-        other: parts
-        for other, one in sorted(nearest)
-        if one != folder and _is_save(parts := _parts(_names(one)))
-    }
+    run, number = siblings.of(folder, name[1]), int(name[2])
+    own = next((one.parts for one in run.saves if one.path == folder), None)
+    others = len(run.saves) - (own is not None)
     if not others:
         return
-    own = _parts(_names(folder))
-    around = [
-        others[one]
-        for one in (
-            max((n for n in others if n < number), default=None),
-            min((n for n in others if n > number), default=None),
-        )
-        if one is not None
-    ]
+    if own is None:
+        own = _parts(_names(folder))
+    before = bisect_left(run.saves, number, key=lambda one: one.number)
+    after = bisect_right(run.saves, number, key=lambda one: one.number)
+    around = (*run.saves[max(before - 1, 0) : before], *run.saves[after : after + 1])
     missing = [
         part
-        for part in sorted({part for parts in others.values() for part in parts} - own.keys(), key=_order)
-        if _of_most(part, others.values())
-        and (part[0] is not Role.RNG_STATE or all(part in parts for parts in around))
+        for part in sorted(run.having.keys() - own.keys(), key=_order)
+        if 2 * run.having[part] > others
+        and (part[0] is not Role.RNG_STATE or all(part in one.parts for one in around))
     ]
-    examples = {part: name for parts in others.values() for part, name in parts.items()}
-    names = tuple(examples[part] for part in missing if examples[part] not in known)
+    names = tuple(run.examples[part] for part in missing if run.examples[part] not in known)
     if names:
-        having = sum(all(part in parts for part in missing) for parts in others.values())
+        having = sum(all(part in one.parts for part in missing) for one in run.saves)
         yield IncompleteCheckpoint(
             path=PurePosixPath(names[0]),
             missing=names,
-            known_by=f"{having} of {len(others)} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
+            known_by=f"{having} of {others} checkpoints next to it have {'it' if len(names) == 1 else 'them'}",
         )
 
 
 def _is_save(parts: Collection[Part]) -> bool:
     return any(role is Role.RNG_STATE for role, _ in parts)
-
-
-def _of_most(part: Part, others: Iterable[Collection[Part]]) -> bool:
-    having = [part in parts for parts in others]
-    return 2 * sum(having) > len(having)
 
 
 def _parts(names: Iterable[PurePosixPath]) -> dict[Part, str]:
