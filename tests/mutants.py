@@ -104,13 +104,13 @@ MUTANTS = (
         "migrate: a folder is replaced although a file in it changed since",
         "(name not in _REWRITTEN and written.get(name) != state)",
         "(name not in _REWRITTEN and name not in written)",
-        ("test_placing.py::test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced",),
+        ("test_destination.py::test_a_folder_with_anything_that_migrate_did_not_write_is_never_replaced",),
     ),
     Mutant(
         "migrate: what the source reads through a link is replaced",
         "        if _is_in(home, place):",
         "        if False:",
-        ("test_placing.py::test_what_the_source_reads_there_is_not_replaced",),
+        ("test_destination.py::test_what_the_source_reads_there_is_not_replaced",),
     ),
 )
 

@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of, put
-from ckptfix.cli.verb import asked_form, write_examples
+from ckptfix.cli.verb_options import asked_form, write_examples
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape
 

@@ -9,8 +9,8 @@ import click
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Form, Report
-from ckptfix.cli.several import visit
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import visit
+from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity

@@ -3,7 +3,7 @@
 import click
 
 from ckptfix.cli.report import Report, ensure_writable, write_page
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.verb_options import Verb
 
 
 @click.command(

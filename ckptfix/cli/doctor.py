@@ -5,7 +5,7 @@ import os
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.verb_options import Verb
 from ckptfix.environment.doctor import doctor
 from ckptfix.environment.facts.machine import parse_torch
 from ckptfix.errors import OperationError, UsageError

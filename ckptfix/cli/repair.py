@@ -6,12 +6,12 @@ import click
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
-from ckptfix.cli.several import run_each, state_after_repair, state_after_writing
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import run_each, state_after_repair, state_after_writing
+from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
-from ckptfix.repairs.plan_files import SavedPlan, apply_command, read_plan, save_plan
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
+from ckptfix.repairs.saved_plans import SavedPlan, apply_command, read_plan, save_plan
 from ckptfix.wording import line
 
 _WORDS: dict[object, str] = {

@@ -3,8 +3,8 @@
 import click
 
 from ckptfix.cli.report import Report, interruptible
-from ckptfix.cli.several import state_after_writing
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import state_after_writing
+from ckptfix.cli.verb_options import Verb
 
 
 @click.command(

@@ -3,8 +3,8 @@
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.cli.several import run_each, state_after_seal
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import run_each, state_after_seal
+from ckptfix.cli.verb_options import Verb
 from ckptfix.verification.seal import SealReceipt, seal
 
 

@@ -3,8 +3,8 @@
 import click
 
 from ckptfix.cli.report import Report
-from ckptfix.cli.several import run_each, state_after_undo
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import run_each, state_after_undo
+from ckptfix.cli.verb_options import Verb
 from ckptfix.repairs.undo import UndoReceipt, undo
 
 

@@ -10,8 +10,8 @@ import click
 
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import Form, Report, ensure_writable, write_page
-from ckptfix.cli.several import run_each
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.several_paths import run_each
+from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import UsageError

@@ -8,14 +8,14 @@ from typing import ClassVar, NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.pairing import Progress
-from ckptfix.conversion.migration_plan import MigrationPlan, make_options, make_plan
-from ckptfix.conversion.placing import (
+from ckptfix.conversion.destination import (
     check_paths,
     ensure_apart,
     ensure_unchanged,
     files_replaced,
     write_receipt,
 )
+from ckptfix.conversion.migration_plan import MigrationPlan, make_options, make_plan
 from ckptfix.conversion.producing import outdated, produce, record, source_manifest
 from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.sources import (

@@ -8,11 +8,11 @@ from pathlib import PurePosixPath
 from typing import NamedTuple, Protocol
 
 from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
-from ckptfix.checkpoint.doubling import Evidence, fits
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
 from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, Saved, pair_up, signature
+from ckptfix.checkpoint.second_prepare import Evidence, fits
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
     ConflictingModels,

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.checkpoint.doubling import Evidence
 from ckptfix.checkpoint.entries import ModelFiles, shapes_of
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
@@ -18,6 +17,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
+from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters

@@ -37,11 +37,11 @@ from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.repairs.editing import Compiled, compile_plan, free_space, space_needed
 from ckptfix.repairs.manifest_edits import manifest_edits
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.proof import prove_repair
 from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Safety, Step, Unplanned
+from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
 from ckptfix.reports import Serialized
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Edit

@@ -49,8 +49,8 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import forget
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
-from ckptfix.storage.records import Metadata
-from ckptfix.storage.workspace import Note, Workspace, opened
+from ckptfix.storage.transaction_folder import Note, Workspace, opened
+from ckptfix.storage.transaction_plan import Metadata
 
 _CHUNK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"

@@ -25,17 +25,7 @@ from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_path
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
 from ckptfix.storage.recipes import Recipe, build, with_digests
-from ckptfix.storage.records import TransactionRecord, read_record, write_record
-from ckptfix.storage.transactions import (
-    State,
-    TransactionInfo,
-    check_real,
-    check_undoable,
-    describe,
-    journal_folders,
-    transactions,
-)
-from ckptfix.storage.workspace import (
+from ckptfix.storage.transaction_folder import (
     Note,
     Workspace,
     add_note,
@@ -44,6 +34,16 @@ from ckptfix.storage.workspace import (
     read_notes,
     start_notes,
     write_after,
+)
+from ckptfix.storage.transaction_plan import TransactionRecord, read_record, write_record
+from ckptfix.storage.transactions import (
+    State,
+    TransactionInfo,
+    check_real,
+    check_undoable,
+    describe,
+    journal_folders,
+    transactions,
 )
 
 

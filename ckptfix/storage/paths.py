@@ -26,7 +26,7 @@ MANIFEST = f"{JOURNAL}/manifest.json"
 """Path of the manifest of a checkpoint (``checkpoint.manifest``), relative to it."""
 
 RECEIPT = f"{JOURNAL}/migrated.json"
-"""Path of the file by which a folder that ``migrate`` wrote is known (``conversion.placing``), relative to it."""
+"""Path of the file by which a folder that ``migrate`` wrote is known (``conversion.destination``), relative to it."""
 
 _KINDS = {
     stat.S_IFCHR: "a character device",

@@ -20,8 +20,8 @@ from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replace
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Bytes, Kept, Literal, Part, Recipe, differing, parts_of
-from ckptfix.storage.records import TransactionRecord, read_record
-from ckptfix.storage.workspace import Workspace, read_after, read_samples
+from ckptfix.storage.transaction_folder import Workspace, read_after, read_samples
+from ckptfix.storage.transaction_plan import TransactionRecord, read_record
 from ckptfix.wording import human_size
 
 

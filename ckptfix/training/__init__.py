@@ -1,6 +1,6 @@
 """Training scripts: the guarded Accelerator, complete saves, tolerant loads. All that is here imports torch.
 
-A save of a guarded run records what ``saving.recording`` lists; ``loading`` restores what a folder holds.
+A save of a guarded run records what ``saving.save_manifest`` lists; ``loading`` restores what a folder holds.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from ckptfix.cli import VERBS, cli, run
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.verb_options import Verb
 
 ROOT = Path(__file__).parents[2]
 MODULES = {path.stem for path in (ROOT / "ckptfix" / "cli").glob("*.py")}

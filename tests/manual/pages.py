@@ -22,7 +22,7 @@ import click
 
 from ckptfix import check
 from ckptfix.cli import cli, run
-from ckptfix.cli.verb import Verb
+from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action, Finding, finding_lines
 from ckptfix.diagnosis.findings.damaged import InterruptedRepair

@@ -8,21 +8,21 @@ from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError
-from ckptfix.repairs import editing
 from ckptfix.repairs import repair as repairing
+from ckptfix.repairs import steps_to_edits
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.proof import prove_repair
 from ckptfix.storage.edits import Patch
 from tests.repairs.builders import snapshot, write_safetensors
 
 
-def planned(folder: Path) -> tuple[Diagnosis, Plan, editing.Compiled]:
+def planned(folder: Path) -> tuple[Diagnosis, Plan, steps_to_edits.Compiled]:
     diagnosis = diagnose(scan_folder(folder), prove=True)
     plan = make_plan(diagnosis, Policy())
-    return diagnosis, plan, editing.compile_plan(plan, new_files=False)
+    return diagnosis, plan, steps_to_edits.compile_plan(plan, new_files=False)
 
 
-def prove(diagnosis: Diagnosis, plan: Plan, compiled: editing.Compiled) -> None:
+def prove(diagnosis: Diagnosis, plan: Plan, compiled: steps_to_edits.Compiled) -> None:
     steps, edits = tuple(compiled.steps), tuple(compiled.edits)
     prove_repair(plan, steps, edits, (), Policy(), diagnosis.verdicts)
 
@@ -81,9 +81,9 @@ def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: py
     write_safetensors(nested / "other.safetensors", {"module.module.x": b"1"})
     before = snapshot(nested)
 
-    def forgetful(plan: Plan, *, new_files: bool) -> editing.Compiled:
-        compiled = editing.compile_plan(plan, new_files=new_files)
-        return editing.Compiled(edits=compiled.edits[:1], steps=compiled.steps[:1])
+    def forgetful(plan: Plan, *, new_files: bool) -> steps_to_edits.Compiled:
+        compiled = steps_to_edits.compile_plan(plan, new_files=new_files)
+        return steps_to_edits.Compiled(edits=compiled.edits[:1], steps=compiled.steps[:1])
 
     monkeypatch.setattr(repairing, "compile_plan", forgetful)
     with pytest.raises(RolledBackError, match="still something to do"):

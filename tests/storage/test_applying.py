@@ -9,8 +9,8 @@ import pytest
 from ckptfix.errors import JournalError, OperationError, RolledBackError
 from ckptfix.storage.edits import Append, Edit, Move, Patch, Remove, Replace, Truncate
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
-from ckptfix.storage.workspace import Note
-from ckptfix.storage.workspace import add_note as real_add_note
+from ckptfix.storage.transaction_folder import Note
+from ckptfix.storage.transaction_folder import add_note as real_add_note
 from tests.storage.folders import P, do, make_folder, snapshot
 
 

@@ -193,7 +193,7 @@ def scene_is_new(scene: Scene) -> bool:
 def test_the_harness_finds_a_missing_journal(tmp_path: Path) -> None:
     """A control: the same edits without a journal do not survive."""
     from ckptfix.storage.applying import act, prepare
-    from ckptfix.storage.workspace import Workspace
+    from ckptfix.storage.transaction_folder import Workspace
 
     root = make_folder(tmp_path / "folder")
     old: Snapshot = snapshot(root, times=False)

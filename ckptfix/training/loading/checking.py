@@ -10,7 +10,7 @@ import torch
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.training.loading.assignment import same_class
 from ckptfix.training.loading.targets import Target
-from ckptfix.training.saving.recording import parameter_shapes
+from ckptfix.training.saving.save_manifest import parameter_shapes
 
 _SHAPED_TEXT = """
     exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg acc_delta grad_avg prev step_size sum ax"""

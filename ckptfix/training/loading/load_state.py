@@ -36,7 +36,7 @@ from ckptfix.training.loading.states import (
 )
 from ckptfix.training.loading.targets import distinct, model_targets
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
-from ckptfix.training.saving.recording import driven_optimizer, held_models
+from ckptfix.training.saving.save_manifest import driven_optimizer, held_models
 
 
 def load_state_tolerant(

@@ -1,6 +1,6 @@
 """Saves that are complete or absent.
 
 ``save_state`` guards ``save_state`` and ``save_model``; ``staged_saves`` is the folder on its way and its exchange
-with the old one; ``recording`` makes the manifest of a save. ``training.ranks`` brings all processes together
+with the old one; ``save_manifest`` makes the manifest of a save. ``training.ranks`` brings all processes together
 first. To record one more thing: a field of ``checkpoint.manifest`` that ``recording.make_manifest`` fills.
 """

@@ -19,7 +19,7 @@ from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, mo
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.training.guard import guard_of
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree, meet, timeout_of
-from ckptfix.training.saving.recording import make_manifest, model_entries, separate_views
+from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.staged_saves import Staging, abandon, add, begin, commit, plan_staging, rotate
 
 Method = Callable[..., Any]

@@ -22,7 +22,7 @@ from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_al
 from ckptfix.storage.comparing import Fingerprint, moment
 from ckptfix.storage.paths import command, forget, locate
 from ckptfix.storage.recipes import Kept, Recipe
-from ckptfix.storage.records import (
+from ckptfix.storage.transaction_plan import (
     Metadata,
     damaged,
     fingerprint_of,

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfix import check
 from ckptfix.cli import run
-from ckptfix.cli.several import folded
+from ckptfix.cli.several_paths import folded
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.transactions import State, transactions
 from tests.repairs.builders import snapshot, write_safetensors

@@ -199,7 +199,7 @@ def test_the_root_of_the_disk_is_refused_without_walking_it(
     source = lone.parent / "s"
     source.mkdir()
     write_safetensors(source / "model.safetensors", {"z": torch.zeros(2)})
-    monkeypatch.setattr("ckptfix.conversion.placing.os.walk", None)
+    monkeypatch.setattr("ckptfix.conversion.destination.os.walk", None)
     with pytest.raises(UsageError, match="lies inside /; name another place"):
         migrate(source, "/", to="bin", overwrite=True)
 

@@ -23,7 +23,7 @@ from ckptfix import (
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli import run
 from ckptfix.diagnosis.policy import Keys
-from ckptfix.repairs.plan_files import read_plan, save_plan
+from ckptfix.repairs.saved_plans import read_plan, save_plan
 from tests.repairs.builders import snapshot
 from tests.sampling import sampled
 from tests.storage.crash import Fault, Outcome, points, strike
@@ -143,7 +143,7 @@ def test_a_folder_that_needs_another_plan_is_refused(folder: Path, monkeypatch: 
     """The same files, and another release that plans otherwise."""
     file = folder.parent / "plan.json"
     save_plan(plan_repair(folder), file)
-    monkeypatch.setattr("ckptfix.repairs.plan_files._steps", lambda plan: [])
+    monkeypatch.setattr("ckptfix.repairs.saved_plans._steps", lambda plan: [])
     with pytest.raises(ChangedError, match="now needs another plan"):
         read_plan(file).plan()
 
@@ -176,7 +176,7 @@ def test_a_forged_plan_does_nothing_that_a_repair_would_not_do(folder: Path) -> 
     document = json.loads(file.read_bytes())
     del document["sha256"]
     document["steps"][0]["files"] = ["model.safetensors"]
-    from ckptfix.repairs.plan_files import _digest
+    from ckptfix.repairs.saved_plans import _digest
 
     file.write_text(json.dumps({**document, "sha256": _digest(document)}))
     before = snapshot(folder)
@@ -202,7 +202,7 @@ def test_a_forged_plan_that_makes_no_sense_is_refused(folder: Path, forged: dict
     save_plan(plan_repair(folder), file)
     document = {**json.loads(file.read_bytes()), **forged}
     del document["sha256"]
-    from ckptfix.repairs.plan_files import _digest
+    from ckptfix.repairs.saved_plans import _digest
 
     file.write_text(json.dumps({**document, "sha256": _digest(document)}))
     with pytest.raises(UsageError, match="is not a plan that ckptfix wrote"):

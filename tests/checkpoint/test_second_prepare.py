@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix.checkpoint.doubling import OptimizerFacts, read_optimizer
+from ckptfix.checkpoint.second_prepare import OptimizerFacts, read_optimizer
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.reading import open_reader
 
