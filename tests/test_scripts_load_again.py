@@ -68,6 +68,10 @@ def optimizer(pick: Pick, kind: str, model: Tensors, named: Sequence[str], steps
 
 
 def make_script(pick: Pick) -> Script:
+    """Make a script; ``module.module.`` is of ``prepare(W(W(net)))`` or ``prepare(DDP(DDP(net)))``.
+
+    Without ranks it is no folder of ``save_state``, and such keys are of a model that another library saved.
+    """
     script = Script(ranks=pick([0, 1, 1, 2, 2, 3]))
     steps = pick([0, 1, 2])
     kind = pick(["AdamW", "Momentum", "SGD"])
@@ -75,7 +79,7 @@ def make_script(pick: Pick) -> Script:
     used: set[bytes] = set()
     prepared_averages: list[int] = []
     for _ in range(pick([1, 2])):
-        own = pick(["", "", "", "module."])
+        own = pick(["", "", "", "module."] + ["module.module."] * (script.ranks > 0))
         net = values(pick, pick(ARCHITECTURES))
         if b"".join(net.values()) in used:
             continue
@@ -228,9 +232,9 @@ def test_the_correct_script_loads_after_a_repair(data: st.DataObject) -> None:
         assert loads or not could_load, "a repair broke what was healthy"
         assert loads or receipt.status == 1, "a repair that cannot decide must ask"
         if is_healthy:
-            assert {one.code for one in report.findings if one.severity.value != "note"} <= {
-                "identical-models"
-            }
+            asked = [one for one in report.findings if one.severity.value != "note"]
+            assert {one.code for one in asked} <= {"identical-models", "nested-prefix"}
+            assert all(one.action.value == "ask" for one in asked)
             assert receipt.steps == ()
         for name in ("adapter_model.safetensors", *(f"custom_checkpoint_{index}.pkl" for index in range(2))):
             assert (folder / name).exists() == (name in before)

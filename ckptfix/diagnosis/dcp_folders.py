@@ -1,6 +1,7 @@
 """Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from ckptfix.diagnosis.findings.damaged import (
     TruncatedFile,
     UnsafePickle,
 )
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import (
     FlatParameters,
     IncompleteTensor,
@@ -36,7 +37,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     MissingRank,
     StrayShard,
 )
-from ckptfix.diagnosis.wrapped_keys import STATE_DICT, nested_evidence
+from ckptfix.diagnosis.wrapped_keys import STATE_DICT, is_undecided, nested_evidence
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_items import dcp_problems
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -284,7 +285,14 @@ def _wrapped(states: Iterable[DcpFolder], processes: int | None) -> list[Finding
     to_bare = bool(nested) and all(_has_bare(reference, unit) for reference, unit in nested)
     for reference, unit in judged:
         findings += _judge(reference, unit, to_bare, evident)
-    return findings
+    has_other_evidence = to_bare or any(isinstance(one, MismatchedNames) for one in findings)
+    if not is_undecided(processes) or has_other_evidence:
+        return findings
+    return [_undecided(one) if isinstance(one, NestedPrefix) else one for one in findings]
+
+
+def _undecided(finding: NestedPrefix) -> UndecidedPrefix:
+    return UndecidedPrefix(**{field.name: getattr(finding, field.name) for field in fields(finding)})
 
 
 def _evident(places: Iterable[_Place], processes: int | None) -> Mapping[_Place, str]:

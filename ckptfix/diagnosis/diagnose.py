@@ -185,12 +185,12 @@ def diagnose(
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
-    order = {kind: position for position, kind in enumerate(CATALOGUE)}
+    order = {kind.code: position for position, kind in enumerate(CATALOGUE)}
     severities = ("error", "warning", "note")
     findings.sort(
         key=lambda finding: (
             severities.index(finding.severity.value),
-            order[type(finding)],
+            order[finding.code],
             str(finding.path),
         )
     )

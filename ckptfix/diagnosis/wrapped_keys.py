@@ -19,7 +19,7 @@ from ckptfix.checkpoint.keys import (
 )
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.findings.base import Finding
-from ckptfix.diagnosis.findings.duplicates import NestedPrefix, WrapperPrefix
+from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix, WrapperPrefix
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 
 STATE_DICT = "state dict"
@@ -44,6 +44,15 @@ def nested_evidence(processes: int | None) -> str:
             "nothing shows how many processes saved it; DistributedDataParallel twice is the likeliest cause"
         )
     return f"saved by {processes} processes" if processes > 1 else ""
+
+
+def is_undecided(processes: int | None) -> bool:
+    """Return whether the number of processes, the only evidence for nested wrappers, leaves the decision to the user.
+
+    ``save_state`` takes one DistributedDataParallel off. So the script itself wraps its model as often as the keys
+    say, and looks for these keys. Without random states it was another save, of which nothing like that is known.
+    """
+    return processes is not None and processes > 1
 
 
 def diagnose_names(
@@ -73,7 +82,8 @@ def diagnose_names(
                 chain = group.chain(scope)
                 verdict = verdicts.of(group, scope) if is_nested(chain) else None
                 if verdict is not None:
-                    finding = NestedPrefix(
+                    kind = UndecidedPrefix if verdict.is_undecided else NestedPrefix
+                    finding = kind(
                         path=component.path,
                         scope=str(scope),
                         chain=chain,
@@ -98,6 +108,8 @@ class _Nested(NamedTuple):
     target: tuple[str, ...]
     evidence: str
     assumed: bool
+    is_undecided: bool = False
+    """The number of processes is the only evidence."""
 
 
 class _Verdicts:
@@ -113,12 +125,16 @@ class _Verdicts:
             if scope.kind == STATE_DICT
         ]
         self._bare: dict[object, bool] = {}
+        self._proven: set[object] = set()
+        """Lists with an entry whose keys another file has in fewer wrappers."""
         for group in groups:
             whole = group.members[0].whole
             if whole is not None and is_nested(group.chain(whole)):
                 # All entries of a list get the same keys: renamed differently, equal ones would look like duplicates.
                 entries = _list_of(group)
                 reference = self._reference(group, whole)
+                if reference is not None:
+                    self._proven.add(entries)
                 has_bare = reference is not None and not reference[1]
                 self._bare[entries] = self._bare.get(entries, True) and has_bare
 
@@ -149,11 +165,16 @@ class _Verdicts:
             )
         if self._evidence.is_registered(group.members[0]):
             return None
-        return self._by_processes(chain)
+        return self._by_processes(chain, is_proven=_list_of(group) in self._proven)
 
-    def _by_processes(self, chain: tuple[str, ...]) -> _Nested | None:
-        evidence = nested_evidence(self._folder.processes)
-        return _Nested(collapse(chain), evidence, assumed=True) if evidence else None
+    def _by_processes(self, chain: tuple[str, ...], *, is_proven: bool = False) -> _Nested | None:
+        """Return the verdict by the number of processes. ``is_proven``: an entry next to it was wrapped twice."""
+        processes = self._folder.processes
+        evidence = nested_evidence(processes)
+        if not evidence:
+            return None
+        undecided = is_undecided(processes) and not is_proven
+        return _Nested(collapse(chain), evidence, assumed=True, is_undecided=undecided)
 
     def _has_sibling(self, group: ModelFiles, scope: NameScope) -> bool:
         """Return whether a model with the same keys and shapes has fewer wrappers: this one may be its average.

@@ -340,6 +340,8 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
             own.setdefault(key[0], {})[key] = key_map
         renamed = [member for member in group.members if member.path in own]
         objection = _objection(draft, group, maps) if renamed else None
+        if renamed and objection is None:
+            objection = draft.undecided(member.path for member in renamed)
         if renamed and bundles.get(group.members[0].path) in counted:
             # Other keys would change the verdict about the duplicates, and so the plan.
             objection = "a duplicate of the same names stays, as the number of models asked for counts it"
@@ -486,8 +488,8 @@ def _rewrite(
 
 
 def _code_of(draft: Draft, component: Component) -> str:
-    kinds = {type(finding) for finding in draft.findings_of(component.path)}
-    return NestedPrefix.code if NestedPrefix in kinds else WrapperPrefix.code
+    codes = {finding.code for finding in draft.findings_of(component.path)}
+    return NestedPrefix.code if NestedPrefix.code in codes else WrapperPrefix.code
 
 
 def plan_trims(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:

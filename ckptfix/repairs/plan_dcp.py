@@ -407,6 +407,7 @@ def plan_dcp_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> None:
         return
     renamed = [state for state in kept if state.path in maps]
     objection = next(objections(draft, kept, maps), None)
+    objection = objection or draft.undecided(state.metadata_path for state in renamed)
     for state in renamed:
         code = _code_of(draft, state)
         if objection is not None:
@@ -462,6 +463,6 @@ def _changes(state: DcpFolder, maps: PlaceMaps) -> Iterator[tuple[str, str]]:
 
 
 def _code_of(draft: Draft, state: DcpFolder) -> str:
-    kinds = {type(finding) for finding in draft.findings_of(state.metadata_path)}
-    order = (NestedPrefix, MismatchedNames, WrapperPrefix)
-    return next((kind.code for kind in order if kind in kinds), WrapperPrefix.code)
+    codes = {finding.code for finding in draft.findings_of(state.metadata_path)}
+    order = (NestedPrefix.code, MismatchedNames.code, WrapperPrefix.code)
+    return next((code for code in order if code in codes), WrapperPrefix.code)

@@ -9,13 +9,13 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Fingerprint
-from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.checkpoint.keys import KeyMap, fitting
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import UnsafePickle
-from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix
-from ckptfix.diagnosis.policy import Policy
+from ckptfix.diagnosis.findings.duplicates import DoubledModel, NestedPrefix, UndecidedPrefix, WrapperPrefix
+from ckptfix.diagnosis.policy import Keys, Policy
 from ckptfix.reports import Serialized
 from ckptfix.wording import count_of, human_size
 
@@ -222,6 +222,22 @@ class Draft:
     def findings_of(self, path: PurePosixPath) -> Sequence[Finding]:
         """Return the repairable findings about one file."""
         return self._by_path.get(path, ())
+
+    def undecided(self, paths: Iterable[PurePosixPath]) -> str | None:
+        """Return why the nested keys of these files stay, None where the evidence or an option decides about them."""
+        policy = self.policy
+        if policy.keys is not Keys.AUTO or not policy.allow.isdisjoint(
+            {NestedPrefix.code, WrapperPrefix.code}
+        ):
+            return None
+        for path in paths:
+            for finding in self.findings_of(path):
+                if isinstance(finding, UndecidedPrefix):
+                    return (
+                        "the unchanged script would not find its keys after a rename; add --keys bare for a bare "
+                        f"model, or --allow {finding.code} for {fitting(finding.target)}"
+                    )
+        return None
 
     def add(
         self,

@@ -240,9 +240,25 @@ def test_inside_of_a_save_state_folder(tmp_path: Path) -> None:
             shutil.copyfile(stock / name, folder / name)
     assert check(folder).folder.is_save_state
     before = snapshot(folder)
-    repaired(folder)
-    undo(folder)
-    assert snapshot(folder) == before
+    receipt = repaired(folder)
+    assert (receipt.steps, receipt.status, snapshot(folder)) == ((), 1, before)
+    assert {stay.code for stay in receipt.unplanned} == {"nested-prefix"}
+    assert "--keys bare" in receipt.unplanned[0].reason
+    assert {one.action.value for one in check(folder).findings if one.code == "nested-prefix"} == {"ask"}
+    for policy in ({"allow": frozenset({"nested-prefix"})}, {"keys": Keys.BARE}):
+        assert repaired(folder, **policy).status == 0
+        undo(folder)
+        assert {name: one for name, one in snapshot(folder).items() if ".ckptfix" not in name} == before
+
+
+def test_a_mismatched_optimizer_is_evidence_next_to_a_rank_count(tmp_path: Path) -> None:
+    """The optimizer has the model's keys in fewer wrappers, so the model was wrapped once more than it."""
+    folder = copy(tmp_path, "fsdp2-nested")
+    change(folder / OPTIMIZER, golden_dcp.rename_all(lambda name: name.replace("module.module.", "module.")))
+    for rank in range(2):
+        (folder / f"random_states_{rank}.pkl").write_bytes(b"\x80\x02}q\x00.")
+    found = {one.code: one.action.value for one in check(folder).findings}
+    assert (found["nested-prefix"], found["mismatched-names"]) == ("fix", "fix")
 
 
 def test_a_dry_run_changes_nothing_and_a_copy_is_repaired(tmp_path: Path) -> None:

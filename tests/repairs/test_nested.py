@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfix import Keys, Policy, check, repair, undo
+from ckptfix import Keys, Policy, check, migrate, repair, undo
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.cli import run
+from ckptfix.diagnosis.findings.base import Action, Severity
+from ckptfix.errors import UsageError
 from ckptfix.storage.paths import MANIFEST
 from tests.repairs.builders import read_safetensors_bytes, snapshot, write_safetensors
 
@@ -53,7 +56,7 @@ def test_only_models_have_wrappers(tmp_path: Path, name: str, processes: int, ke
     assert repair(folder / name, policy=Policy(keys=keys)).steps == ()
 
 
-@pytest.mark.parametrize(("processes", "status"), [(0, 1), (1, 0), (2, 1)])
+@pytest.mark.parametrize(("processes", "status"), [(0, 1), (1, 0)])
 def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) -> None:
     """Two nested only-children called ``module``; ``--keys`` renames them for who asks."""
     folder = ranks(tmp_path, processes)
@@ -64,8 +67,7 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
     assert codes(folder) == (["nested-prefix"] if status else ["wrapper-prefix"])
     receipt = repair(folder)
     if status:
-        evidence = "2 processes" if processes else "nothing shows how many processes"
-        assert evidence in str(report.findings[0])
+        assert "nothing shows how many processes" in str(report.findings[0])
         assert read_safetensors_bytes(path) == wrapped(NET, "module.")
         assert "If a module of the model is itself called 'module'" in report.findings[0].advice
         assert "the keys now fit a model in one DistributedDataParallel" in receipt.advice[0]
@@ -77,6 +79,61 @@ def test_one_process_wraps_nothing(tmp_path: Path, processes: int, status: int) 
         assert (receipt.status, snapshot(folder)) == (0, before)
         repair(folder, policy=Policy(keys=Keys.BARE))
         assert read_safetensors_bytes(path) == NET
+
+
+@pytest.mark.parametrize(
+    ("options", "chain"),
+    [(["--keys", "bare"], ""), (["--keys", "ddp"], "module."), (["--allow", "nested-prefix"], "module.")],
+)
+def test_a_rank_count_alone_asks(tmp_path: Path, options: list[str], chain: str) -> None:
+    """``prepare(DDP(DDP(net)))`` and ``prepare(Holder(Holder(net)))`` look for these keys; only the user knows them."""
+    folder = ranks(tmp_path, 2)
+    own = wrapped(NET, "module.module.")
+    path = write_safetensors(folder / "model.safetensors", own)
+    before = snapshot(folder)
+    report = check(folder)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.action) == ("nested-prefix", Severity.WARNING, Action.ASK)
+    assert finding.as_json()["assumed"] is True
+    assert (report.status, finding.is_fixable) == (1, False)
+    assert "2 processes" in str(finding)
+    assert "next: ckptfix repair" not in str(report)
+    for receipt in (repair(folder), repair(folder, policy=Policy(only=frozenset({"nested-prefix"})))):
+        assert (receipt.status, receipt.steps, snapshot(folder)) == (1, (), before)
+        (stay,) = receipt.unplanned
+        assert stay.code == "nested-prefix"
+        assert "the unchanged script would not find its keys" in stay.reason
+        assert "--keys bare" in stay.reason
+        assert "--allow nested-prefix" in stay.reason
+    command = f"ckptfix repair {folder} {' '.join(options)}"
+    assert command in str(report) or options[1] == "ddp"
+    assert run(["repair", str(folder), *options]) == 0
+    assert read_safetensors_bytes(path) == wrapped(NET, chain)
+    undo(folder)
+    assert read_safetensors_bytes(path) == own
+
+
+def test_migrate_asks_as_repair_does(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "ckpt", 2)
+    write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
+    with pytest.raises(UsageError, match="--keys bare"):
+        migrate(folder, tmp_path / "copy", to="safetensors", keys=Keys.AUTO)
+    migrate(folder, tmp_path / "copy", to="safetensors")
+    assert read_safetensors_bytes(tmp_path / "copy" / "model.safetensors") == wrapped(NET, "module.module.")
+
+
+def test_evidence_for_an_entry_decides_for_its_list(tmp_path: Path) -> None:
+    """Renamed in part, two models of one architecture would look like a model and its average."""
+    folder = ranks(tmp_path, 2)
+    first = write_safetensors(folder / "model.safetensors", wrapped(NET, "module.module."))
+    second = write_safetensors(folder / "model_1.safetensors", wrapped(AVERAGE, "module.module."))
+    assert {finding.action for finding in check(folder).findings} == {Action.ASK}
+    single = {f"module.{name}": torch.ones(len(data)) for name, data in NET.items()}
+    torch.save(single, folder / "pytorch_model.bin")
+    assert {one.action for one in check(folder).findings if one.code == "nested-prefix"} == {Action.FIX}
+    repair(folder)
+    assert read_safetensors_bytes(first) == wrapped(NET, "module.")
+    assert read_safetensors_bytes(second) == wrapped(AVERAGE, "module.")
 
 
 def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None:
@@ -94,8 +151,8 @@ def test_what_a_guarded_save_recorded_is_the_scripts_own(tmp_path: Path) -> None
         (folder / ".ckptfix").mkdir(exist_ok=True)
         (folder / MANIFEST).write_bytes(manifest.to_bytes())
         assert codes(folder) == [code]
-    repair(folder)
-    assert read_safetensors_bytes(path) == wrapped(NET, "module.")
+    assert [stay.code for stay in repair(folder).unplanned] == ["nested-prefix"]
+    assert read_safetensors_bytes(path) == own
 
 
 @pytest.mark.parametrize(("chain", "target"), [("", ""), ("module.", "module.")])
@@ -130,6 +187,7 @@ def test_an_average_of_the_prepared_model_is_left_alone(tmp_path: Path, processe
 
 def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
     """Its names alone are no damage: torch does not compare them."""
+    allowed = Policy(allow=frozenset({"nested-prefix"}))
     for processes, steps in ((1, 0), (2, 2)):
         folder = ranks(tmp_path / str(processes), processes)
         net = torch.nn.Sequential()
@@ -140,7 +198,9 @@ def test_an_optimizer_follows_its_model(tmp_path: Path) -> None:
         torch.save(net.state_dict(), folder / "pytorch_model.bin")
         torch.save(torch.optim.AdamW(net.named_parameters()).state_dict(), folder / "optimizer.bin")
         assert codes(folder).count("nested-prefix") == steps
-        assert len(repair(folder).steps) == steps
+        receipt = repair(folder)
+        assert (len(receipt.steps), len(receipt.unplanned)) == (0, steps)
+        assert len(repair(folder, policy=allowed).steps) == steps
         bare = ranks(tmp_path / f"bare{processes}", processes)
         torch.save(net.module.module.state_dict(), bare / "pytorch_model.bin")
         torch.save(torch.optim.AdamW(net.named_parameters()).state_dict(), bare / "optimizer.bin")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ckptfix import Keys, Policy, repair
+from ckptfix import Keys, Policy, check, repair
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
 from fixtures.digests import state_digest, tensor_digests
@@ -201,3 +203,69 @@ def test_unguarded_the_repaired_folder_fails_as_check_and_repair_said(tmp_path: 
             assert expected is RuntimeError or names[0] in str(caught.value)
 
     assert run_ranks(2, work) == [0, 0]
+
+
+class Holder(torch.nn.Module):  # type: ignore[misc]  # torch is not followed, so nn.Module is Any
+    """A wrapper of the script's own, whose only child is called ``module``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, data: Any) -> Any:
+        return self.module(data)
+
+
+OWN_WRAPPERS: dict[str, tuple[Callable[[Any], Any], ...]] = {
+    "two DDP": (DistributedDataParallel, DistributedDataParallel),
+    "two holders": (Holder, Holder),
+    "an average of DDP": (DistributedDataParallel, Holder),
+}
+
+
+@pytest.mark.parametrize("keys", [None, Keys.AUTO, Keys.BARE], ids=["as it is", "repaired", "bare"])
+def test_a_script_with_nested_wrappers_of_its_own_resumes(tmp_path: Path, keys: Keys | None) -> None:
+    """After the default repair the unchanged script loads without the guard, too."""
+
+    def prepared(wrappers: tuple[Callable[[Any], Any], ...], value: float) -> tuple[Any, Any]:
+        reset()
+        accelerator = accelerate.Accelerator(cpu=True)
+        net = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(value)
+        model: Any = net
+        for wrapper in wrappers:
+            model = wrapper(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            accelerator.prepare(model, torch.optim.AdamW(net.parameters()))
+        return accelerator, net
+
+    def run(rank: int) -> None:
+        for name, wrappers in OWN_WRAPPERS.items():
+            accelerator, _ = prepared(wrappers, 0.25)
+            accelerator.save_state(str(tmp_path / name))
+
+    def resume(rank: int) -> None:
+        for is_guarded in (False, True) if keys is not Keys.BARE else (True,):
+            if is_guarded:
+                patch_accelerate()
+            for name, wrappers in OWN_WRAPPERS.items():
+                accelerator, net = prepared(wrappers, 0.5)
+                with warnings.catch_warnings():
+                    # It says so where the keys are other ones.
+                    warnings.simplefilter("ignore" if keys is Keys.BARE else "error")
+                    accelerator.load_state(str(tmp_path / name))
+                assert all(bool((one == 0.25).all()) for one in net.parameters()), (name, is_guarded)
+
+    assert run_ranks(2, run) == [0, 0]
+    for name in OWN_WRAPPERS:
+        found = {one.code: one.action.value for one in check(tmp_path / name).findings}
+        assert found["nested-prefix"] == "ask", (name, found)
+        if keys is not None:
+            repair(tmp_path / name, policy=Policy(keys=keys))
+    try:
+        assert run_ranks(2, resume) == [0, 0]
+    finally:
+        unpatch_accelerate()

@@ -34,6 +34,7 @@ from ckptfix.diagnosis.findings.duplicates import (
     RelatedModels,
     ShiftedEntries,
     SurplusStates,
+    UndecidedPrefix,
     WrapperPrefix,
 )
 from ckptfix.diagnosis.findings.incomplete import (
@@ -133,6 +134,7 @@ __all__ = [
     "TrainerPickle",
     "TruncatedFile",
     "UncheckedFile",
+    "UndecidedPrefix",
     "UnloadablePickle",
     "UnsafePickle",
     "WrapperPrefix",

@@ -108,7 +108,10 @@ class NestedPrefix(Finding):
     evidence: str = ""
     """The evidence besides the keys."""
     assumed: bool = False
-    """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same."""
+    """No other file has these names in fewer wrappers: a model with a module called ``module`` looks the same.
+
+    With ``action`` ASK, the number of processes is the only evidence.
+    """
 
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
@@ -129,6 +132,31 @@ class NestedPrefix(Finding):
             "assumed: the script wrapped the model in DistributedDataParallel twice. If a module of the model is "
             "itself called 'module', these keys are right: do not repair them. A repaired checkpoint fits "
             f"{fitting(self.target)}; first {once}; for a bare model: ckptfix repair DIR --keys bare"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndecidedPrefix(NestedPrefix):
+    """Nested keys where the number of processes is the only evidence: the script may look for exactly these."""
+
+    code = "nested-prefix"
+    severity = Severity.WARNING
+    action = Action.ASK
+    option = "--keys bare"
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        return (
+            f"{self.path}: every name{where} begins with '{dotted(self.chain)}' ({self.evidence}): the script wrapped "
+            "the model twice, or a module of the model is itself called 'module'"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice to keep the keys for the script that wrote them, with the options for other models."""
+        return (
+            "right for the script that wrote it, which would not find its keys after a rename; for a bare model: "
+            f"ckptfix repair DIR --keys bare; for {fitting(self.target)}: ckptfix repair DIR --allow nested-prefix"
         )
 
 
