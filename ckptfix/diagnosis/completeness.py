@@ -45,6 +45,9 @@ _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
 """Roles that every checkpoint of a run has; a checkpoint may rightly lack samplers and dataloaders."""
 
+_RESUMED = (Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE)
+"""Roles that the Trainer starts anew in silence when their file is missing (``_load_rng_state`` and the like)."""
+
 _FOREIGN = ("config.json", "adapter_config.json", "model_index.json", TRAINER_STATE)
 """Files next to weights that a library exported on purpose, so that the folder is not a ``save_state`` one."""
 
@@ -81,6 +84,39 @@ def incomplete(
         lost = name.replace("scheduler", "optimizer")
         if manifest is None or name not in manifest.sha256:
             yield IncompleteCheckpoint(path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there")
+    yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
+
+
+def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Finding]:
+    """Yield the states that transformers' Trainer writes together with those that exist (``Trainer._save_checkpoint``).
+
+    Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
+    """
+    own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
+    states = {role: name for (role, _), name in _parts(_paths(folder)).items() if role in _RESUMED}
+    if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
+        return
+    there = own.get(Role.RNG_STATE) or next(iter(states.values()))
+    missing = []
+    if all(path.name != TRAINER_STATE for path in folder.strays):
+        missing.append(TRAINER_STATE)
+    if Role.RNG_STATE not in states:
+        missing.append("rng_state.pth")
+    else:
+        ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
+        last = max((rank for rank in ranks if rank is not None), default=0)
+        missing += [f"rng_state_{rank}.pth" for rank in range(last) if rank not in ranks]
+    if not has_deepspeed and states.keys().isdisjoint({Role.OPTIMIZER, Role.SCHEDULER}):
+        missing += ["optimizer.pt", "scheduler.pt"]
+    elif Role.OPTIMIZER in own and Role.SCHEDULER not in states:
+        missing.append("scheduler.pt")
+    if missing:
+        yield IncompleteCheckpoint(
+            path=PurePosixPath(missing[0]),
+            missing=tuple(missing),
+            known_by=f"{there} is there",
+            of_trainer=True,
+        )
 
 
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:

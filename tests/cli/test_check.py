@@ -145,7 +145,13 @@ def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
     }
     for name in ("rng_state.pth", "rng_state_1.pth"):
         torch.save(states, folder / name)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"state": {}, "param_groups": []}, folder / name)
     torch.save(RunSettings(0.01), folder / "training_args.bin")
+    for path in folder.glob("random_states_*"):
+        path.unlink()
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    (folder / "trainer_state.json").write_text('{"global_step": 1}')
     status, out = said("check", folder)
     assert status == 0
     assert out.count("note trainer-pickle") == 3

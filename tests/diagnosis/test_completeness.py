@@ -147,3 +147,52 @@ def test_a_guarded_save_is_believed(tmp_path: Path) -> None:
     document |= {"files": {name: (roots[1] / name).stat().st_size for name in document["sha256"]}}
     path.write_text(json.dumps(document))
     assert incomplete(roots[1], roots) == []
+
+
+TRAINER = ["optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"]
+
+
+def make_of_trainer(root: Path, without: Iterable[str] = ()) -> Path:
+    """Make a folder as the Trainer saves it on two processes."""
+    clean = FIXTURES / "custom-object/checkpoint"
+    root.mkdir()
+    shutil.copy(clean / "model.safetensors", root)
+    for name in TRAINER[:2]:
+        shutil.copy(clean / name.replace(".pt", ".bin"), root / name)
+    for rank in range(2):
+        shutil.copy(clean / f"random_states_{rank}.pkl", root / f"rng_state_{rank}.pth")
+    shutil.copy(clean / "scheduler.bin", root / "training_args.bin")
+    (root / "trainer_state.json").write_text('{"global_step": 4}')
+    for name in without:
+        (root / name).unlink()
+    return root
+
+
+def test_a_complete_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    assert incomplete(make_of_trainer(tmp_path / "checkpoint-4")) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "missing"),
+    [
+        (["trainer_state.json"], "trainer_state.json is missing: rng_state_1.pth is there"),
+        (["scheduler.pt"], "scheduler.pt is missing: rng_state_1.pth is there"),
+        (["optimizer.pt"], "optimizer.pt is missing: scheduler.pt is there"),
+        (
+            ["optimizer.pt", "scheduler.pt"],
+            "optimizer.pt, scheduler.pt are missing: rng_state_1.pth is there",
+        ),
+        (["rng_state_0.pth"], "rng_state_0.pth is missing: rng_state_1.pth is there"),
+        (["rng_state_0.pth", "rng_state_1.pth"], "rng_state.pth is missing: optimizer.pt is there"),
+    ],
+)
+def test_the_trainer_says_nothing_of_states_that_are_gone(
+    tmp_path: Path, without: list[str], missing: str
+) -> None:
+    assert incomplete(make_of_trainer(tmp_path / "checkpoint-4", without)) == [missing]
+
+
+@pytest.mark.parametrize("kept", [["training_args.bin"], ["training_args.bin", "trainer_state.json"]])
+def test_weights_that_the_trainer_exports_alone_are_complete(tmp_path: Path, kept: list[str]) -> None:
+    root = make_of_trainer(tmp_path / "export", [name for name in TRAINER if name not in kept])
+    assert incomplete(root) == []

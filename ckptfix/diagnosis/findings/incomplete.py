@@ -37,6 +37,7 @@ class IncompleteCheckpoint(Finding):
     """Missing states of a save, by its other files or by the checkpoints of the same run.
 
     ``known_by``: the evidence that they belong here. ``by_rank``: they may be on the disk of another node.
+    ``of_trainer``: transformers' Trainer wrote the others.
     """
 
     code = "incomplete-checkpoint"
@@ -47,6 +48,7 @@ class IncompleteCheckpoint(Finding):
     missing: tuple[str, ...]
     known_by: str
     by_rank: bool = False
+    of_trainer: bool = False
 
     def __str__(self) -> str:
         are = "is" if len(self.missing) == 1 else "are"
@@ -63,6 +65,11 @@ class IncompleteCheckpoint(Finding):
             return (
                 "those processes cannot restore their random states and their step; copy the files again, or resume "
                 "from a complete checkpoint; where each node saves to a disk of its own, all is well"
+            )
+        if self.of_trainer:
+            return (
+                "the Trainer fails without trainer_state.json; without the others it goes on with a new optimizer, "
+                "learning rate or random state, and says nothing; copy them again, or resume from a complete checkpoint"
             )
         return (
             "load_state fails without them; copy them again, or resume from a complete checkpoint; where the script "
