@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.checks import accelerators as devices
-from ckptfix.environment.checks import configuration, folders, peers, scripts, software
+from ckptfix.environment.checks import configuration, folders, peers, resume_advice, scripts, software
 from ckptfix.environment.facts import Facts, gather
 from ckptfix.environment.facts.launch import VARIABLES, script_of, variables_of
 from ckptfix.environment.facts.machine import parse_torch
@@ -18,7 +18,7 @@ from ckptfix.wording import Line, Printable, count_of, line, unchecked_line
 
 Check = Callable[[Facts], Iterable[Advice]]
 
-_SUBJECTS = (software, configuration, devices, peers, scripts, folders)
+_SUBJECTS = (software, configuration, devices, peers, scripts, resume_advice, folders)
 
 CHECKS: tuple[Check, ...] = tuple(check for subject in _SUBJECTS for check in subject.CHECKS)
 TOPICS: tuple[Topic, ...] = tuple(topic for subject in _SUBJECTS for topic in subject.TOPICS)

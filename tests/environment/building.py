@@ -143,7 +143,7 @@ def script(text: str) -> Script:
     scan.read(
         tree, lambda line: SourceLine(order=(0, line), where=f"line {line}", text=lines[line - 1].strip())
     )
-    return Script(path="train.py", uses=scan.uses())
+    return Script(path="train.py", uses=scan.uses(), resuming=scan.resuming())
 
 
 def launch(command: str) -> Launch:

@@ -171,12 +171,11 @@ def prepared_twice(facts: Facts) -> Iterator[Advice]:
     if not uses.twice:
         return
     names = ", ".join(dict.fromkeys(one.name for one in uses.twice))
-    runs = facts.launch is not None and " -m ckptfix run " in f" {' '.join(facts.launch.words)} "
     guard = "the Accelerator of ckptfix returns the model of the first call"
     yield PREPARED_TWICE.advice(
         f"{names} is given to prepare() twice: "
-        + (guard if uses.is_guarded or runs else "in several processes save_state writes it twice"),
-        severity=Severity.NOTE if uses.is_guarded or runs else Severity.WARNING,
+        + (guard if facts.is_guarded else "in several processes save_state writes it twice"),
+        severity=Severity.NOTE if facts.is_guarded else Severity.WARNING,
         evidence=_shown([place for one in uses.twice for place in dict.fromkeys((one.first, one.second))]),
         fix="call prepare() once for each model and keep what it returns; or start it with: ckptfix run SCRIPT",
     )

@@ -47,6 +47,12 @@ class Facts:
     folder: Folder | None = None
     device_map: DeviceMap | None = None
 
+    @property
+    def is_guarded(self) -> bool:
+        """Return whether the script's Accelerator is that of ckptfix, by its imports or by the command."""
+        words = "" if self.launch is None else f" {' '.join(self.launch.words)} "
+        return " ckptfix run " in words or (self.script is not None and self.script.uses.is_guarded)
+
 
 def gather(
     torch: Torch,

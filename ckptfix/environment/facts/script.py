@@ -10,10 +10,11 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptfix.environment.facts.script_prepares import SourceLine, Uses
+from ckptfix.environment.facts.script_resumes import Resuming
 from ckptfix.environment.facts.script_scan import Scan
 
 _RUNS_PYTHON = frozenset(
@@ -163,6 +164,7 @@ class Script:
 
     path: str
     uses: Uses
+    resuming: Resuming = field(default_factory=Resuming)
     problem: str = ""
 
 
@@ -179,9 +181,10 @@ def read_script(path: str) -> Script:
     data = source.read_bytes()
     scan = Scan()
     if source.suffix == ".ipynb":
-        return Script(path=path, problem=_scan_notebook(scan, data), uses=scan.uses())
-    problem = _scan_text(scan, data, lambda line: f"line {line}", 0)
-    return Script(path=path, problem=problem, uses=scan.uses())
+        problem = _scan_notebook(scan, data)
+    else:
+        problem = _scan_text(scan, data, lambda line: f"line {line}", 0)
+    return Script(path=path, problem=problem, uses=scan.uses(), resuming=scan.resuming())
 
 
 def _scan_notebook(scan: Scan, data: bytes) -> str:

@@ -26,6 +26,7 @@ from ckptfix.environment.facts.script_prepares import (
     texts,
     variable,
 )
+from ckptfix.environment.facts.script_resumes import ResumeScan, Resuming
 
 Locate: TypeAlias = Callable[[int], SourceLine]
 
@@ -87,18 +88,21 @@ class Scan(ast.NodeVisitor):
     _single_maps: set[str] = field(default_factory=set)  # variables that hold a map with one entry
     _locate: Locate = field(default=lambda line: SourceLine(order=(0, line), where="", text=""))
     _flow: PrepareFlow = field(init=False)
+    _resumes: ResumeScan = field(init=False)
 
     def __post_init__(self) -> None:
         """Have the flow of prepared models know the names that are found here."""
         self._flow = PrepareFlow(
             resolve=self._name, is_accelerator=self._is_accelerator, is_model=self._may_be_model
         )
+        self._resumes = ResumeScan(resolve=self._name, is_accelerator=self._is_accelerator)
 
     def read(self, tree: ast.Module, locate: Locate) -> None:
         """Add what this tree uses; ``locate`` gives the place of a line."""
         self._locate = locate
         self.visit(tree)
         self._flow.read(tree, locate)
+        self._resumes.read(tree, locate)
 
     def uses(self) -> Uses:
         """Return what was found so far."""
@@ -111,6 +115,10 @@ class Scan(ast.NodeVisitor):
             is_guarded=any(maker.startswith("ckptfix.") for maker in self._made.values()),
             **{name: tuple(places) for name, places in self.found.items()},
         )
+
+    def resuming(self) -> Resuming:
+        """Return how the script saves and resumes, by what was found so far."""
+        return self._resumes.result()
 
     def visit_Import(self, node: ast.Import) -> None:
         """Remember under which name a module is known."""

@@ -7,6 +7,7 @@ from tests.environment.cases.folders import FOLDERS
 from tests.environment.cases.launching import LAUNCHING
 from tests.environment.cases.peers import PEERS
 from tests.environment.cases.placement import PLACEMENT
+from tests.environment.cases.resuming import RESUMING
 from tests.environment.cases.scripts import SCRIPTS
 from tests.environment.cases.software import SOFTWARE
 
@@ -16,6 +17,7 @@ CASES: tuple[Case, ...] = (
     *DEVICES,
     *PEERS,
     *SCRIPTS,
+    *RESUMING,
     *LAUNCHING,
     *FOLDERS,
     *PLACEMENT,
