@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
         load_checkpoint_tolerant as load_checkpoint_tolerant,
         load_state_tolerant as load_state_tolerant,
     )
-    from ckptfix.training.resuming import latest_checkpoint as latest_checkpoint
+    from ckptfix.training.resuming.guarded_load import latest_checkpoint as latest_checkpoint
     from ckptfix.verification.diff import diff as diff
     from ckptfix.verification.diff_report import DiffReport as DiffReport
     from ckptfix.verification.seal import SealReceipt as SealReceipt, seal as seal
@@ -75,7 +75,7 @@ _MODULES = {
     "training.accelerator": "Accelerator patch_accelerate",
     "training.loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
     "training.loading.load_report": "LoadPolicy",
-    "training.resuming": "latest_checkpoint",
+    "training.resuming.guarded_load": "latest_checkpoint",
     "errors": "CkptfixError UsageError FormatError OperationError "
     "LockedError ChangedError JournalError RolledBackError",
 }

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
         load_checkpoint_tolerant as load_checkpoint_tolerant,
         load_state_tolerant as load_state_tolerant,
     )
-    from ckptfix.training.resuming import latest_checkpoint as latest_checkpoint
+    from ckptfix.training.resuming.guarded_load import latest_checkpoint as latest_checkpoint
 
 _MODULES = {
     "accelerator": "Accelerator patch_accelerate unpatch_accelerate",
     "guard": "OnReprepare",
     "loading.load_report": "LoadPolicy Requirement LoadReport ComponentReport Part Status LoadError",
     "loading.load_state": "load_state_tolerant load_checkpoint_tolerant",
-    "resuming": "latest_checkpoint",
+    "resuming.guarded_load": "latest_checkpoint",
 }
 
 __all__ = names_in(_MODULES)

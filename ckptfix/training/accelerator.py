@@ -12,7 +12,7 @@ from ckptfix.devices.transfers import Mode, mode_named
 from ckptfix.training import guard
 from ckptfix.training.guard import OnReprepare, Settings, guard_of
 from ckptfix.training.ranks import timeout_of
-from ckptfix.training.resuming import load_state
+from ckptfix.training.resuming.guarded_load import load_state
 from ckptfix.training.saving.save_state import save_model, save_state
 
 _GUARDED: dict[str, Callable[..., Any]] = {

@@ -23,7 +23,7 @@ from ckptfix.checkpoint.latest import candidates, incomplete, newest_complete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.training.accelerator import Accelerator
-from ckptfix.training.resuming import latest_checkpoint
+from ckptfix.training.resuming.guarded_load import latest_checkpoint
 from tests.sampling import is_sampled
 from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
