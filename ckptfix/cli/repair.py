@@ -104,9 +104,11 @@ def repair_command(
             else:
                 plan = plan_repair(path, policy, output=output, recover=recover, progress=progress)
             report.show(plan.lines())
-            if plan_out is not None:
+            if plan_out is not None and (plan.steps or plan.pending or output is not None):
                 save_plan(plan, plan_out)
                 report.show([line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")])
+            elif plan_out is not None:
+                report.show([line(f"{plan_out} was not written: there is no step to save")])
             return plan.preview() if dry_run or plan_out is not None else plan.execute(progress=progress)
 
     return run_each(

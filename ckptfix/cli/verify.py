@@ -78,7 +78,9 @@ def _damage_page(path: str, next_step: str, found: Sequence[tuple[str, str, str]
 def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
     """Print what to do with a damaged checkpoint, and return it."""
     report.line(_DAMAGED, bold=True)
-    verb = "repair" if any(one.is_fixable for one in checked.findings) else "check"
+    found = checked.findings
+    is_fixable = any(one.is_fixable for one in found) and not any(one.is_salvageable for one in found)
+    verb = "repair" if is_fixable else "check"
     next_step = f"next: ckptfix {verb} {shell_path(path)}"
     report.line(next_step)
     return next_step
@@ -87,6 +89,7 @@ def _say_what_to_do(report: Report, path: str, checked: CheckReport) -> str:
 _REPEATS = 8
 _WORDS = {1: "with problems", 3: "not read completely", 0: "verified"}
 _NOTHING = "without a digest"
+_VALUES = "verified by their values alone"
 
 
 @click.command(
@@ -174,9 +177,11 @@ def verify_command(
             return verify(path, data=data, against=against, progress=progress)
 
     def word(result: "VerifyReport") -> str:
+        if result.status == 0 and result.no_digest:
+            return _VALUES
         return _WORDS[result.status] if result.is_damaged or result.is_verified else _NOTHING
 
-    order = [*_WORDS.values(), _NOTHING]
+    order = [*_WORDS.values(), _VALUES, _NOTHING]
     return run_each(report, paths, work, word=word, order=order, annotations=_annotations)
 
 

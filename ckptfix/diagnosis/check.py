@@ -111,13 +111,15 @@ class CheckReport(Printable, Serialized):
                 yield from report.verdict_lines(is_below=True)
             else:
                 yield line(f"{report.path}: {report.counts}: no error found")
-        if self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings):
-            if not is_below:
-                yield line("no error found in what was checked", colour="green")
-        elif any(finding.is_fixable for finding in self.findings) and not self.unfinished:
-            yield line(f"next: {command('repair', self.path)}")
+        is_clean = self.status == 0 and not any(one.path == PurePosixPath() for one in self.findings)
+        if is_clean and not is_below:
+            yield line("no error found in what was checked", colour="green")
+        salvages = list(salvage_lines(self.findings, str(self.path)))
+        if any(finding.is_fixable for finding in self.findings) and not self.unfinished:
+            # A repair brings no data back, and can delete a duplicate: first what is intact gets out.
+            salvages.append(line(f"{'then' if salvages else 'next'}: {command('repair', self.path)}"))
         yield from unfinished_lines(self.unfinished)
-        yield from salvage_lines(self.findings, str(self.path))
+        yield from salvages
 
     def _components(self) -> list[dict[str, object]]:
         keys = "path role index=name.index rank=name.rank bytes=size tensors=tensors.__len__"

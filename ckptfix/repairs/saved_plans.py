@@ -18,7 +18,9 @@ from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
-from ckptfix.storage.paths import cause, shell_path
+from ckptfix.storage.paths import cause, command, shell_path
+from ckptfix.storage.transactions import State, is_as_left, transactions
+from ckptfix.wording import count_of
 
 _VERSION = 1
 
@@ -42,17 +44,32 @@ class SavedPlan:
     def plan(self, *, recover: bool = False, progress: Progress | None = None) -> RepairPlan:
         """Plan again and return the plan, which equals the saved one.
 
-        Raises ChangedError when the folder changed since, so that the plan may be wrong now, and all that
-        ``plan_repair`` raises.
+        Raises ChangedError when the plan is already applied, or the folder changed since, so that the plan may be
+        wrong now, and all that ``plan_repair`` raises.
         """
         plan = plan_repair(self.path, self.policy, output=self.output, recover=recover, progress=progress)
         if difference := next(self._differences(plan), None):
             done = "an interrupted earlier run was rolled back, nothing else" if plan.recovered else "nothing"
+            if (number := self._applied(plan)) is not None:
+                raise ChangedError(
+                    f"{self.file}: the plan is already applied: repair {number} of {self.path} did its "
+                    f"{count_of(len(self.steps), 'step')}, and its files are as it left them; {done} was changed; to "
+                    f"undo it: {command('undo', self.path)}"
+                )
             raise ChangedError(
                 f"{difference}, since {self.file} was written; {done} was changed; next: plan again with "
                 f"--plan-out and a new file"
             )
         return plan
+
+    def _applied(self, plan: RepairPlan) -> int | None:
+        """Return the number of the last repair when it did the steps of this plan, as its journal proves, else None."""
+        root, only = plan.target.root, plan.target.only or ""
+        done = [one for one in transactions(root) if one.state is State.DONE and one.target == only]
+        if plan.steps or not self.steps or not done:
+            return None
+        is_same = done[-1].summary == [step["message"] for step in self.steps]
+        return done[-1].number if is_same and is_as_left(root, done[-1].number) else None
 
     def _differences(self, plan: RepairPlan) -> Iterator[str]:
         root, files = plan.target.root, _files(plan)

@@ -308,6 +308,18 @@ def _check_unchanged(root: Path, done: Path, number: int, record: TransactionRec
     return Allowed(any_time, tuple(unproven))
 
 
+def is_as_left(root: Path, number: int) -> bool:
+    """Return whether all files of a committed transaction are still as it left them. Raises OSError."""
+    for found, state, folder in journal_folders(root):
+        if found == number and state is State.DONE:
+            try:
+                _check_unchanged(root, folder, number, read_record(folder), force=False)
+            except (ChangedError, JournalError):
+                return False
+            return True
+    return False
+
+
 def _check_restored(root: Path, done: Path, number: int, record: TransactionRecord) -> None:
     """Hash every byte of other files that goes into a restored file."""
     for path, recipe, bytes_of in rebuilt_files(Workspace(root, done), record):

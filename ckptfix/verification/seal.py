@@ -87,10 +87,10 @@ class SealReceipt(Printable, Serialized):
         """Return the command that mends what is in the way of a seal, or shows it."""
         if self.differing:
             return command("verify", self.path)
-        if any(one.is_fixable for one in self.findings):
-            return f"{command('repair', self.path)}, then: {command('seal', self.path)}"
         if any(one.is_salvageable for one in self.findings):
             return f"{command('salvage', self.path)} NEW_FOLDER, to recover what is intact"
+        if any(one.is_fixable for one in self.findings):
+            return f"{command('repair', self.path)}, then: {command('seal', self.path)}"
         return command("check", self.path)
 
     @property

@@ -102,10 +102,10 @@ def _to_seal(target: Target, report: VerifyReport) -> str:
     if any(one.severity is not Severity.NOTE for one in report.values):
         mends = f"; next, for the structure alone: {repair}" if is_fixable else ""
         return f", and a seal would record the damaged values as the original{mends}"
-    if is_fixable:
-        return f"; next: {repair}"
     if any(one.is_salvageable for one in serious):
         return f"; next: {command('salvage', target.root, target.only or '')} NEW_FOLDER"
+    if is_fixable:
+        return f"; next: {repair}"
     if target.only is None and (target.root / JOURNAL / UNFINISHED).exists():
         return "; the last save was interrupted: save again"
     if any(map(forbids_seal, serious)):

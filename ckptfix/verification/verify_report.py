@@ -272,13 +272,14 @@ class VerifyReport(Printable, Serialized):
             yield line(f"values: {what} those of {count_of(self.read_values, 'tensor')}")
         if self.status == 0 and not self.no_digest:
             yield line("no difference found in what was checked", colour="green")
-        if self.no_digest and self.is_verified:
-            yield unchecked_line(f"digests: {self.no_digest}")
         yield from map(unchecked_line, self.not_checked)
         yield from self._advice()
         if wrong := ", ".join(_wrong(self)):
             yield line(f"wrong: {wrong}", colour="red")
-        if self.no_digest and not self.is_verified:
+        if self.no_digest and self.is_verified:
+            words = f"only values were verified, the bytes were compared with nothing: {self.no_digest}"
+            yield line(words, colour="yellow")
+        elif self.no_digest:
             yield line(f"nothing was verified: {self.no_digest}", colour="red")
 
     def _advice(self) -> Iterator[Line]:

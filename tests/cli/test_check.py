@@ -100,6 +100,34 @@ def test_salvage_is_named_where_other_ranks_hold_whole_tensors(tmp_path: Path, s
     assert run(["salvage", str(folder), str(tmp_path / "new")]) == 1
 
 
+def test_a_truncated_original_is_compared_with_its_duplicate(said: Said, tmp_path: Path) -> None:
+    folder, new = tmp_path / "c", tmp_path / "new"
+    shutil.copytree(FIXTURES / "accelerate-1.15.0" / "wrapper-bin" / "checkpoint", folder)
+    shorten(folder / "pytorch_model.bin", 500)
+    advice = next(one for one in said("check", folder)[1].splitlines() if "nothing is lost" in one)
+    said("salvage", folder, new)
+    verb, *paths = advice.partition("then: ckptfix ")[2].replace("NEW_FOLDER", str(new)).split()
+    assert said(verb, *paths)[0] == 0
+
+
+def test_salvage_comes_before_a_repair_that_brings_nothing_back(said: Said, tmp_path: Path) -> None:
+    """A truncated original, its duplicate, and another duplicate that a repair would delete."""
+    folder = tmp_path / "c"
+    shutil.copytree(FIXTURES / "accelerate-1.15.0" / "pairs-twice" / "checkpoint", folder)
+    shorten(folder / "model.safetensors", 20)
+    salvage, repair = f"ckptfix salvage {folder} NEW_FOLDER", f"ckptfix repair {folder}"
+    status, out = said("check", folder)
+    assert status == 1
+    assert f"next, to recover what is intact: {salvage}\nthen: {repair}\n" in out
+    assert f"; next: {salvage}\n" in said("verify", folder)[1]
+    assert f"next: {salvage}, to recover what is intact\n" in said("seal", folder)[1]
+    compare = next(one for one in out.splitlines() if "nothing is lost" in one).partition("then: ckptfix ")[2]
+    new = tmp_path / "new"
+    assert said("salvage", folder, new)[0] == 1
+    verb, *paths = compare.replace("NEW_FOLDER", str(new)).split()
+    assert "1 only in A" in said(verb, *paths)[1]
+
+
 def test_a_dry_run_shows_what_it_does_not_repair(folder: Path, said: Said) -> None:
     shorten(folder / "model.safetensors", 5)
     status, out = said("repair", folder, "--dry-run")

@@ -130,6 +130,10 @@ def test_seal_and_verify_take_several(runs: Path, capsys: Capture) -> None:
     assert last_line(capsys) == "3 checkpoints: 2 refused, 1 sealed"
     assert run(["verify", *paths]) == 1
     assert last_line(capsys) == "3 checkpoints: 2 with problems, 1 verified"
+    (sealed,) = (path for path in map(Path, paths) if (path / ".ckptfix").exists())
+    shutil.rmtree(sealed / ".ckptfix")
+    assert run(["verify", "--data", str(sealed), str(sealed)]) == 0
+    assert last_line(capsys) == "2 checkpoints: 2 verified by their values alone"
 
 
 @pytest.mark.parametrize("verb", ["repair", "undo", "verify", "seal"])

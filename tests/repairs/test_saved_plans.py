@@ -90,8 +90,33 @@ def test_the_command_line_saves_and_applies(folder: Path, capsys: pytest.Capture
     assert run(["repair", "--plan", str(file)]) == 0
     assert "done and verified" in capsys.readouterr().out
     assert check(folder).status == 0
+    after = snapshot(folder)
     assert run(["repair", "--plan", str(file)]) == 3, "applied twice"
-    assert "model_1.safetensors changed (expected" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the plan is already applied: repair 1 of" in told
+    assert f"to undo it: ckptfix undo {folder}" in told
+    assert snapshot(folder) == after
+    (folder / "model.safetensors").write_bytes((folder / "model_1.safetensors").read_bytes())
+    assert run(["repair", "--plan", str(file)]) == 3, "applied, and saved again since"
+    told = capsys.readouterr().err
+    assert "already applied" not in told
+    assert "changed" in told
+
+
+def test_no_plan_is_written_where_there_is_nothing_to_repair(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "c", tmp_path / "plan.json"
+    shutil.copytree(FIXTURES / "clean-safetensors" / "checkpoint", folder)
+    assert run(["repair", str(folder), "--plan-out", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"nothing that a repair would change in {folder}" in out
+    assert f"{file} was not written: there is no step to save" in out
+    assert "--plan " not in out
+    assert not file.exists()
+    assert run(["repair", str(folder), "--output", str(tmp_path / "copy"), "--plan-out", str(file)]) == 0
+    assert run(["repair", "--plan", str(file)]) == 0, "the plan of an unchanged copy"
+    assert (tmp_path / "copy").exists()
 
 
 def test_a_plan_for_a_copy(folder: Path) -> None:

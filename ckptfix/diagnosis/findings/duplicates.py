@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.keys import dotted, fitting
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, human_size
@@ -218,8 +218,18 @@ class RelatedModels(Finding):
     @property
     def advice(self) -> str:
         """Advice to compare: an average of the weights is fine, files of two saves in one folder are not."""
+        if len(self.damaged) == 1:
+            damaged = self.damaged[0]
+            intact = self.original if damaged == self.path else self.path
+            name = parse_file_name(damaged.name)
+            is_numbered = name is not None and name.role is Role.MODEL and name.is_numbered
+            recovered = f"/{model_file('.safetensors', name.index)}" if name and is_numbered else ""
+            return (
+                f"{intact} is complete: if both are one model that was prepared twice, nothing is lost; to compare "
+                f"them, salvage first, then: ckptfix diff DIR/{intact} NEW_FOLDER{recovered}"
+            )
         if self.damaged:
-            return f"whether they are the same model: {self._diff}"
+            return "whether they are the same model shows in what salvage recovers of both"
         return f"right for an EMA or another model in a wrapper; if the script has neither, compare: {self._diff}"
 
     @property
