@@ -91,7 +91,7 @@ _RENAMED = {"Receipt": "RepairReceipt"}
 """Public names of 0.4 that are called otherwise now. The next release drops them."""
 
 __all__ = names_in(_MODULES)
-_resolve = lazily(__name__, _MODULES)
+_resolve, __dir__ = lazily(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -101,7 +101,3 @@ def __getattr__(name: str) -> Any:
         return _resolve(name)
     warnings.warn(f"ckptfix.{name} has moved: from {home} import {current}", DeprecationWarning, stacklevel=2)
     return getattr(import_module(home), current)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

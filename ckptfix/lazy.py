@@ -6,10 +6,11 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package. ``modules``: (module of it -> public names there, with spaces between).
+def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package. ``modules``: (module of it -> public names there, with
+    spaces between).
 
-    It raises AttributeError for any other name.
+    The first raises AttributeError for any other name.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -20,7 +21,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return resolve
+    return resolve, lambda: names_in(modules)
 
 
 def names_in(modules: Mapping[str, str]) -> list[str]:

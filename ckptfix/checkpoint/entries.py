@@ -5,7 +5,7 @@ complete model are judged per group: the wrapper of its keys, two keys that woul
 """
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
@@ -15,7 +15,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, ProblemKind
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, shared_chain
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
-from ckptfix.checkpoint.pairing import first_unequal, pair_up, signature
+from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile
@@ -330,25 +330,24 @@ def doubles(root: Path, entries: Sequence[Entry], *, wrapped: bool) -> dict[int,
     ``wrapped``: the keys of the duplicate must carry more of the wrappers that ``prepare`` puts around a model;
     otherwise equal entries are duplicates whatever their keys. Raises OSError when a file cannot be read.
     """
-    found: dict[int, int] = {}
-    alike: dict[Hashable, list[int]] = {}
-    order = sorted(range(len(entries)), key=lambda number: (_depth(entries[number]), number))
-    for number in order:
-        entry = entries[number]
-        if len(entry.members) != 1 or entry.problem or entry.path:
-            continue
-        component = entry.members[0]
-        originals = alike.setdefault((component.role, signature(component)), [])
-        for original in originals:
-            if wrapped and _depth(entry) <= _depth(entries[original]):
-                continue
-            pairing = pair_up(entries[original].members[0], component)
-            if pairing is not None and first_unequal(root, pairing, full=True) is None:
-                found[number] = original
-                break
-        else:
-            originals.append(number)
-    return found
+    intact = {
+        one.members[0].path: number
+        for number, one in enumerate(entries)
+        if len(one.members) == 1 and not one.problem and not one.path
+    }
+
+    def depth(path: PurePosixPath) -> tuple[int, int]:
+        return _depth(entries[intact[path]])
+
+    def equality(pairing: Pairing) -> bool | None:
+        if wrapped and depth(pairing.other.path) <= depth(pairing.kept.path):
+            return None
+        return first_unequal(root, pairing, full=True) is None or None
+
+    ordered = [entries[intact[path]].members[0] for path in sorted(intact, key=depth)]
+    return {
+        intact[entry.path]: intact[original.path] for original, entry, _ in equal_entries(ordered, equality)
+    }
 
 
 def changed_files(root: Path, entries: Sequence[Entry]) -> list[str]:

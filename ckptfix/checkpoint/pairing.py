@@ -4,9 +4,10 @@ An entry is a file, or a DCP folder. Items of a DCP folder are compared as a uni
 contain no keys, so a model saved twice with other keys has equal items. Models with different chunks are not compared.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.folder import Component
@@ -17,10 +18,10 @@ from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile, same_storages
 from ckptfix.storage.comparing import Digests, Run, first_difference, same_bytes_without_reading, sample_runs
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 
-Progress = Callable[[int], None]
-"""Callback with the number of bytes read since its last call."""
+_Equality = TypeVar("_Equality")
 
 Saved = Component | DcpFolder
 """Entry of a checkpoint: a file or a DCP folder."""
@@ -83,6 +84,26 @@ def signature(entry: Saved) -> Hashable:
     if not isinstance(entry.content, TorchFile):
         return names
     return names, tuple(sorted(length for _, length in entry.content.storage_ranges.values()))
+
+
+def equal_entries(
+    entries: Iterable[Component], compare: Callable[[Pairing], _Equality | None]
+) -> Iterator[tuple[Component, Component, _Equality]]:
+    """Yield each entry that equals an earlier one, the first such one, and what ``compare`` returns for the two.
+
+    ``compare``: None when two paired entries differ. An entry that equals another one is never the original of a third.
+    """
+    alike: dict[Hashable, list[Component]] = {}
+    for entry in entries:
+        originals = alike.setdefault((entry.role, signature(entry)), [])
+        for original in originals:
+            pairing = pair_up(original, entry)
+            equality = compare(pairing) if pairing is not None else None
+            if equality is not None:
+                yield original, entry, equality
+                break
+        else:
+            originals.append(entry)
 
 
 def first_unequal(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, parse_folder_name
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.destination import (
     check_paths,
     ensure_apart,
@@ -19,7 +18,7 @@ from ckptfix.conversion.migration_plan import MigrationPlan, make_options, make_
 from ckptfix.conversion.producing import outdated, produce, record, source_manifest
 from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.sources import (
-    Recorded,
+    SourceDigests,
     Watch,
     ensure_complete,
     ensure_finished,
@@ -31,6 +30,7 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
@@ -323,7 +323,7 @@ def migrate(
     if manifest is not None:
         plan = replace(plan, left_out=(*plan.left_out, *ensure_complete(source.root, manifest)))
     watch.check(files_read(plan))
-    recorded = Recorded(plan, recorded_by)
+    recorded = SourceDigests(plan, recorded_by)
     is_guarded = manifest is not None and manifest.is_of_a_save
     not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
     warnings = (*warnings, *outdated(plan))

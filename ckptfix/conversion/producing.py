@@ -12,14 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
-from ckptfix.conversion.sources import Recorded, check_archive, check_record, loose_records, sha256_of
+from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, loose_records, sha256_of
 from ckptfix.conversion.streaming import Stopped, copy_file, stopping, write_file
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
 from ckptfix.storage.copying import supports_reflink
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.recipes import Literal
 from ckptfix.storage.staged import despite_interrupts, ensure_space
@@ -45,7 +45,12 @@ class Produced:
 
 
 def produce(
-    plan: MigrationPlan, folder: Path, recorded: Recorded, *, with_sha256: bool, progress: Progress | None
+    plan: MigrationPlan,
+    folder: Path,
+    recorded: SourceDigests,
+    *,
+    with_sha256: bool,
+    progress: Progress | None,
 ) -> Produced:
     """Write all planned files below ``folder``, durably, and compare the bytes read with the recorded digests.
 
@@ -99,7 +104,7 @@ class _Work:
 
     plan: MigrationPlan
     folder: Path
-    recorded: Recorded
+    recorded: SourceDigests
     with_digests: bool
     with_sha256: bool
     shares: bool

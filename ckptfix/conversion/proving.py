@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
 from ckptfix.storage.comparing import Run, first_difference
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.stored import Format, Weights

@@ -13,7 +13,6 @@ from ckptfix.checkpoint.dcp import belongs, holds_dcp
 from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.manifest import REPORT
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
@@ -26,6 +25,7 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, listed_files, refused_files, shell_path
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
 from ckptfix.tensors.dcp_tensors import dcp_folders

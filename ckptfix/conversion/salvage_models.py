@@ -12,7 +12,6 @@ from ckptfix.checkpoint.entries import ModelFiles, group_files, model_position
 from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems
@@ -20,6 +19,7 @@ from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import METADATA_KEY
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.dcp_tensors import dcp_weights, intact_tensors, read_metadata_of
 from ckptfix.tensors.salvaging import Lost, SavedDict, salvage_safetensors, salvage_torch

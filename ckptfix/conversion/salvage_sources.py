@@ -14,13 +14,13 @@ from typing import NamedTuple
 from ckptfix.checkpoint.filenames import Role, index_name, model_file, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, RECEIPT
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, hash_all

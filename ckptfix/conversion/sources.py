@@ -20,22 +20,11 @@ from ckptfix.conversion.target_names import LeftOut
 from ckptfix.diagnosis import contents as sealing
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import lasting_label
+from ckptfix.diagnosis.findings import INCOMPLETE
 from ckptfix.diagnosis.findings.base import Finding, Severity
-from ckptfix.diagnosis.findings.damaged import (
-    CrcMismatch,
-    IndexMismatch,
-    MalformedFile,
-    MissingShard,
-    NotATensorFile,
-    TruncatedFile,
-)
+from ckptfix.diagnosis.findings.damaged import CrcMismatch, IndexMismatch
 from ckptfix.diagnosis.findings.duplicates import NestedPrefix
-from ckptfix.diagnosis.findings.incomplete import (
-    FlatParameters,
-    IncompleteTensor,
-    InterruptedSave,
-    MissingRank,
-)
+from ckptfix.diagnosis.findings.incomplete import FlatParameters
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
@@ -52,7 +41,7 @@ _ZIP = b"PK\3\4"
 _OTHER_BYTES = "has other bytes than its manifest says"
 
 
-class Recorded:
+class SourceDigests:
     """The manifest of a source: tensor -> digest of each model, and file -> sha256.
 
     Raises OperationError when it lists other keys than the source has.
@@ -286,18 +275,7 @@ def _is_of_a_checkpoint(path: PurePosixPath) -> bool:
     return any(parse_folder_name(part) is not None for part in path.parts[:-1])
 
 
-_DAMAGE = (
-    CrcMismatch,
-    FlatParameters,
-    IncompleteTensor,
-    IndexMismatch,
-    InterruptedSave,
-    MalformedFile,
-    MissingRank,
-    MissingShard,
-    NotATensorFile,
-    TruncatedFile,
-)
+_DAMAGE = (*INCOMPLETE, CrcMismatch, FlatParameters, IndexMismatch)
 
 
 def warnings_of_source(path: Path, weights: Sequence[Weights], keys: Keys | None) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.storage.recipes import Literal

@@ -6,7 +6,7 @@ Public names are resolved when they are first used; only those that work with de
 >>> model = dispatch_model(model, device_map, safe_transfers="auto")
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptfix.lazy import lazily, names_in
 
@@ -34,12 +34,4 @@ _MODULES = {
 }
 
 __all__ = names_in(_MODULES)
-_resolve = lazily(__name__, _MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    return _resolve(name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazily(__name__, _MODULES)

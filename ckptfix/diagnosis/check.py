@@ -12,7 +12,6 @@ from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.completeness import Siblings, compared
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.file_damage import DeepSpeedState
@@ -23,6 +22,7 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
 from ckptfix.storage.transactions import State, transactions

@@ -17,7 +17,6 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.file_damage import problem_finding
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
@@ -45,6 +44,7 @@ from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.wording import count_of, list_names

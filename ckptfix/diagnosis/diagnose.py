@@ -11,7 +11,7 @@ from ckptfix.checkpoint.entries import ModelFiles, group_files
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, ProblemKind, is_unreadable
 from ckptfix.checkpoint.manifest import REPORT, usable_manifest
-from ckptfix.checkpoint.pairing import Pairing, Progress, first_unequal
+from ckptfix.checkpoint.pairing import Pairing, first_unequal
 from ckptfix.checkpoint.second_prepare import Evidence
 from ckptfix.diagnosis.completeness import diagnose_save
 from ckptfix.diagnosis.dcp_folders import diagnose_dcp_folders, diagnose_items, unchecked_dcp
@@ -40,6 +40,7 @@ from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.comparing import Digests
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, unreadable
 from ckptfix.wording import list_names
 

@@ -11,7 +11,7 @@ from ckptfix.checkpoint.dcp import DcpFolder, numbered_folders, rank_of
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, prepared
-from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, Saved, pair_up, signature
+from ckptfix.checkpoint.pairing import STRUCTURE, Pairing, Saved, equal_entries, pair_up, signature
 from ckptfix.checkpoint.second_prepare import Evidence, fits
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.duplicates import (
@@ -337,23 +337,17 @@ def _identical(
     entries: Sequence[Component], compare: Compare, prove: bool
 ) -> dict[PurePosixPath, IdenticalStates]:
     """Return a finding for each entry that equals an earlier one, by its path."""
-    found: dict[PurePosixPath, IdenticalStates] = {}
-    alike: dict[Hashable, list[Component]] = {}
-    for entry in entries:
-        originals = alike.setdefault(signature(entry), [])
-        for original in originals:
-            pairing = pair_up(original, entry)
-            if pairing is None:
-                continue
-            difference, full = compare(pairing, prove)
-            if difference is None:
-                found[entry.path] = IdenticalStates(
-                    path=entry.path, original=original.path, role=entry.role, sampled=not full
-                )
-                break
-        else:
-            originals.append(entry)
-    return found
+
+    def equality(pairing: Pairing) -> Verdict | None:
+        verdict = compare(pairing, prove)
+        return verdict if verdict.difference is None else None
+
+    return {
+        entry.path: IdenticalStates(
+            path=entry.path, original=original.path, role=entry.role, sampled=not verdict.full
+        )
+        for original, entry, verdict in equal_entries(entries, equality)
+    }
 
 
 def _surplus_optimizers(

@@ -26,7 +26,6 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,
@@ -50,6 +49,7 @@ from ckptfix.formats.pickle_globals import GlobalSafety, can_be_allowed, classif
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.latest import UNFINISHED
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_tree
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
 from ckptfix.storage.recipes import Range, Recipe, build
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for

@@ -7,16 +7,16 @@ Layout facts: PKWARE's APPNOTE 6.3 (records, ZIP64), and for torch 2.13 ``caffe2
 record is stored, its data starts on a multiple of 64 bytes, the end records are always those of ZIP64.
 """
 
-import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from struct import Struct
-from threading import Event, Lock
 from typing import NamedTuple
 
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
+from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.reading import FileReader, page_buffer
 
 MAX_DIRECTORY = 64 << 20
@@ -322,7 +322,6 @@ CHUNK = 1 << 20
 """Bytes per read of a checksum."""
 
 _WORTH_THREADS = 8 << 20
-_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,33 +452,27 @@ def crc_mismatches(
         for record in archive.records
         if record.crc and record.is_stored and (every_record or not record.name.startswith(prefix))
     ]
-    lock, stop = Lock(), Event()
+    found: dict[int, int] = {}
 
-    def crc_of(record: ZipRecord) -> int:
-        crc, buffer = 0, page_buffer(min(CHUNK, record.size))
-        for position in range(0, record.size, CHUNK):
-            chunk = buffer[: record.size - position]
-            reader.fill(chunk, record.data_offset + position)
-            crc = zlib.crc32(chunk, crc)
-            if stop.is_set():
-                break
-            if progress is not None:
-                with lock:
-                    progress(len(chunk))
-        return crc
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[int], None]]:
+        def read(number: int) -> None:
+            record, crc = records[number], 0
+            buffer = page_buffer(min(CHUNK, record.size))
+            for position in range(0, record.size, CHUNK):
+                chunk = buffer[: record.size - position]
+                reader.fill(chunk, record.data_offset + position)
+                crc = zlib.crc32(chunk, crc)
+                if control.is_stopping:
+                    return
+                control.advance(len(chunk))
+            found[number] = crc
 
-    if sum(record.size for record in records) < _WORTH_THREADS:
-        yield from (record for record in records if crc_of(record) != record.crc)
-        return
-    from concurrent.futures import ThreadPoolExecutor  # its import takes a tenth of a small check
+        yield read
 
-    pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS))
-    try:
-        found = zip(records, pool.map(crc_of, records), strict=True)
-        yield from (record for record, crc in found if crc != record.crc)
-    finally:  # also when nobody wants the rest
-        stop.set()
-        pool.shutdown(cancel_futures=True)
+    is_small = sum(record.size for record in records) < _WORTH_THREADS
+    run_all(range(len(records)), worker, threads=1 if is_small else processors(), progress=progress)
+    yield from (record for number, record in enumerate(records) if found[number] != record.crc)
 
 
 def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:

@@ -15,9 +15,8 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, sc
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.diagnosis.diagnose import Diagnosis, Verdicts, diagnose
 from ckptfix.diagnosis.equal_entries import Verdict
-from ckptfix.diagnosis.findings.damaged import MalformedFile, MissingShard, NotATensorFile, TruncatedFile
+from ckptfix.diagnosis.findings import INCOMPLETE
 from ckptfix.diagnosis.findings.duplicates import DoubledModel
-from ckptfix.diagnosis.findings.incomplete import IncompleteTensor, InterruptedSave, MissingRank
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError
 from ckptfix.formats.dcp_metadata import DcpMetadata
@@ -29,17 +28,6 @@ from ckptfix.storage.recipes import Absent, Range
 
 PlaceMaps = Mapping[tuple[tuple[str, ...], str], KeyMap]
 """(path, kind) of a place of keys -> its key map."""
-
-_BROKEN = (
-    IncompleteTensor,
-    InterruptedSave,
-    MalformedFile,
-    MissingRank,
-    MissingShard,
-    NotATensorFile,
-    TruncatedFile,
-)
-"""Codes of the damage that no repair may cause."""
 
 
 class Span(NamedTuple):
@@ -224,7 +212,7 @@ def _prove_no_new_damage(
     """Raise OperationError when a file is newly damaged or missing."""
     known = {(finding.code, _moved(finding.path, moved)) for finding in plan.findings}
     for finding in diagnosis.findings:
-        if isinstance(finding, _BROKEN) and (finding.code, finding.path) not in known:
+        if isinstance(finding, INCOMPLETE) and (finding.code, finding.path) not in known:
             raise OperationError(f"after the repair: {finding}")
 
 

@@ -20,7 +20,6 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import fingerprint, scan_folder
 from ckptfix.checkpoint.keys import fitting
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.check import (
     CheckReport,
     interrupted,
@@ -48,6 +47,7 @@ from ckptfix.storage.edits import Edit
 from ckptfix.storage.journal import commit
 from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import cause, command, shell_path
 from ckptfix.storage.transactions import State, is_as_left, transactions
 from ckptfix.wording import count_of

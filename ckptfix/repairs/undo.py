@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.journal import recover
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command
 from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names

@@ -52,7 +52,7 @@ from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.transaction_folder import Note, Workspace, opened
 from ckptfix.storage.transaction_plan import Metadata
 
-_CHUNK = 1 << 20
+_BLOCK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"
 
 
@@ -242,7 +242,7 @@ def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
     try:
         position = start
         while position < end:
-            data = os.pread(fd, min(_CHUNK, end - position), position)
+            data = os.pread(fd, min(_BLOCK, end - position), position)
             if not data:
                 raise ChangedError(f"{target.name}: the file ends at byte {position}, it had {end}")
             digest.update(data)
@@ -255,7 +255,6 @@ def _copy_tail(fd: int, start: int, end: int, target: Path) -> str:
 
 
 _SECTOR = 512
-_BLOCK = 1 << 20
 
 
 def undo_edit(

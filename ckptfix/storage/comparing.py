@@ -316,7 +316,7 @@ class _Blocks:
 
 
 _ENDS = 1 << 16
-_PAGES, _SAMPLE_PAGE = 24, 4096
+_PAGES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,9 +391,7 @@ def samples_digest(path: Path) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         for number in range(_PAGES):
-            digest.update(
-                os.pread(fd, _SAMPLE_PAGE, _ENDS + max(0, between - _SAMPLE_PAGE) * number // (_PAGES - 1))
-            )
+            digest.update(os.pread(fd, _PAGE, _ENDS + max(0, between - _PAGE) * number // (_PAGES - 1)))
     finally:
         os.close(fd)
     return digest.hexdigest()

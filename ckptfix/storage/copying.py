@@ -115,7 +115,6 @@ def _copy_paced(
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _STEP = 16 << 20
 _IN_FLIGHT = 64 << 20
-_WRITE_PACE = 256 << 20
 _NOT_HERE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 
 
@@ -137,7 +136,7 @@ class Pacer:
     def wrote(self, end: int) -> None:
         """Note that the file is written up to byte ``end``. Raises OSError where writing it out failed."""
         if self._call is None:
-            if end - self._settled >= _WRITE_PACE:
+            if end - self._settled >= _PACE:
                 os.fdatasync(self._fd)
                 self._drop(end)
             return

@@ -226,27 +226,33 @@ def _holds_anything(folder: Path) -> bool:
     return False
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still there then."""
+@contextmanager
+def temporary_file(path: Path, data: bytes) -> Iterator[Path]:
+    """Write a file next to ``path`` under a temporary name; at the end it is removed, unless it was renamed.
+
+    Files of dead writers are removed there first. Raises OSError.
+    """
     sweep(path.parent)
     new = path.with_name(temporary_name(path))
     try:
         create_file(new, data)
-        os.replace(new, path)
+        yield new
     finally:
         new.unlink(missing_ok=True)
         release(new)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that replaces the one at ``path``, durably. Raises OSError: the old one is still there then."""
+    with temporary_file(path, data) as new:
+        os.replace(new, path)
     sync_folder(path.parent)
 
 
 def ensure_writable(path: Path) -> None:
     """Raise OSError when ``write_file`` could not write next to ``path``."""
-    new = path.with_name(temporary_name(path))
-    try:
-        create_file(new, b"")
-    finally:
-        new.unlink(missing_ok=True)
-        release(new)
+    with temporary_file(path, b""):
+        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,13 +155,13 @@ def metadata_of(value: Any) -> Metadata | None:
         return None
     found = Metadata(**value)
     whole(found.mode, 0o1777)
-    owner_of(found.uid)
-    owner_of(found.gid)
+    owner_number(found.uid)
+    owner_number(found.gid)
     whole(found.mtime_ns, least=-LARGEST)
     return found
 
 
-def owner_of(value: object) -> int:
+def owner_number(value: object) -> int:
     """Return the number of a user or group, -1 for any. Raises ValueError."""
     return whole(value, (1 << 32) - 2, -1)
 
@@ -346,7 +346,7 @@ def _decode_previous(previous: Any, take: Callable[[object], bytes]) -> Recipe |
     return Recipe(
         pieces=tuple(decode_piece(piece) for piece in previous["pieces"]),
         mode=whole(previous["mode"], 0o7777),
-        uid=owner_of(previous["uid"]),
-        gid=owner_of(previous["gid"]),
+        uid=owner_number(previous["uid"]),
+        gid=owner_number(previous["gid"]),
         digests=tuple(sorted(zip(paths, digests, strict=False))),
     )

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import CkptfixError
-from ckptfix.storage.parallel import Control, run_all
+from ckptfix.storage.parallel import Control, Progress, run_all
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
 

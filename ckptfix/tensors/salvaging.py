@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import read_safetensors
@@ -15,6 +14,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_partial import PartialTorchFile, StorageLocation, read_partial
 from ckptfix.formats.torch_pickle import PickledStateDict, name_lists, state_dicts
 from ckptfix.formats.torch_tensors import PickledTensor
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import FileReader, open_reader
 from ckptfix.tensors.single_files import (
     LISTED,

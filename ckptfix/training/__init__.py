@@ -3,7 +3,7 @@
 A save of a guarded run records what ``saving.save_manifest`` lists; ``loading`` restores what a folder holds.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptfix.lazy import lazily, names_in
 
@@ -38,12 +38,4 @@ _MODULES = {
 }
 
 __all__ = names_in(_MODULES)
-_resolve = lazily(__name__, _MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    return _resolve(name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazily(__name__, _MODULES)

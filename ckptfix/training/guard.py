@@ -36,6 +36,7 @@ from ckptfix.training.prepared import (
 from ckptfix.training.running import as_given
 
 Method = Callable[..., Any]
+"""Method of accelerate that a guarded one calls."""
 
 REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredTensor, Weights

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import parse_file_name
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.comparing import is_cached
-from ckptfix.storage.parallel import Control, reading_threads, run_all
+from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally

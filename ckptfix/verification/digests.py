@@ -32,7 +32,7 @@ def describe_tensors(
         change = _with_tail(one, have)
         text = ""
         if one.outcome is Outcome.NOT_CHECKED:
-            text = f"cannot be read: {have.problem}" if have is not None and have.problem else ""
+            text = _unread(have)
         elif change is not None:
             text = _tensor(change, one, recorded, have)
             if have is not None and change is not Change.EXTRA and files.get(where) is Outcome.DIFFER:
@@ -59,7 +59,7 @@ def describe_files(
         change = _with_tail(one, have)
         text = ""
         if one.outcome is Outcome.NOT_CHECKED:
-            text = f"cannot be read: {have.problem}" if have is not None and have.problem else ""
+            text = _unread(have)
         elif change is not None:
             text = _file_text(change, one, recorded, have, sizes.get(one.key, (0, None)))
             if one.key in intact and change in (Change.CHANGED, Change.ZERO_TAIL):
@@ -68,6 +68,10 @@ def describe_files(
             kind=Kind.FILE, name=one.key, where=one.key, outcome=one.outcome, change=change, text=text,
             other=one.other or "",
         )  # fmt: skip
+
+
+def _unread(have: Hashed | None) -> str:
+    return f"cannot be read: {have.problem}" if have is not None and have.problem else ""
 
 
 def _with_tail(one: Judgement[TensorLocation] | Judgement[str], have: Hashed | None) -> Change | None:

@@ -11,18 +11,19 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.atomic import create_file, sync_folder
+from ckptfix.storage.atomic import sync_folder
 from ckptfix.storage.edits import Replace
 from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
+from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Format, Weights
@@ -214,19 +215,13 @@ def _write(root: Path, manifest: Manifest) -> int | None:
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
         )
     path = root / MANIFEST
-    new = root / f"{MANIFEST}.new"
-    with suppress(FileNotFoundError):  # from a run that was killed
-        os.unlink(new)
-    create_file(new, data)
-    try:
+    with temporary_file(path, data) as new:
         if not transactions(root):
             os.replace(new, path)
             sync_folder(root / JOURNAL)
             sync_folder(root)
             return None
         mode = stat.S_IMODE(os.stat(new).st_mode)
-    finally:
-        new.unlink(missing_ok=True)
     # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
     edit = Replace(
         path=PurePosixPath(MANIFEST),

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptfix.checkpoint.latest import UNFINISHED
-from ckptfix.checkpoint.pairing import Progress
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
 from ckptfix.errors import UsageError
+from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.tensors.stored import Format

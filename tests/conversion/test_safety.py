@@ -75,18 +75,21 @@ def each_point(action: Callable[[], None], undo: Callable[[], None], kind: str =
     return [number for place, number in enumerate(chosen) if place % STRIPES == 0 or place > len(chosen) - 12]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.TORN])
-def test_killed_at_any_point_it_is_there_whole_or_not_at_all(source: Path, fault: Fault) -> None:
+def whole_migration(source: Path) -> tuple[Path, Callable[[], None], Callable[[], None]]:
+    """Return the target of a migration, what migrates to it, and what removes it again."""
     target = source.parent / "b"
-    before = contents(source)
 
     def action() -> None:
         migrate(source, target, to="bin")
 
-    def undo() -> None:
-        shutil.rmtree(target)
+    return target, action, lambda: shutil.rmtree(target)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.TORN])
+def test_killed_at_any_point_it_is_there_whole_or_not_at_all(source: Path, fault: Fault) -> None:
+    before = contents(source)
+    target, action, undo = whole_migration(source)
     seen = set()
     for at in each_point(action, undo):
         outcome, _ = strike(action, at, fault)
@@ -138,15 +141,8 @@ def test_killed_while_it_overwrites_the_old_or_the_new_one_is_there(
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO])
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_a_failing_disk_leaves_nothing_behind(source: Path, fault: Fault, call: str) -> None:
-    target = source.parent / "b"
     before = contents(source)
-
-    def action() -> None:
-        migrate(source, target, to="bin")
-
-    def undo() -> None:
-        shutil.rmtree(target)
-
+    target, action, undo = whole_migration(source)
     failed = 0
     for at in each_point(action, undo, call):
         outcome, error = strike(action, at, fault)

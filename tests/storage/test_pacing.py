@@ -44,7 +44,7 @@ def test_where_the_kernel_cannot_it_syncs_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     monkeypatch.setattr(pacing, "_STEP", 1 << 20)
-    monkeypatch.setattr(pacing, "_WRITE_PACE", 3 << 20)
+    monkeypatch.setattr(pacing, "_PACE", 3 << 20)
     monkeypatch.setattr(ctypes, "get_errno", lambda: code)
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)

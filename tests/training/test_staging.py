@@ -19,7 +19,7 @@ from ckptfix.cli import run
 from ckptfix.storage import staged
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.staged import SAVING, sweep, temporary_name
-from ckptfix.training.saving.staged_saves import How, Staging, abandon, begin, commit, plan_staging, rotate
+from ckptfix.training.saving.staged_saves import How, StagedSave, abandon, begin, commit, plan_staging, rotate
 from tests.sampling import is_sampled
 from tests.training.killing import Steps, in_child
 
@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def save(target: Path, files: dict[str, bytes]) -> Staging:
+def save(target: Path, files: dict[str, bytes]) -> StagedSave:
     staging = plan_staging(target)
     begin(staging)
     write(staging.folder, files)

@@ -33,7 +33,7 @@ def test_nothing_is_left_of_a_manifest_that_could_not_be_written(
                 patch.setattr(os, call, full)
             real(path, data)
 
-    monkeypatch.setattr("ckptfix.verification.seal.create_file", create_file)
+    monkeypatch.setattr("ckptfix.storage.staged.create_file", create_file)
     if call == "replace":
         monkeypatch.setattr("ckptfix.verification.seal.os.replace", full)
     assert run(["seal", str(tmp_path), "--force"]) == 3

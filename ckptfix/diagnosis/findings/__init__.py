@@ -92,11 +92,23 @@ CATALOGUE: tuple[type[Finding], ...] = (
 )
 """Every kind of damage, in the order of the manual's table. A test compares the two and the golden folders."""
 
+INCOMPLETE = (
+    IncompleteTensor,
+    InterruptedSave,
+    MalformedFile,
+    MissingRank,
+    MissingShard,
+    NotATensorFile,
+    TruncatedFile,
+)
+"""Damage by which bytes are lost: no repair may cause it, and no copy may hide it."""
+
 CODES: Mapping[str, type[Finding]] = {kind.code: kind for kind in CATALOGUE}
 
 __all__ = [
     "CATALOGUE",
     "CODES",
+    "INCOMPLETE",
     "Action",
     "CompressedRecord",
     "ConflictingModels",

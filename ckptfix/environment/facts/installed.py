@@ -58,7 +58,7 @@ def read_accelerate(package: Path | None) -> AccelerateSource:
         names=_exported(package / "__init__.py"),
         options=_options(launch),
         config_fields=_fields(config, ("BaseConfig", "ClusterConfig")),
-        reads_variable=any('"ACCELERATE_CONFIG_FILE"' in _source_text(path) for path in (launch, config)),
+        reads_variable=any('"ACCELERATE_CONFIG_FILE"' in _text(path) for path in (launch, config)),
     )
 
 
@@ -96,7 +96,7 @@ def find_source(name: str) -> Path | None:
     return next((place for place in places if (place / "__init__.py").is_file()), None)
 
 
-def _source_text(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -105,7 +105,7 @@ def _source_text(path: Path) -> str:
 
 def _tree(path: Path) -> ast.Module:
     try:
-        return ast.parse(_source_text(path))
+        return ast.parse(_text(path))
     except (SyntaxError, ValueError):  # of another Python than this one
         return ast.Module(body=[], type_ignores=[])
 
@@ -318,10 +318,3 @@ def _python_version(interpreter: str) -> Version:
             return release(value.strip())
     match = re.search(r"python([0-9]+\.[0-9]+)$", os.path.realpath(interpreter))
     return release(match[1]) if match else ()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -6,7 +6,7 @@ entries are not those of this run are therefore matched with its objects, by con
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.training.guard import guard_of
+from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
 from ckptfix.training.loading.load_state import load_here
 from ckptfix.training.loading.states import not_of_a_rank
@@ -92,9 +92,6 @@ def _is_wrapped_as(model: Any, chain: tuple[str, ...]) -> bool:
         return True
     # Asked last, as it may copy: its own state_dict(), or a buffer that is not saved, can make other names of them.
     return common_wrappers(model.state_dict()) == chain
-
-
-Method = Callable[..., Any]
 
 
 def load_state(

@@ -17,12 +17,10 @@ from accelerate import Accelerator
 
 from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import ManifestEntry
-from ckptfix.training.guard import guard_of
+from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree, meet, timeout_of
 from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
-from ckptfix.training.saving.staged_saves import Staging, abandon, add, begin, commit, plan_staging, rotate
-
-Method = Callable[..., Any]
+from ckptfix.training.saving.staged_saves import StagedSave, abandon, add, begin, commit, plan_staging, rotate
 
 WHAT = "save_state"
 
@@ -90,7 +88,7 @@ class _Save:
         self._iteration = self._config.iteration
         self._ranks = Ranks(accelerator)
         self._models: tuple[ManifestEntry, ...] = ()
-        self._staging: Staging
+        self._staging: StagedSave
         self._owns = False
 
     def is_of_all(self, target: Path) -> bool:

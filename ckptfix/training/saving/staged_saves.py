@@ -175,7 +175,7 @@ class How(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class StagedSave:
     """A save on its way: ``folder`` is written, ``target`` is what it becomes.
 
     ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
@@ -192,17 +192,17 @@ class Staging:
         return rank is not None and rank < self.processes
 
 
-def plan_staging(target: Path, *, processes: int = 1) -> Staging:
+def plan_staging(target: Path, *, processes: int = 1) -> StagedSave:
     """Return where a save of ``target`` is staged. Looks only."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
     beside = outside_checkpoints(given) / temporary_name(given, SAVING)
     if not _can_rename(beside.parent, target):
-        return Staging(target, target / JOURNAL / beside.name, How.INSIDE, processes)
-    staging = Staging(target, beside, How.NEW, processes)
+        return StagedSave(target, target / JOURNAL / beside.name, How.INSIDE, processes)
+    staging = StagedSave(target, beside, How.NEW, processes)
     return replace(staging, how=_how(staging))
 
 
-def begin(staging: Staging) -> bool:
+def begin(staging: StagedSave) -> bool:
     """Make an empty staging folder; what dead saves left next to it is removed. False: another process has made it.
 
     Its name is of this save alone, so a folder of that name is on the same disk and not left over.
@@ -217,7 +217,7 @@ def begin(staging: Staging) -> bool:
     return True
 
 
-def abandon(staging: Staging) -> None:
+def abandon(staging: StagedSave) -> None:
     """Remove what was staged, unless a part of it has taken the place of old files: then the rest is needed."""
     release(staging.folder)
     if is_needed(staging.folder):
@@ -228,7 +228,7 @@ def abandon(staging: Staging) -> None:
             staging.folder.parent.rmdir()
 
 
-def commit(staging: Staging, manifest: bytes) -> None:
+def commit(staging: StagedSave, manifest: bytes) -> None:
     """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new one is there.
 
     INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
@@ -248,7 +248,7 @@ def commit(staging: Staging, manifest: bytes) -> None:
     release(folder)
 
 
-def add(staging: Staging) -> None:
+def add(staging: StagedSave) -> None:
     """Put the files of one process next to those of the others, each in one step; nothing is removed."""
     _widen_modes(staging.folder)
     sync_tree(staging.folder)
@@ -259,7 +259,7 @@ def add(staging: Staging) -> None:
     release(staging.folder)
 
 
-def _how(staging: Staging) -> How:
+def _how(staging: StagedSave) -> How:
     target = staging.target
     names = os.listdir(target) if target.is_dir() else []
     if not names:
@@ -271,7 +271,7 @@ def _how(staging: Staging) -> How:
     return How.SWAP if all(map(staging.keeps, strange)) else How.INSIDE
 
 
-def _put_in_place(staging: Staging, how: How, manifest: bytes) -> bool:
+def _put_in_place(staging: StagedSave, how: How, manifest: bytes) -> bool:
     """Do it by one rename or exchange; False when it has to be done in another way."""
     folder, target = staging.folder, staging.target
     known = replaced_files(target)
@@ -309,7 +309,7 @@ def _rename_new(folder: Path, target: Path) -> bool:
     return True
 
 
-def _copy_random_states(staging: Staging) -> dict[str, int]:
+def _copy_random_states(staging: StagedSave) -> dict[str, int]:
     """Copy the random states of other ranks that the save lacks: name -> inode. They are small, a kill is between."""
     copied: dict[str, int] = {}
     for name in filter(staging.keeps, files_in(staging.target)):
@@ -319,7 +319,7 @@ def _copy_random_states(staging: Staging) -> dict[str, int]:
     return copied
 
 
-def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> None:
+def _carry_over(staging: StagedSave, known: set[str], copied: dict[str, int]) -> None:
     """After an exchange, take from the old folder what came there since our last look."""
     for name in files_in(staging.folder):
         is_new = (
@@ -331,7 +331,7 @@ def _carry_over(staging: Staging, known: set[str], copied: dict[str, int]) -> No
             _replace(staging.folder / name, staging.target / name)
 
 
-def _move_in(staging: Staging, manifest: bytes) -> None:
+def _move_in(staging: StagedSave, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
     known, new = replaced_files(target), files_in(folder)
     journal = target / JOURNAL
