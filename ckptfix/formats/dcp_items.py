@@ -30,9 +30,9 @@ _MAX_SHAPES = 4096
 class SavedTensor(NamedTuple):
     """A tensor that was saved alone. Offsets count from the start of its item.
 
-    ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``: begin and end of
-    its bytes when they are one run, else None. ``record``: the length of the record that its storage is, and the CRC-32
-    that the item has for it; (0, 0) where it has none.
+    ``storage``: offset and length of its storage. ``first`` and ``stride`` count elements. ``run``: first and end
+    offset of its bytes when they are one run, else None. ``record``: the length of the record that its storage is, and
+    the CRC-32 that the item has for it; (0, 0) where it has none.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class SavedTensor(NamedTuple):
 
 
 class KnownItem(NamedTuple):
-    """An item that was read in full: what another one must hold, at which offsets, to say the same.
+    """An item that was read in full: the bytes and offsets that an equal item must have.
 
     ``crc``: where in the tail the CRC-32 of its storage is.
     """
@@ -58,7 +58,7 @@ class KnownItem(NamedTuple):
 
 
 class ItemReader:
-    """Reads the tensors of one ``.distcp`` file.
+    """Reader of the tensors of one ``.distcp`` file.
 
     An item that holds the same bytes as an earlier one but for its data and their checksums is not parsed again:
     ranks save chunks of the same shape by the thousand.
@@ -73,7 +73,8 @@ class ItemReader:
     def tensor(self, item: StoredItem, shape: tuple[int, ...]) -> SavedTensor:
         """Return where the tensor of an item lies, a chunk that should have this shape.
 
-        Raises UnsupportedFormat for what is not read, TruncatedError or FormatError for what is no item of torch's.
+        Raises UnsupportedFormat for unsupported kinds, TruncatedError or FormatError for anything but an item of
+        torch's.
         """
         if item.transforms:
             raise UnsupportedFormat(
@@ -146,10 +147,10 @@ def _saved_tensor(window: FileReader) -> tuple[TorchZip, ZipRecord, SavedTensor]
 def _learned(
     window: FileReader, archive: TorchZip, record: ZipRecord, saved: SavedTensor
 ) -> KnownItem | None:
-    """Return what the items that differ from this one in their data alone have in common with it.
+    """Return the bytes shared by items that differ from this one in their data alone.
 
-    None when data other than the tensor's are large. What differs: the CRC-32 of the storage, in its descriptor and in
-    the directory, and the id that torch makes of all checksums, with its own CRC-32.
+    None when data other than the tensor's are large. These items differ in the CRC-32 of the storage, in its
+    descriptor and in the directory, and the id that torch makes of all checksums, with its own CRC-32.
     """
     end = record.data_offset + record.packed
     if record.data_offset > _HEAD or window.size - end > _HEAD:
@@ -263,7 +264,7 @@ class DcpProblem(NamedTuple):
 
 
 def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
-    """Yield every item that the metadata alone shows to be incomplete, or to be saved twice."""
+    """Yield every item that is incomplete or saved twice by the metadata alone."""
     budget = _Budget()
     for tensor in metadata.tensors:
         absent = [chunk for chunk in tensor.chunks if (tensor.fqn, chunk.offsets) not in metadata.stored]
@@ -282,12 +283,12 @@ def dcp_problems(metadata: DcpMetadata) -> Iterator[DcpProblem]:
 
 
 def coverage_problem(tensor: DcpTensor) -> str | None:
-    """Return how the chunks fail to make up the tensor: a gap, an overlap; None when they do."""
+    """Return the fault of the chunks of a tensor: a gap, an overlap; None for a complete tensor."""
     return _coverage_problem(tensor, _Budget())
 
 
 class _Budget:
-    """The number of pairs that may still be compared."""
+    """Number of pairs that may still be compared."""
 
     def __init__(self) -> None:
         self.left = MAX_COMPARISONS
@@ -344,7 +345,7 @@ def _meet(one: Chunk, other: Chunk) -> bool:
 
 
 def _gap(shape: tuple[int, ...], chunks: list[Chunk], axis: int) -> str:
-    """Return where the first gap is, of a tensor that is cut along one dimension; "" for any other."""
+    """Return the first gap of a tensor that is cut along one dimension; "" for any other."""
     full = (*shape[:axis], *shape[axis + 1 :])
     if any((*chunk.lengths[:axis], *chunk.lengths[axis + 1 :]) != full for chunk in chunks) or not shape:
         return ""

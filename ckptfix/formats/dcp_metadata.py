@@ -46,8 +46,8 @@ _RETOLD = 1 << 22  # longest file, in bytes, that is certain to have fewer opcod
 class DcpTensor(NamedTuple):
     """A tensor of the checkpoint. ``site`` is where its name was pushed (``Text.site``).
 
-    ``dtype``: in safetensors' nouns, None for a ``torch_dtype`` without one. ``chunks``: as they are listed; they lie
-    inside of the tensor, but may overlap or leave gaps (``dcp_chunks``).
+    ``dtype``: in safetensors' nouns, None for a ``torch_dtype`` without one. ``chunks``: in the order of the file;
+    they lie inside the tensor, but may overlap or leave gaps (``dcp_chunks``).
     """
 
     fqn: str
@@ -83,7 +83,8 @@ class DcpMetadata:
 
     ``planned``: None when the planner left no paths, as with ``flatten_state_dict=False``; then the names are the keys
     of the state dict. ``stored``: by name and first index, as torch looks it up. ``save_id``: a UUID of the save,
-    None of older ones. ``tree`` is what names are rewritten in (``pickle_rewrite``), at the sites that all parts have.
+    None of older ones. ``tree``: the tree in which names are rewritten (``pickle_rewrite``), at the sites of all
+    parts.
     """
 
     tree: PickleTree = field(repr=False)
@@ -100,7 +101,7 @@ class DcpMetadata:
         return tuple(dict.fromkeys(item.path for item in self.stored.values()))
 
     def items_by_file(self) -> dict[PurePosixPath, list[StoredItem]]:
-        """Return what each file holds, in the order of the metadata."""
+        """Return the items of each file, in the order of the metadata."""
         found: dict[PurePosixPath, list[StoredItem]] = {}
         for item in self.stored.values():
             found.setdefault(item.path, []).append(item)
@@ -128,7 +129,7 @@ def parse_dcp_metadata(data: bytes, *, opcode_by_opcode: bool = False) -> DcpMet
             return _metadata(tree)
         except FormatError:
             if len(data) > _RETOLD:
-                raise  # else the tree of every opcode has better words for it
+                raise  # else the tree of every opcode gives a better message
     return _metadata(parse(data))
 
 
@@ -309,7 +310,7 @@ MODEL_KEY = "model"
 """The key under which Accelerate saves a model's state dict (1.0 to 1.15, ``utils/fsdp_utils.py``)."""
 
 STATE_KEY, GROUPS_KEY = "state", "param_groups"
-"""The keys of what ``Optimizer.state_dict()`` gives."""
+"""The keys of ``Optimizer.state_dict()``."""
 
 _OPTIMIZER_KEYS = frozenset({STATE_KEY, GROUPS_KEY})
 _FLATTENED = (f"{STATE_KEY}.", f"{GROUPS_KEY}.")
@@ -325,8 +326,8 @@ class ModelNames(NamedTuple):
 def model_names(metadata: DcpMetadata) -> ModelNames | None:
     """Return the model in a checkpoint, None when it has only an optimizer or nothing.
 
-    Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the only one that is no
-    optimizer's. Where several are left, all are the model, and the names keep the keys.
+    Goes down through dicts whose values are dicts: into ``model`` where there is one, else into the only one outside
+    of optimizers. Where several are left, all are the model, and the names keep the keys.
     """
     tensors = dict.fromkeys(tensor.fqn for tensor in metadata.tensors)  # in their order, which a set has not
     if metadata.planned is None:
@@ -360,7 +361,7 @@ def model_names(metadata: DcpMetadata) -> ModelNames | None:
 
 
 def _optimizers(paths: Mapping[str, tuple[str | int, ...]], depth: int) -> frozenset[str | int]:
-    """Return the keys at a depth below which lies what ``Optimizer.state_dict()`` gives."""
+    """Return the keys at a depth that lead to an ``Optimizer.state_dict()``."""
     below: dict[str | int, set[str | int]] = {}
     for path in paths.values():
         if len(path) > depth + 1:

@@ -42,7 +42,7 @@ def paths_of(metadata: DcpMetadata) -> dict[str, Steps]:
 
 
 def with_paths(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> DcpMetadata:
-    """Return what a metadata would say of its items with other paths; its bytes and places are as before."""
+    """Return the metadata with other paths of its items; its bytes and locations are as before."""
     names = {
         fqn: ".".join(map(str, new_paths[fqn])) if fqn in new_paths else fqn for fqn in paths_of(metadata)
     }
@@ -118,7 +118,8 @@ def _rewritten(
 
 
 class _Walk(TreeWalk):
-    """Compares the trees of two metadata except what was matched at once (``dcp_stream``), which is in the values.
+    """Comparison of the trees of two metadata, without the parts matched at once (``dcp_stream``), which are in the
+    values.
 
     ``moved``: the new values in the dict of an item that moves, by the id of its node.
     """
@@ -148,7 +149,7 @@ class _Walk(TreeWalk):
 
 
 def _values(metadata: DcpMetadata) -> tuple[object, ...]:
-    """Return all that a metadata says, without the sites of names."""
+    """Return the contents of a metadata, without the sites of names."""
     return (
         [one._replace(site=0) for one in metadata.tensors],
         [one.fqn for one in metadata.items],
@@ -163,7 +164,7 @@ def _expected(
     new_paths: Mapping[str, Steps],
     places: Mapping[str, ItemLocation],
 ) -> tuple[object, ...]:
-    """Return what a metadata should say with new names, and with bytes items in other places."""
+    """Return the expected contents of a metadata with new names, and with bytes items in other places."""
     planned = metadata.planned
     stored = []
     for item in metadata.stored.values():
@@ -195,7 +196,7 @@ def _new_names(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> dict[st
 
 
 def _sites(metadata: DcpMetadata, names: Mapping[str, str], new_paths: Mapping[str, Steps]) -> dict[int, str]:
-    """Return every push of a name, or of a key in a path, with what it has to be."""
+    """Return every push of a name, or of a key in a path, with its new value."""
     wanted: dict[int, str] = {}
 
     def want(site: int, new: str) -> None:

@@ -51,7 +51,7 @@ _INTS = re.compile(_INT, re.DOTALL).finditer
 
 
 class Unknown(FormatError):
-    """Something that only the machine that reads every opcode can know."""
+    """Error for a pickle that only the machine for every opcode can read."""
 
 
 class Memo(dict[int, Any]):
@@ -97,7 +97,7 @@ class Memo(dict[int, Any]):
 
 
 class _Finder:
-    """Goes over a match again, for one of the entries that it wrote."""
+    """Second pass over a match, for one of the entries that it wrote."""
 
     def __init__(self, memo: Memo, position: int, start: int) -> None:
         self._memo = memo
@@ -143,7 +143,7 @@ class _Finder:
 
 
 def literal(data: bytes, position: int) -> tuple[str, int, bool]:
-    """Return a string that is pushed by its bytes, where that ends, and whether MEMOIZE follows."""
+    """Return a string that is pushed by its bytes, the end of the push, and whether MEMOIZE follows."""
     width = 1 if data[position] == 0x8C else 4
     begin = position + 1 + width
     end = begin + int.from_bytes(data[position + 1 : begin], "little")
@@ -158,7 +158,9 @@ def literal(data: bytes, position: int) -> tuple[str, int, bool]:
 
 
 def memoized(raw: bytes) -> int:
-    """Return how many entries a size writes: of its tuple, unless that is empty, of the arguments and the result."""
+    """Return the number of entries that a size writes: of its tuple, unless that is empty, of the arguments and the
+    result.
+    """
     if len(raw) in (2, 5):
         return 0
     return 2 if raw.endswith(b")\x85\x94R\x94") and len(raw) in (7, 10) else 3
@@ -216,7 +218,7 @@ def fields_of(node: Node) -> dict[str, Any]:
 
 
 def torch_dtype_of(properties: object) -> str:
-    """Return the name of a dtype, the first value of what ``TensorProperties.__getstate__`` gives."""
+    """Return the name of a dtype, the first value of ``TensorProperties.__getstate__``."""
     if is_instance(properties, "TensorProperties"):
         state = (properties.states or [None])[0]
         dtype = state[0] if type(state) is tuple and state else None
@@ -262,7 +264,7 @@ def text_of(value: object) -> str | None:
 
 
 def words_for(value: object) -> str:
-    """Return what a value is, in a few words; a class by its name."""
+    """Return a value in a few words; a class by its name."""
     if type(value) is not Node:
         name = type(value).__name__
         return _WORDS.get(name, f"a {name}")
@@ -320,7 +322,7 @@ _MAX_KEPT = 1 << 16  # of what is decoded once and met again
 def read_stream(data: bytes) -> PickleTree:
     """Read the pickle of a ``.metadata``, as ``pickle_stream.parse`` does and with the same errors.
 
-    In the lists of chunks a ``Chunk`` may stand for the instance of torch's class, and in ``storage_data`` a
+    In the lists of chunks a ``Chunk`` may replace the instance of torch's class, and in ``storage_data`` a
     ``StoredItem`` for a key, followed by ``PACKED``. Time and memory grow with the number of bytes.
     """
     if data[:2] in (b"\x80\x04", b"\x80\x05"):
@@ -353,7 +355,7 @@ class _Reader:
         try:
             return run(self.machine)
         finally:
-            self.machine.handlers = {}  # this and the machine hold each other, and all that was read
+            self.machine.handlers = {}  # this object and the machine refer to each other, and to all values read
 
     def _newobj(self, machine: Machine) -> None:
         args = machine.stack.pop()

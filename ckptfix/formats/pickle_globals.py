@@ -145,7 +145,7 @@ def _is_unsafe_module(parts: list[str]) -> bool:
 
 
 class GlobalSafety(Enum):
-    """The trust that a global deserves."""
+    """Level of trust in a global."""
 
     SAFE = "torch.load(weights_only=True) reads it"
     SAFE_IN_RNG_STATE = "accelerate allows it when it reads its own files"
@@ -182,7 +182,7 @@ SAFE = frozenset(
         _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor""",
     )
 )
-"""Globals that ``torch.load(weights_only=True)`` reads without being told."""
+"""Globals that ``torch.load(weights_only=True)`` reads by default."""
 
 _SAFE_IN_RNG_STATE = frozenset(
     _named("numpy", "ndarray dtype")

@@ -16,7 +16,7 @@ from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.pickle_tree import CALLS, UNRESOLVABLE, Kind, Node, PickleTree, Text
 
 PADDING = bytes(16)
-"""Follows the data, so that reading a fixed-size operand never runs out; 0 is not an opcode."""
+"""Padding after the data, so that reading a fixed-size operand never runs out; 0 is not an opcode."""
 
 MAX_DEPTH = 1_000_000
 """Most open marks. A real pickle has as many as its objects nest."""
@@ -57,7 +57,7 @@ class Machine:
         self.containers = 0
 
     def step(self) -> None:
-        """Do what the opcode at the present position says."""
+        """Run the opcode at the present position."""
         position = self.position
         handler = self.handlers.get(self.data[position]) if position < len(self.data) else None
         if handler is None:
@@ -65,7 +65,7 @@ class Machine:
         handler(self)
 
     def recall(self, index: int) -> Any:
-        """Return what the memo holds. Raises KeyError or IndexError when that was never written."""
+        """Return the value of an entry of the memo. Raises KeyError or IndexError when that was never written."""
         value = self.memo[index] if index >= 0 else MISSING
         if value is MISSING:
             raise KeyError(index)
@@ -82,7 +82,7 @@ class Machine:
         return FormatError(f"the pickle opcode {opcode_name(code)} at byte {self.position} {problem}")
 
     def tree(self, start: int) -> PickleTree:
-        """Return what was read, once STOP was reached."""
+        """Return the tree, once STOP was reached."""
         if not self.stack:
             raise FormatError(f"the pickle ends at byte {self.position} without a value")
         root = self.stack.pop()
@@ -104,7 +104,7 @@ class Machine:
         )
 
     def weight(self) -> int:
-        """Return how many things are held beyond what the stack holds; each takes about 100 bytes."""
+        """Return the number of objects held outside the stack; each takes about 100 bytes."""
         numbered = len(self.memo) if type(self.memo) is dict else 0
         return len(self.texts) + len(self.frames) + numbered
 
@@ -366,7 +366,9 @@ def _appends(machine: Machine) -> None:
 
 
 def _check_target(machine: Machine, kind: Kind, makers: frozenset[tuple[str, str]] = frozenset()) -> None:
-    """Note what torch refuses to fill even when its class is allowed: all but lists, dicts and these classes."""
+    """Note an object that torch refuses to fill even when its class is allowed: all but lists, dicts and these
+    classes.
+    """
     node: Node = machine.stack[-1]
     if node.kind is kind:
         return
@@ -446,7 +448,7 @@ def _read_global(machine: Machine) -> Node:
 def _stack_global(machine: Machine) -> None:
     name = machine.stack.pop()
     module = machine.stack.pop()
-    # A name that is computed, or read out of another object, is known only to who executes it.
+    # A name that is computed, or read out of another object, is unknown without executing it.
     known = type(name) is Text and type(module) is Text
     head = (module.value, name.value) if known else UNRESOLVABLE
     machine.stack.append(machine.name_global(machine.position, *head))
@@ -571,4 +573,4 @@ HANDLERS = {
     code[0]: handler if code[0] in WEIGHTS_ONLY_OPCODES else _recording_refusal(code[0], handler)
     for code, handler in _ALL.items()
 }
-"""Every opcode that the fast loop leaves out -> what it does."""
+"""Every opcode that the fast loop leaves out -> its function."""

@@ -19,12 +19,12 @@ from ckptfix.formats.pickle_tree import PickleTree, same_tree
 _FRAME_HEAD = 9  # the opcode and eight bytes of length
 _MAX_ADDED = 1 << 28  # a million references to one long name become a million literals
 _LENGTH_WIDTH = {b"X": 4, b"\x8c": 1, b"\x8d": 8, b"U": 1, b"T": 4}  # bytes of length behind these opcodes
-_SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}  # what may stand between a key and its number
+_SKIPPED = {b"\x94": 1, b"q": 2, b"r": 5, b"\x95": _FRAME_HEAD}  # opcodes between a key and its number
 _NUMBERS = {b"K": 2, b"M": 3, b"J": 5, b"\x8a": 0}  # width of BININT1, BININT2, BININT; LONG1 has its own
 
 
 class _Change(NamedTuple):
-    """``old`` bytes at ``offset`` are replaced by ``new``."""
+    """Replacement of the ``old`` bytes at ``offset`` by ``new``."""
 
     offset: int
     old: int
@@ -40,8 +40,8 @@ def rewrite(
 ) -> bytes:
     """Return the pickle with new strings at these push sites, and every other string as it was.
 
-    ``new_numbers``: others, at least 0, by site (``number_behind``). ``is_right``: says of the result, in place of the
-    comparison here, whether it is the old pickle with these changes; needed for numbers, which that does not expect.
+    ``new_numbers``: others, at least 0, by site (``number_behind``). ``is_right``: a check of the result that replaces
+    the comparison here; needed for numbers, which the comparison does not expect.
 
     Raises UnsupportedFormat when a string cannot be changed alone, or not be written as the old one was. Raises
     FormatError when the result, read again, is not the same tree up to these strings: a fault of this module.
@@ -121,7 +121,7 @@ def _changes(tree: PickleTree, new_names: Mapping[int, str]) -> list[_Change]:
 
 
 def _width(data: bytes, site: int) -> int:
-    """Return how many bytes the string push at ``site`` takes."""
+    """Return the length in bytes of the string push at ``site``."""
     code = data[site : site + 1]
     if code in _LENGTH_WIDTH:
         width = _LENGTH_WIDTH[code]

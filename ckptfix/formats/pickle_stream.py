@@ -61,7 +61,7 @@ def run(machine: Machine, start: int = 0) -> PickleTree:
 
 
 def _explained(machine: Machine, error: Exception) -> FormatError:
-    """Return what it means that the opcode at the present position failed."""
+    """Return the error for a failed opcode at the present position."""
     data, position = machine.data, machine.position
     width = {0x68: 2, 0x6A: 5}.get(data[position], 1) if position < len(data) else 1
     if data.startswith(b"X", position):

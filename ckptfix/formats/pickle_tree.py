@@ -53,8 +53,8 @@ class Node:
     ``head``: (module, name) of a global, the callee of a call, the id of a persistent object, the bytes of a
     bytearray, a view of the UTF-8 of a long string. ``args``: the arguments of a call, a tuple in every real pickle;
     (args, keywords) for NEW_EX. ``items``: what was appended or added. ``entries``: keys and values in turn, as they
-    were set. ``states``: what BUILD gave it. The last three are None while empty. A value is a Node, a Text, a tuple
-    of values, or a constant (int, float, bool, None, bytes).
+    were set. ``states``: the states that BUILD set. The last three are None while empty. A value is a Node, a Text, a
+    tuple of values, or a constant (int, float, bool, None, bytes).
     """
 
     __slots__ = ("args", "entries", "head", "items", "kind", "states")
@@ -82,8 +82,8 @@ class PickleTree:
     """One pickle. Offsets count from its first byte.
 
     ``data``: its bytes, STOP included. ``end``: where it ends in the bytes given to ``parse``. ``globals``: every
-    (module, name) it refers to, with the offset of the first reference. ``texts``: every push of a string that is no
-    long one, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
+    (module, name) it refers to, with the offset of the first reference. ``texts``: every push of a string except long
+    ones, in stream order. ``persistent``: the nodes of its persistent ids. ``frames``: offset and length of each
     FRAME. ``duplicated``: sites of strings that a DUP used a second time. ``refused_opcodes``: why
     ``torch.load(weights_only=True)`` refuses it whatever is allowed: "FRAME", or "APPENDS on collections.deque".
     ``leftover``: values stay on the stack after STOP.
@@ -160,7 +160,7 @@ def attribute(node: object, name: str, known: dict[int, Any] | None = None) -> A
 
 
 class Visits:
-    """The nodes that a walk has met, so that it looks into each only once however often it is referred to."""
+    """Nodes that a walk has met, so that it visits each only once however often it is referred to."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -326,7 +326,7 @@ class TreeWalk:
         return self._same_lists(one.items, other.items) and self._same_lists(one.entries, other.entries)
 
     def _correspond(self, one: object, other: object) -> bool | None:
-        """Return whether two containers stand for each other, None when neither was met before."""
+        """Return whether two containers correspond to each other, None when neither was met before."""
         forward, backward = self._forward.get(id(one)), self._backward.get(id(other))
         if forward is None and backward is None:
             self._forward[id(one)], self._backward[id(other)] = id(other), id(one)
@@ -352,7 +352,7 @@ def _was_changed(node: Node) -> bool:
 
 
 def _exactly(constant: Any, text: Callable[[Text], str]) -> tuple[type, object]:
-    """Return what only an equal constant of the same type has: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return a key that only an equal constant of the same type has: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     kind = type(constant)
     if kind is Text:
         return kind, text(constant)

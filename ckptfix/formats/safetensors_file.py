@@ -1,8 +1,8 @@
 """safetensors files and the index of shards.
 
 A file is eight bytes of header length, a JSON header, then the tensors' bytes without a gap. The rules are those of the
-reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made stricter where it accepts what a rename would
-make worse: a duplicate key whose ranges agree is refused here. The index of a sharded model is a JSON object with
+reference parser (safetensors 0.8, ``safetensors/src/tensor.rs``), made stricter where a rename would make an accepted
+fault worse: a duplicate key whose ranges agree is refused here. The index of a sharded model is a JSON object with
 ``metadata`` and ``weight_map`` (fqn -> file name).
 """
 
@@ -42,7 +42,7 @@ class SafetensorsFile:
 
     @property
     def trailing(self) -> int:
-        """Bytes after the last tensor that belong to nothing."""
+        """Bytes after the last tensor, which belong to no tensor."""
         return self.size - self.data_end
 
 

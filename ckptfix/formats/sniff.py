@@ -1,4 +1,4 @@
-"""The true kind of a file by its first bytes, when it is not what its name says."""
+"""Kinds of files by their first bytes, for a file whose name is wrong."""
 
 import re
 
@@ -30,7 +30,7 @@ _JSON = re.compile(rb"""\s*(\{\s*("|\}|\Z)|\[\s*(["{\[\]\-0-9tfn]|\Z))""")
 
 
 def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
-    """Return what the content is, in words, or None when the first bytes say nothing.
+    """Return the kind of the content in words, None when the first bytes do not show it.
 
     ``json``: name a JSON file as well; leave it out for a file that should be one.
     """
@@ -54,7 +54,7 @@ def describe_content(reader: FileReader, *, json: bool = False) -> str | None:
 
 
 def other_format(reader: FileReader) -> str | None:
-    """Return what kind of a sound file another program wrote, or None for a file that may be torch's."""
+    """Return the kind of an intact file of another program, None for a file that may be torch's."""
     head = reader.read(0, min(_HEAD, reader.size))
     if not head.startswith(_ZIP):
         return _other(head)

@@ -57,7 +57,7 @@ class LegacyFile:
 
 @dataclass(frozen=True, slots=True)
 class PatchedBytes:
-    """Overwrite ``old`` at ``offset`` by ``new`` of the same length."""
+    """Patch of ``old`` bytes at ``offset`` by ``new`` of the same length."""
 
     offset: int
     old: bytes = field(repr=False)
@@ -71,8 +71,8 @@ def is_tar(reader: FileReader) -> bool:
     head = reader.read(0, _TAR_BLOCK)
     if head[TAR_MAGIC_OFFSET : TAR_MAGIC_OFFSET + 5] == b"ustar":
         return True
-    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: a header it is, by the
-    # rules of tarfile, when its numbers are numbers and one is its checksum, over signed or unsigned bytes.
+    # The oldest kind has no magic, and torch.load tries tar before it looks for a pickle: by the rules of tarfile, a
+    # block is a header when its numbers are valid and one is its checksum, over signed or unsigned bytes.
     if any(_tar_number(head[begin:end]) is None for begin, end in _TAR_NUMBERS):
         return False
     rest = head[:148] + b" " * 8 + head[156:]
@@ -133,7 +133,8 @@ def read_legacy(reader: FileReader, first: PickleTree) -> LegacyFile:
     """
     tree, offset, keys, position, parts = read_pickles(reader, first)
     ranges, end = _ranges(reader, storages(tree), keys, position)
-    # torch.load executes all five: what any of them names is named by the file, and what it refuses is refused.
+    # torch.load executes all five: a global in any of them is a global of the file, and a refusal of one refuses the
+    # file.
     named = {name: at for part in parts for name, at in part.globals.items()}
     refused = tuple(sorted({reason for part in parts for reason in part.refused_opcodes}))
     return LegacyFile(replace(tree, globals=named, refused_opcodes=refused), offset, ranges, end)

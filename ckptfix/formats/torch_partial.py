@@ -1,4 +1,4 @@
-"""The intact part of a damaged file of torch.save: its pickle, and how much of each storage is there.
+"""The intact part of a damaged file of torch.save: its pickle, and the intact part of each storage.
 
 Names, shapes and places come from the pickle and from what precedes each storage; nothing is guessed. Without the
 complete pickle nothing can be read. In an archive whose directory is lost or does not fit its records, the records are
@@ -37,7 +37,8 @@ _NEXT = (b"PK\3\4", b"PK\1\2", b"")
 class FoundRecord(NamedTuple):
     """A record by its local header: where it begins, where its data lies, and the CRC-32 recorded for it (0: none).
 
-    ``problem``: why the data cannot be told, "" when it can; it may still reach beyond the end of the file.
+    ``problem``: why the extent of the data is unknown, "" when known; the data may still reach beyond the end of the
+    file.
     """
 
     name: str
@@ -49,7 +50,7 @@ class FoundRecord(NamedTuple):
 
 
 Lengths = Callable[[str, int], int | None]
-"""Tells how long the record of a name is whose data begins at an offset, None when that is not known."""
+"""Function from a record's name and data offset to its length, None when unknown."""
 
 
 class _Local(NamedTuple):
@@ -202,9 +203,9 @@ def _why_none(reader: FileReader, position: int) -> str:
 
 
 class StorageLocation(NamedTuple):
-    """The offset of a storage in the file, how many of its bytes are there, and the CRC-32 recorded for it (0: none).
+    """Offset of a storage in the file, the number of its bytes in the file, and the CRC-32 recorded for it (0: none).
 
-    ``problem``: what is wrong although the bytes may be there, "" for nothing that can be seen without reading them.
+    ``problem``: a fault besides missing bytes, "" for none that shows without reading the bytes.
     """
 
     offset: int
@@ -218,7 +219,7 @@ class PartialTorchFile:
     """A file of torch.save that may be damaged.
 
     ``places``: of each storage of the pickle; one that is missing there was not found. ``reason``: why no more storages
-    were found. ``names_problem``: why the pickle itself is not to be believed, "" when nothing says so.
+    were found. ``names_problem``: why the pickle itself is unreliable, "" without such evidence.
     """
 
     tree: PickleTree = field(repr=False)
@@ -229,7 +230,7 @@ class PartialTorchFile:
 
 
 def read_partial(reader: FileReader) -> PartialTorchFile:
-    """Read what is left of a file. Raises FormatError, saying why, when that has no tensors."""
+    """Read the intact part of a file. Raises FormatError, with the reason, when that has no tensors."""
     with paused_gc():
         head = reader.read(0, min(4, reader.size))
         if head == b"PK\3\4":
@@ -282,7 +283,7 @@ def _zip(reader: FileReader) -> PartialTorchFile:
 
 
 class _Pickles:
-    """Finds the pickle among the records, and knows from it how long the storages are."""
+    """Search for the pickle among the records, and the lengths of storages that it gives."""
 
     def __init__(self, reader: FileReader) -> None:
         self._reader = reader

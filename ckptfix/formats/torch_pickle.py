@@ -177,7 +177,7 @@ def _dicts(tree: PickleTree) -> Iterator[tuple[tuple[str, ...], Node]]:
 
 
 def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], Any]]:
-    # What a module keeps as its extra state is the module's own affair, dict or not.
+    # The extra state of a module belongs to the module alone, dict or not.
     return [
         ((*path, key.value), value)
         for key, value in pairs(node)
@@ -189,7 +189,7 @@ def _children(path: tuple[str, ...], node: Node) -> list[tuple[tuple[str, ...], 
 
 
 def _is_model(path: tuple[str, ...], node: Node, metadata: object) -> bool:
-    """Return whether a dict is what ``Module.state_dict()`` gives: only tensors, and a sign of submodules."""
+    """Return whether a dict looks like a ``Module.state_dict()``: only tensors, and a sign of submodules."""
     named = [(key.value, value) for key, value in pairs(node) if type(key) is Text]
     if not all(is_tensor(value) or key.endswith("_extra_state") for key, value in named):
         return False

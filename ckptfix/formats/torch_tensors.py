@@ -58,7 +58,7 @@ class PickledTensor(NamedTuple):
 
     @property
     def view(self) -> tuple[object, ...]:
-        """What two names of one tensor have in common: the same elements of one storage, in one shape and dtype."""
+        """Common identity of two names of one tensor: the same elements of one storage, in one shape and dtype."""
         return self.storage_key, self.storage_offset, self.dtype, self.shape, self.stride
 
 
@@ -133,7 +133,7 @@ _KINDS = {
 
 
 def kind_of_tensor(node: Node) -> str:
-    """Return in words what a tensor is that ``read_tensor`` does not read: "a quantized tensor (torch.qint8)"."""
+    """Return the kind of a tensor that ``read_tensor`` does not read, in words: "a quantized tensor (torch.qint8)"."""
     name, args = _unwrapped(node)
     if name in _KINDS:
         return _KINDS[name]
@@ -155,9 +155,9 @@ def kind_of_tensor(node: Node) -> str:
 
 
 def read_tensor(key: Text, node: Node, known: Mapping[str, PickledStorage]) -> PickledTensor | None:
-    """Return the tensor that a call makes, None when it is not a plain tensor, or of a type without a noun.
+    """Return the tensor that a call makes, None for other kinds of tensors or a dtype without a noun.
 
-    A conjugated or negated view is no plain one: its bytes are not its numbers.
+    A conjugated or negated view is not plain: its bytes are not its numbers.
     """
     head, args = node.head, node.args
     function = "_rebuild_tensor_v2"  # nearly every tensor: no detour for it
@@ -249,8 +249,8 @@ def _span(
 ) -> tuple[int | None, int | None] | None:
     """Return the bytes of its storage that a tensor spans.
 
-    (None, None) when it is not contiguous, None when shape or stride are no sizes. An end beyond ``nbytes`` stands for
-    any tensor, contiguous or not, that needs more than its storage has.
+    (None, None) when it is not contiguous, None when shape or stride are not sizes. An end beyond ``nbytes`` marks any
+    tensor, contiguous or not, that needs more than its storage has.
     """
     count, last, contiguous, empty, huge = 1, offset, True, False, False
     for length, step in zip(reversed(shape), reversed(stride), strict=True):

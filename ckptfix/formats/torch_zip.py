@@ -1,4 +1,4 @@
-"""The zip files of torch.save since 1.6: records found without trusting any number, and edits appended.
+"""The zip files of torch.save since 1.6: records read without trusting any number, and edits appended.
 
 Every offset is checked before it is followed and every size against the size of the file before it is read; records may
 not overlap, and each local header must agree with the directory.
@@ -42,7 +42,7 @@ _MAX_JUNK = 16 << 20
 
 
 class ZipRecord(NamedTuple):
-    """One record. Offsets count from the start of the file; ``size`` is unpacked, ``packed`` what it takes there.
+    """One record. Offsets count from the start of the file; ``size`` is unpacked, ``packed`` its size in the file.
 
     ``crc`` is the one in the central directory, 0 when none was written. ``entry`` is where its entry begins in the
     directory.
@@ -476,7 +476,7 @@ def crc_mismatches(
 
 
 def append_edit(archive: TorchZip, new_pickle: bytes) -> AppendedBytes:
-    """Return what to add at ``archive.end`` so that its data.pkl is ``new_pickle``; the old bytes all stay.
+    """Return the bytes to append at ``archive.end`` so that its data.pkl is ``new_pickle``; the old bytes all stay.
 
     Raises UnsupportedFormat for an archive with code in it, a comment, or a packed data.pkl.
     """

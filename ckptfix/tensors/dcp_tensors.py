@@ -46,7 +46,7 @@ def dcp_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosixPath]]
 
 
 def dcp_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield the files that a save leaves in a DCP folder, whatever its metadata says."""
+    """Yield the files that a save leaves in a DCP folder, listed in its metadata or not."""
     yield from (where / name for name in _names(root / where) if belongs(name))
 
 
@@ -62,9 +62,10 @@ def _names(folder: Path) -> tuple[str, ...]:
 def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
     """Return the weights of the model in a DCP checkpoint, by its metadata and the headers of its items.
 
-    ``{"model": state_dict}``, which Accelerate saves, gives the names of the state dict; which part of a name is a key
-    of a dict above it is told by the planner's paths. Raises OperationError when one byte of it is not there: a chunk
-    that is stored nowhere, a missing or short file, an unfinished save, and for what is not read.
+    ``{"model": state_dict}``, which Accelerate saves, gives the names of the state dict; the planner's paths
+    show which part of a name is a key of a dict above it. Raises OperationError when one byte of it is
+    missing (a chunk that is stored nowhere, a missing or short file, an unfinished save), and for unsupported
+    kinds.
     """
     folder = root / where
     metadata = read_metadata_of(folder)
@@ -134,7 +135,7 @@ def read_metadata_of(folder: Path) -> DcpMetadata:
 
 
 def _unfinished(names: tuple[str, ...]) -> str:
-    """Return what it means that a folder has no ``.metadata``; it is written last (``finish`` in filesystem.py)."""
+    """Return the problem of a folder without ``.metadata``; it is written last (``finish`` in filesystem.py)."""
     data = sum(name.endswith(DATA_SUFFIX) for name in names)
     if any(name.endswith(METADATA_NAME) for name in names):
         return (
@@ -182,7 +183,7 @@ class _Layouts:
         }
 
     def places(self, tensor: DcpTensor) -> tuple[tuple[PurePosixPath, int], ...]:
-        """Return what is the same for two names of one tensor; () for one without elements."""
+        """Return a key that two names of one tensor share; () for a tensor without elements."""
         items = [self._stored[tensor.fqn, chunk.offsets] for chunk in _filled(tensor)]
         return tuple((item.path, item.offset) for item in items)
 
@@ -237,7 +238,9 @@ class _Layouts:
         )
 
     def _read(self, tensors: list[DcpTensor]) -> dict[tuple[str, tuple[int, ...]], SavedTensor]:
-        """Look into the items of tensors. Raises OperationError for a file that is missing or not what it should be."""
+        """Read the headers of the items of tensors. Raises OperationError for a missing file, and for any
+        other content.
+        """
         wanted: dict[PurePosixPath, list[tuple[StoredItem, DcpTensor, Chunk]]] = {}
         for tensor in tensors:
             for chunk in _filled(tensor):

@@ -1,13 +1,14 @@
 """The weights in a DeepSpeed checkpoint: the states of all ranks, and the partitions that ZeRO cuts them into.
 
-Facts from DeepSpeed 0.18 (``utils/zero_to_fp32.py``, key names ``checkpoint/constants.py``). The fp32 weights are in
-the optimizer states, cut into a partition for each rank; buffers and what is frozen are in the model states, under
-ZeRO-1 and 2 next to a complete copy of the weights in the dtype of training. ZeRO-1 and 2 lay the parameters of a group
-end to end, pad that and cut it into one partition a rank; the padding of the last rank is not saved. ZeRO-3 cuts each
-parameter by itself, so that rank r has elements ``r * share`` to ``(r + 1) * share``, with ``share = ceil(n / ranks)``;
-a rank lays its shares end to end, over one flat partition for each sub-group.
+Facts from DeepSpeed 0.18 (``utils/zero_to_fp32.py``, key names ``checkpoint/constants.py``). The fp32 weights
+are in the optimizer states, cut into a partition for each rank; buffers and frozen parameters are in the
+model states, under ZeRO-1 and 2 next to a complete copy of the weights in the dtype of training. ZeRO-1 and 2
+lay the parameters of a group end to end, pad that and cut it into one partition a rank; the padding of the
+last rank is not saved. ZeRO-3 cuts each parameter by itself, so that rank r has elements ``r * share`` to
+``(r + 1) * share``, with ``share = ceil(n / ranks)``; a rank lays its shares end to end, over one flat
+partition for each sub-group.
 
-Values are read by opcodes and never executed: what is of a class, as the configuration is, stays as inert as the rest.
+Values are read by opcodes and never executed: instances of classes, such as the configuration, stay inert.
 """
 
 from bisect import bisect_right
@@ -62,11 +63,12 @@ class Flat(NamedTuple):
 class ModelStates:
     """A file of model states.
 
-    ``module``: the module's own state dict, with empty tensors in place of what ZeRO-3 partitions. ``ties``: names in
-    it that share a storage -> the first of them. ``groups``: for each parameter group the shapes in the order of the
-    flat partitions, None without ZeRO. ``frozen``: shapes of what is not trained, and ``fragments`` of it. ``shared``:
-    other name -> name of a tied parameter. ``ranks`` and ``parallel``: how many processes data and model were divided
-    among. ``left``: what else is in it. ``checksums``: record of a storage -> its CRC-32.
+    ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3 partitions.
+    ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the
+    shapes in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are
+    not trained, and ``fragments`` of them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
+    ``parallel``: numbers of processes that data and model were divided among. ``left``: its other contents.
+    ``checksums``: record of a storage -> its CRC-32.
     """
 
     path: Path
@@ -431,7 +433,9 @@ def _check(
 def _named(
     model: ModelStates, placed: Mapping[str, StoredTensor], *, by_rank: bool
 ) -> tuple[tuple[StoredTensor, ...], dict[str, str]]:
-    """Return the tensors in the order of the module, and the ties: what is placed, and else what the module has."""
+    """Return the tensors in the order of the module, and the ties: placed tensors, and the module's own for
+    the others.
+    """
     found: dict[str, StoredTensor] = {}
     ties: dict[str, str] = {}
     for name, stored in model.module.items():

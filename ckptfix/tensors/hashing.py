@@ -1,8 +1,8 @@
 """Hash files and tensors on all cores, in constant memory, each byte read from the disk about once.
 
-Every thread takes the next job. Those of one file stand together, the file itself first and its tensors by offset: the
-thread that hashes the file and those that hash its tensors go through it side by side, so the second read of a block
-finds it in the page cache.
+Every thread takes the next job. Jobs of one file are adjacent, the file itself first and its tensors by
+offset: the thread that hashes the file and those that hash its tensors go through it side by side, so the
+second read of a block finds it in the page cache.
 """
 
 import hashlib
@@ -41,9 +41,8 @@ Job = FileJob | TensorJob
 
 
 class Hashed(NamedTuple):
-    """The result of a job. ``digest``: "" when it could not be read, ``problem`` says why.
-
-    ``zeros``: how many zero bytes it ends with. ``scan``: what its values are, None when nobody looked.
+    """The result of a job. ``digest``: "" when it could not be read; ``problem``: the reason. ``zeros``:
+    number of zero bytes at its end. ``scan``: its values, None when they were not looked at.
     """
 
     digest: str
@@ -59,8 +58,8 @@ def hash_all(
     keep_cached: bool = True,
     progress: Progress | None = None,
 ) -> list[Hashed]:
-    """Do all jobs and return what became of each, in their order. ``threads``: as many as this process has cores.
-    ``keep_cached`` off, for files that nobody else needs: what was read leaves the page cache.
+    """Do all jobs and return their results, in their order. ``threads``: as many as this process has cores.
+    ``keep_cached`` off, for files that nobody else needs: their pages leave the page cache.
 
     ``progress`` is called with numbers of bytes, from any thread, never from two at once. A file that cannot be read is
     a value, not an exception.

@@ -1,8 +1,8 @@
 """New folders of torch.distributed.checkpoint (DCP), such as Accelerate's FSDP reads.
 
-What torch 2.13 writes for one rank (``torch/distributed/checkpoint``: ``metadata.py``, ``filesystem.py``): in
-``__0_0.distcp`` one torch zip file after the other, of one tensor each, and their places in ``.metadata``. Read by
-``torch.distributed.checkpoint.load`` on any number of ranks.
+The layout is that of torch 2.13 for one rank (``torch/distributed/checkpoint``: ``metadata.py``,
+``filesystem.py``): in ``__0_0.distcp`` one torch zip file after the other, of one tensor each, and their
+places in ``.metadata``. Read by ``torch.distributed.checkpoint.load`` on any number of ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,13 +111,15 @@ def _item(tensor: NewTensor) -> tuple[Part, ...]:
 
 @lru_cache(maxsize=1024)
 def _archive(kind: NewTensor) -> tuple[bytes, int]:
-    """Return what precedes the data of a tensor, and how many bytes follow them; the name is not in it."""
+    """Return the bytes before the data of a tensor, and the number of bytes after the data; the name is in
+    neither.
+    """
     before, _, behind = _parts(kind)
     return _rendered(before, {}), sum(part.length for part in behind)
 
 
 def _tail(kind: NewTensor, fqn: str, crcs: Mapping[str, int]) -> bytes:
-    """Return what follows the data of a tensor with this CRC-32: checksums, small records, the directory."""
+    """Return the bytes after the data of a tensor with this CRC-32: checksums, small records, the directory."""
     _, _, behind = _parts(kind)
     return _rendered(behind, {_ANY: crcs[fqn]})
 
@@ -182,7 +184,7 @@ class _MetadataWriter:
         self._pickle.opcodes(MARK)
 
     def _kept(self, opcodes: bytes) -> None:
-        """Push what the pickler keeps in the memo, though nothing refers to it: so the fast reader knows it."""
+        """Push a value that the pickler memoizes although nothing refers to it, as the fast reader expects."""
         self._pickle.opcodes(opcodes)
         self._pickle.put()
 

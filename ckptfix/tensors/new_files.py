@@ -92,8 +92,8 @@ def index_file(
 ) -> OutputFile:
     """Return the index of a model in several files, as ``save_pretrained`` writes it.
 
-    ``words``: what it says besides, as an old index did; the size in its metadata is set right. That of a variant has
-    its word elsewhere: shards of ``model.fp16`` are of ``model.safetensors.index.fp16.json``.
+    ``words``: its other content, from an old index; the size in its metadata is corrected. That of a variant
+    has its word elsewhere: shards of ``model.fp16`` are of ``model.safetensors.index.fp16.json``.
     """
     names = shard_names(stem, suffix, len(shards))
     metadata = words.get("metadata")
@@ -132,8 +132,8 @@ def safetensors_files(
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
     ``ties``: other name -> name in ``tensors``; recorded in the metadata of the file, as ``save_model`` does.
-    ``metadata``: of every file, with the ties, without what is ``unwritable``. ``index_words``: what their index says
-    besides its map. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
+    ``metadata``: of every file, with the ties, without ``unwritable`` keys. ``index_words``: the other
+    content of their index. Raises UnsupportedFormat for a dtype or a name that safetensors does not have.
     """
     shards = in_shards(sorted(tensors, key=lambda tensor: tensor.fqn), most)
     names = shard_names(stem, ".safetensors", len(shards))

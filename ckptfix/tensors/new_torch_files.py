@@ -119,7 +119,7 @@ def _descriptor_size(record: _Placed) -> int:
 
 
 def _descriptor(record: _Placed, crcs: Mapping[str, int]) -> bytes:
-    """Return what follows the data of a record."""
+    """Return the bytes after the data of a record."""
     size = record.content.length
     return b"PK\7\x08" + pack("<IQQ" if record.zip64 else "<III", record.crc(crcs), size, size)
 
@@ -175,7 +175,8 @@ class Persistent:
 class PickleWriter:
     """One pickle that grows at its end.
 
-    ``value`` writes any value; the other methods write single opcodes, for what is written 100,000 times.
+    ``value`` writes any value; the other methods write single opcodes, for values that are written 100,000
+    times.
     """
 
     def __init__(self, protocol: int = 2) -> None:
@@ -192,7 +193,7 @@ class PickleWriter:
         return bytes(self._data + b".")
 
     def opcodes(self, data: bytes) -> None:
-        """Write opcodes as they stand."""
+        """Write opcodes unchanged."""
         self._data += data
 
     def put(self) -> int:
@@ -212,7 +213,7 @@ class PickleWriter:
     def text(self, value: str) -> int:
         """Push a string and keep it; half of a surrogate pair is written as pickle writes it. Returns its number.
 
-        Raises UnsupportedFormat for one that is longer than what is read back.
+        Raises UnsupportedFormat for a string that is too long to be read back.
         """
         data = value.encode("utf-8", "surrogatepass")
         if len(data) > MAX_TEXT:
@@ -343,8 +344,8 @@ class PickleWriter:
     ) -> None:
         """Have ``write`` push each key with its value, and set them in the dict below: 1,000 at a time, as pickle does.
 
-        ``exact``: it is a plain dict or list, no OrderedDict; then a last batch of one gets a mark, too. ``opcodes``:
-        what takes one entry, and what takes all since the mark.
+        ``exact``: for a plain dict or list; then a last batch of one gets a mark, too. ``opcodes``: the one
+        for a single entry, and the one for all since the mark.
         """
         one, many = opcodes
         for begin in range(0, len(groups), _BATCH):
@@ -388,10 +389,10 @@ def torch_files(
 ) -> tuple[OutputFile, ...]:
     """Return the files of one model: one, or shards of at most ``most`` bytes of tensors and their index.
 
-    The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the other at the
-    end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state dict has; every shard
-    has all of it. ``index_words``: what their index says besides its map. Raises UnsupportedFormat for a dtype that
-    torch.save has no tensors of, or a pickle that is too long.
+    The tensors keep their order. ``ties``: other name -> name in ``tensors``; both name one storage, the
+    other at the end of its file. ``versions``: module -> version, for the ``_metadata`` that a module's state
+    dict has; every shard has all of it. ``index_words``: the other content of their index. Raises
+    UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
@@ -458,7 +459,8 @@ def archive_records(root: str, data: bytes, tensors: Sequence[NewTensor]) -> Ite
 
 
 def serialization_id(names: Sequence[str], tensors: Sequence[NewTensor]) -> Part:
-    """Return 40 digits that name the content of an archive: 20 of its records' names, 20 of the tensors' CRC-32.
+    """Return 40 digits that identify the content of an archive: 20 of its records' names, 20 of the tensors'
+    CRC-32.
 
     torch makes them with hash functions of its own; nothing compares them.
     """

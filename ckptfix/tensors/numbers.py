@@ -18,7 +18,9 @@ import numpy
 from ckptfix.formats.tensor import DTYPE_BITS
 
 Convert = Callable[[memoryview], memoryview]
-"""Takes bytes of whole elements, and gives those of as many elements of the other dtype in memory of their own."""
+"""Converter from bytes of complete elements to those of as many elements of the other dtype, in memory of
+their own.
+"""
 
 _NATIVE = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _F32 = numpy.dtype("<f4")
@@ -43,7 +45,7 @@ _BFLOAT_NAN = 0x7FC0
 
 
 def converter(source: str, target: str) -> Convert:
-    """Return what converts from ``source`` to ``target``; raises KeyError for a dtype that it does not know.
+    """Return the converter from ``source`` to ``target``; raises KeyError for an unknown dtype.
 
     ``source``: F64, F32, F16, BF16 or one of the 8-bit dtypes; ``target``: one of the first four.
     """
@@ -131,7 +133,9 @@ def _of_bytes(source: str, target: str) -> Any:
 
 
 def _number(dtype: str, byte: int) -> float:
-    """Return what a byte means (OCP 8-bit floating point; the FNUZ kinds as in MLIR; E8M0 as in OCP microscaling)."""
+    """Return the values of all bytes (OCP 8-bit floating point; the FNUZ kinds as in MLIR; E8M0 as in OCP
+    microscaling).
+    """
     if dtype == "F8_E8M0":
         return numpy.nan if byte == 0xFF else 2.0 ** (byte - 127)
     exponent_bits, bias, nan = _MINI[dtype]
@@ -202,7 +206,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcmp.restype = ctypes.c_int
 
 ELEMENTS = 1 << 15
-"""Elements that are best compared at a time: as float64 they fit the cores' caches."""
+"""Number of elements to compare at a time: as float64 they fit the cores' caches."""
 
 Tolerance = tuple[float, float]
 """Relative and absolute: an element differs when ``|a - b| > absolute + relative * |a|``."""
@@ -240,7 +244,7 @@ class Tally:
         return self.distance / self.norm
 
     def add(self, more: "Tally") -> None:
-        """Add what is known of further elements."""
+        """Add the tally of further elements."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(more, field.name)
             if field.name == "largest":
@@ -252,7 +256,7 @@ class Tally:
 
 
 def has_numbers(dtype: str) -> bool:
-    """Return whether the elements of a dtype are whole bytes, so that they can be compared here."""
+    """Return whether the elements of a dtype fill complete bytes, so that they can be compared here."""
     return DTYPE_BITS[dtype] % 8 == 0
 
 

@@ -40,9 +40,9 @@ _PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab
 def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
     """Yield the sub-folders whose weights belong to the checkpoint in a scanned folder.
 
-    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``: its own weights are
-    in it; below are then only models that a library finds by their names and a config. ``depth``: how far below the
-    checkpoint it lies itself. Links and checkpoints of their own are left out.
+    The folder must be known for a checkpoint, as a folder of checkpoints is none. ``has_weights``: its own
+    weights are in it; below are then only models that a library finds by their names and a config. ``depth``:
+    its own depth below the checkpoint. Links and checkpoints of their own are left out.
     """
     if depth >= _DEEPEST or not (depth or _is_checkpoint(folder)):
         return
@@ -63,8 +63,9 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
 def configured_models(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath, str]]:
     """Yield the configs in sub-folders that a library saves together with weights, each with the class of its model.
 
-    Left out is what is also saved without weights: schedulers and tokenizers (other file names), image processors of
-    diffusers, and a config of transformers next to a tokenizer, unless a model's ``generation_config.json`` is there.
+    Configs that are also saved without weights are left out: schedulers and tokenizers (other file names),
+    image processors of diffusers, and a config of transformers next to a tokenizer, unless a model's
+    ``generation_config.json`` is there.
     """
     if not _is_checkpoint(folder):
         return
@@ -137,14 +138,13 @@ def _is_model_folder(name: str) -> bool:
 def open_checkpoint(
     path: str | os.PathLike[str], *, original: bool = False, lone_shard: bool = False
 ) -> StoredCheckpoint:
-    """Return what lies at a path, by headers and opcodes; no tensor is read.
+    """Return the contents of a path, by headers and opcodes; no tensor is read.
 
-    Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format; without
-    any, every state dict of a module; and those in sub-folders as hooks and pipelines have them. ``original``: of
-    DeepSpeed the weights in the dtype of training, not in fp32.
-    ``lone_shard``: a shard that is given by its name is read alone, without the other files of its model.
-    Raises UsageError when nothing is there, OperationError when weights cannot all be read (what is wrong, and
-    what to type next), OSError.
+    Of a folder the weights that ``load_state`` and ``from_pretrained`` look for, of each model in one format;
+    without any, every state dict of a module; and those in sub-folders as hooks and pipelines have them.
+    ``original``: of DeepSpeed the weights in the dtype of training, not in fp32. ``lone_shard``: a shard that
+    is given by its name is read alone, without the other files of its model. Raises UsageError when nothing
+    is there, OperationError when weights cannot all be read, with the next command, OSError.
     """
     given = existing(path)
     if not given.is_dir():
@@ -189,7 +189,9 @@ def _folder(root: Path, *, original: bool) -> StoredCheckpoint:
 
 
 def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder, StoredCheckpoint]:
-    """Return what is in a folder, and in those below that belong to the same checkpoint; it can be nothing."""
+    """Return the contents of a folder and of those below that belong to the same checkpoint; they can be
+    empty.
+    """
     folder = scan_folder(
         root, wanted=lambda name: not is_deepspeed_file(str(name))
     )  # a thousand ranks have many
@@ -240,14 +242,14 @@ def _all_readable(folder: CheckpointFolder, entries: Sequence[Entry], given: Pat
 
 
 def _readable(
-    folder: CheckpointFolder, entry: Entry, given: Path, beside: Collection[tuple[str, ...]] = ()
+    folder: CheckpointFolder, entry: Entry, given: Path, others: Collection[tuple[str, ...]] = ()
 ) -> Weights:
     if entry.problem:
         raise OperationError(
             f"{folder.root / entry.label}: {entry.problem}; next: {command('check', given)}, or, to recover what is "
             f"intact: {command('salvage', given)} NEW_FOLDER"
         )
-    return file_weights(folder.root, entry, beside)
+    return file_weights(folder.root, entry, others)
 
 
 def _in_one_format(entries: Sequence[Entry]) -> list[Entry]:
@@ -271,7 +273,9 @@ def _library_name(members: Sequence[Component]) -> FileName | None:
 
 
 def _other_weights(folder: CheckpointFolder, weights: Sequence[Weights]) -> Iterator[PurePosixPath]:
-    """Yield the files of the same models in a second format, and what is left of an earlier save with other shards."""
+    """Yield the files of the same models in a second format, and those left of an earlier save with other
+    shards.
+    """
     first = [parse_file_name(str(one.files[0])) for one in weights if one.files]
     opened = {(name.model, name.index) for name in first if name is not None}
     opened |= {

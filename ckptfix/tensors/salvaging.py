@@ -1,4 +1,6 @@
-"""The intact part of a damaged file: the tensors all of whose bytes are there, and what is lost, with the reasons."""
+"""The intact part of a damaged file: the tensors all of whose bytes are there, and the lost ones, with the
+reasons.
+"""
 
 import zlib
 from collections.abc import Collection, Mapping
@@ -57,9 +59,9 @@ class Lost(NamedTuple):
 class SavedDict:
     """A state dict of a damaged file: the keys that lead to it, and its intact tensors.
 
-    ``ties``: other name -> name in ``tensors``. ``damaged``: what is kept although it is damaged, as was asked for.
-    ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the words in the header of a
-    safetensors file, without the ties.
+    ``ties``: other name -> name in ``tensors``. ``damaged``: tensors kept on request although they are
+    damaged. ``unchecked``: the names of the tensors that have no checksum. ``metadata``: the words in the
+    header of a safetensors file, without the ties.
     """
 
     path: tuple[str, ...] = ()
@@ -111,9 +113,10 @@ def salvage_torch(
 ) -> tuple[SavedDict, ...]:
     """Return the intact part of each state dict of a module in a file of torch.save, of others if there is none.
 
-    Reads every storage that has a checksum. ``keep_damaged``: keep tensors whose checksum disagrees, or whose storage
-    does not end as it should, when their bytes are all there. ``progress`` gets bytes read. What the file holds besides
-    them is lost with the first. Raises FormatError when nothing can be read, or it holds no state dict.
+    Reads every storage that has a checksum. ``keep_damaged``: keep tensors whose checksum disagrees, or whose
+    storage does not end as it should, when their bytes are all there. ``progress`` gets bytes read. Other
+    contents of the file are lost with the first. Raises FormatError when nothing can be read, or it holds no
+    state dict.
     """
     with open_reader(path) as reader:
         file = read_partial(reader)
@@ -217,7 +220,7 @@ class _TorchSalvage:
         return place is not None and not place.crc
 
     def _layout(self, one: PickledTensor) -> Layout | Lost:
-        """Return where a tensor lies whose bytes are there, or why it is not written out all the same."""
+        """Return the location of a tensor whose bytes are there, or the reason not to write it out."""
         if 0 in one.shape:
             return Contiguous(())
         try:

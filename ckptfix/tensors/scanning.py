@@ -31,9 +31,9 @@ class ZeroRun(NamedTuple):
 
 
 class PageSearch:
-    """Takes the bytes of pieces, one after the other, in blocks of any length.
-
-    ``pages``: how many pages of their files lie inside of a piece and are zero; ``runs``: where, the first 1000 runs.
+    """Counter of zero pages in the bytes of pieces, one after the other, in blocks of any length. ``pages``:
+    number of pages of their files that lie inside a piece and are zero; ``runs``: the first 1000 runs of
+    them.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -117,9 +117,9 @@ FLOATS = frozenset((*_IEEE, *_ONE_NAN))
 class Scan:
     """The values of a tensor in brief. Indexes count elements in row-major order, None when there is no such value.
 
-    ``is_zero``: every value is 0 or -0. ``zero_pages``: how many 4 KiB pages of its files lie inside of one of its
-    pieces and hold nothing but zeros; ``zero_runs``: where those are, the first 1000 runs. Both are None where nobody
-    could look.
+    ``is_zero``: every value is 0 or -0. ``zero_pages``: number of 4 KiB pages of its files that lie inside
+    one of its pieces and are all zeros; ``zero_runs``: the first 1000 runs of them. Both are None where they
+    cannot be counted.
     """
 
     nan: int = 0
@@ -154,7 +154,7 @@ class Scanner:
         self._done += len(data)
 
     def result(self) -> Scan:
-        """Return what was found so far."""
+        """Return the result so far."""
         if not self._done:
             self._scan.is_zero = False
         return self._scan
@@ -200,7 +200,9 @@ _MOST_SPREAD = 2
 
 
 class Look:
-    """Takes the blocks of a tensor; what does not lie in the order of its elements is read again after that."""
+    """Scan of the blocks of a tensor; pieces that do not lie in the order of its elements are read again
+    after that.
+    """
 
     def __init__(self, tensor: StoredTensor) -> None:
         self._values = Scanner(tensor.dtype)
@@ -216,14 +218,14 @@ class Look:
             self._pages.feed(data)
 
     def reread(self, files: OpenFiles, buffer: memoryview) -> Iterator[None]:
-        """Read what is still to be read, a step for each block. Raises as ``OpenFiles.blocks`` does."""
+        """Read the remaining pieces, a step for each block. Raises as ``OpenFiles.blocks`` does."""
         for block in files.blocks(self._again, buffer):
             assert self._pages is not None
             self._pages.feed(numpy.frombuffer(block, numpy.uint8))
             yield
 
     def result(self) -> Scan:
-        """Return what was found."""
+        """Return the result."""
         found = self._values.result()
         if self._pages is not None:
             found.zero_pages, found.zero_runs = self._pages.pages, tuple(self._pages.runs)

@@ -1,8 +1,10 @@
-"""The weights in safetensors files and files of torch.save, alone or as shards; their ties, and what else is there.
+"""The weights in safetensors files and files of torch.save, alone or as shards; their ties, and their other
+contents.
 
-Ties in the metadata of a safetensors file are name left out -> name kept, as ``save_model`` records them. Metadata is
-also where users keep words of their own, and a word can be the name of a tensor: ``{"best": "w"}``. What is taken for a
-tie ends as the name of a tensor does; the others that ckptfix writes are listed under a key of its own.
+Ties in the metadata of a safetensors file are name left out -> name kept, as ``save_model`` records them.
+Metadata is also where users keep words of their own, and a word can be the name of a tensor: ``{"best":
+"w"}``. Only words that end as the name of a tensor does are read as ties; other ties that ckptfix writes are
+listed under a key of its own.
 """
 
 import json
@@ -49,7 +51,8 @@ def held_beside(tree: PickleTree, taken: Collection[KeyPath]) -> tuple[str, ...]
 def holds_tensors(value: Any, visits: Visits) -> bool:
     """Return whether a tensor lies in a value, a dict or list, at any depth: a state dict, an optimizer's state.
 
-    What ``visits`` has met is not looked into again. Raises FormatError for a pickle that no pickler writes.
+    Nodes that ``visits`` has met are not searched again. Raises FormatError for a pickle that a pickler never
+    writes.
     """
     waiting = [value]
     while waiting:
@@ -75,7 +78,7 @@ def _steps(taken: Collection[KeyPath]) -> frozenset[KeyPath]:
 
 
 def _beside(path: KeyPath, node: Any, taken: frozenset[KeyPath], steps: frozenset[KeyPath]) -> Iterator[str]:
-    """Yield what else is in a value on the way; each step on the way is its own node, and so met once."""
+    """Yield the other contents of a value on the way; each step on the way is its own node, and so met once."""
     is_state_dict = path in taken
     for is_name, word, value in _members(node):
         inner = (*path, word)
@@ -160,8 +163,8 @@ _MOST_REPEATED = 1 << 30
 """Bytes that a tensor may claim beyond its storage: a mask made by ``expand`` is read, a petabyte of one number not."""
 
 
-def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] = ()) -> Weights:
-    """Return the weights of a readable entry. ``beside``: the paths of the other entries that are in its file.
+def file_weights(root: Path, entry: Entry, others: Collection[tuple[str, ...]] = ()) -> Weights:
+    """Return the weights of a readable entry. ``others``: the paths of the other entries that are in its file.
 
     Raises OperationError for a tensor whose bytes cannot be found, or that claims far more than there are, and for a
     name that two shards hold.
@@ -200,7 +203,7 @@ def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] =
     opaque = tuple(
         name
         for name in entry.shapes
-        if name not in names and name not in ties and not leads_to((*entry.path, name), beside)
+        if name not in names and name not in ties and not leads_to((*entry.path, name), others)
     )
     return Weights(
         label=entry.label,
@@ -213,7 +216,7 @@ def file_weights(root: Path, entry: Entry, beside: Collection[tuple[str, ...]] =
         opaque=opaque,
         unread=dict(_unread(entry, opaque)) if opaque else {},
         nested=tuple(_nested(entry, opaque)) if opaque else (),
-        left=_left(entry.members, (entry.path, *beside)),
+        left=_left(entry.members, (entry.path, *others)),
         path=entry.path,
         versions=versions,
         checksums=checksums,
@@ -235,7 +238,7 @@ def _names_in_safetensors(members: Iterable[Component]) -> set[str]:
 
 
 def _ensure_once(root: Path, entry: Entry) -> None:
-    """Raise OperationError when two files of one model hold a name: which of them counts is not known."""
+    """Raise OperationError when two files of one model hold a name, as either may be the right one."""
     holders: dict[str, Path] = {}
     for member in entry.members if len(entry.members) > 1 else ():
         path = root / member.path
@@ -306,7 +309,7 @@ def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout
 
 
 def torch_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:
-    """Return where a tensor of a torch file lies. Raises OperationError for one in a compressed record."""
+    """Return the location of a tensor of a torch file. Raises OperationError for one in a compressed record."""
     storage = file.storage_ranges.get(tensor.storage_key)
     if storage is None:
         raise OperationError(
@@ -356,7 +359,7 @@ def module_versions(file: TorchFile, at: tuple[str, ...]) -> dict[str, int]:
 
 
 def _left(members: Sequence[Component], taken: Collection[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what the files hold besides the state dicts at these paths."""
+    """Return the contents of the files other than the state dicts at these paths."""
     return tuple(
         name
         for member in members
@@ -366,7 +369,7 @@ def _left(members: Sequence[Component], taken: Collection[tuple[str, ...]]) -> t
 
 
 def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
-    """Yield the opaque names under which tensors lie. An extra state is its module's own, whatever is in it."""
+    """Yield the opaque names under which tensors lie. The content of an extra state belongs to its module."""
     wanted = {name for name in opaque if not name.endswith("_extra_state")}
     visits = Visits()
     for member in entry.members:
@@ -377,7 +380,7 @@ def _nested(entry: Entry, opaque: Iterable[str]) -> Iterator[str]:
 
 
 def _unread(entry: Entry, opaque: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the opaque names that are tensors, and what they are; an extra state is its module's own affair."""
+    """Yield the opaque names that are tensors, with their kinds; an extra state belongs to its module."""
     wanted = {name for name in opaque if not name.endswith("_extra_state")}
     for member in entry.members:
         if isinstance(member.content, TorchFile):

@@ -95,14 +95,15 @@ _WINDOW = 1 << 20
 """Bytes of a file that are held at a time."""
 
 _GAP = 16 << 10
-"""Bytes that are read along where nobody needs them: a read of its own behind them takes as long."""
+"""Bytes that are read although they are not needed: a separate read behind them takes as long."""
 
 _SMALLEST_BOX, _LARGEST_BOX = 8 << 20, 64 << 20
 _PASSES = 8
 
 
 def box_bytes(layout: Strided) -> int:
-    """Return how many bytes of a tensor are best gathered at a time: every box may have to go through the whole file.
+    """Return the number of bytes of a tensor to gather at a time: every box may have to go through the
+    complete file.
 
     64 MiB only where the tensor itself has eight times as many.
     """
@@ -301,7 +302,7 @@ class Format(Enum):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor: its name, its dtype in safetensors' nouns, its shape, and where its bytes are."""
+    """One tensor: its name, its dtype in safetensors' nouns, its shape, and the layout of its bytes."""
 
     fqn: str
     dtype: str
@@ -322,20 +323,19 @@ class StoredTensor(NamedTuple):
 class Weights:
     """The weights of one model.
 
-    ``label``: what to call it: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``: its position among the
-    models of a ``save_state`` folder. ``home``: the sub-folder that it lies in, such as ``unet`` of a script's hook.
-    ``files``: what holds it, relative to the checkpoint, an index included.
-    ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in ``tensors``.
-    ``opaque``: names whose values are no tensors that can be read without executing, such as an extra state.
-    ``unread``: those of them that are tensors all the same, of a kind that only torch itself can store -> what it is
-    in words: "a quantized tensor (torch.qint8)".
-    ``nested``: those of them in which tensors lie all the same, such as an optimizer next to tensors.
-    ``left``: what else its file holds and no other model of the checkpoint is, such as an optimizer in a training dict.
-    ``path``: the keys that lead to it in its file. ``versions``: module -> version, of the
-    ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
-    ``metadata``: the words in the header of safetensors files, without the ties. ``disputed``: those that shards do
-    not agree on, which are in no ``metadata``. ``index_words``: what an index says besides its map of names.
-    ``views``: tensors that lie in one storage with others in a torch file, and are not the same as they.
+    ``label``: its name in messages: a file, an index, a folder, or ``ckpt.pt['model']``. ``index``: its
+    position among the models of a ``save_state`` folder. ``home``: the sub-folder that it lies in, such as
+    ``unet`` of a script's hook. ``files``: its files, relative to the checkpoint, an index included.
+    ``tensors``: in the order of their files; a tie is in it once. ``ties``: other name -> name in
+    ``tensors``. ``opaque``: names whose values cannot be read as tensors without executing, such as an extra
+    state. ``unread``: those of them that are tensors of a kind that only torch itself can store -> the kind
+    in words: "a quantized tensor (torch.qint8)". ``nested``: those of them that contain tensors, such as an
+    optimizer next to tensors. ``left``: other contents of its file that belong to no model of the checkpoint,
+    such as an optimizer in a training dict. ``path``: the keys that lead to it in its file. ``versions``:
+    module -> version, of the ``_metadata`` of a torch file. ``checksums``: stretch of a file -> the CRC-32
+    that the file has for it. ``metadata``: the words in the header of safetensors files, without the ties.
+    ``disputed``: those that shards do not agree on, which ``metadata`` leaves out. ``index_words``: the other
+    content of an index. ``views``: tensors that share a storage of a torch file with tensors unlike them.
     """
 
     label: str
@@ -406,7 +406,7 @@ BLOCK = 1 << 20
 
 
 def digest_head(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return what the digest of a tensor begins with, before its bytes."""
+    """Return the beginning of the input to a tensor's digest, before its bytes."""
     return json.dumps([dtype, list(shape)]).encode() + b"\n"
 
 
