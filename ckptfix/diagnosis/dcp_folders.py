@@ -82,7 +82,7 @@ def unchecked_dcp(states: Iterable[DcpFolder]) -> Iterator[str]:
         for fqn, why in state.unread.items():
             alike.setdefault(why, []).append(fqn)
         for why, names in alike.items():
-            yield f"{state.metadata_path}: names may be in {list_names(names)}: {why}"
+            yield f"{state.metadata_path}: keys may be in {list_names(names)}: {why}"
 
 
 def _interrupted(state: DcpFolder) -> list[Finding]:
@@ -251,7 +251,7 @@ def _changed(
             yield CrcMismatch(path=path, record=record.name, tensors=(item.fqn,))
 
 
-NO_WRAPPER_HERE = "the optimizer has these names without a wrapper"
+NO_WRAPPER_HERE = "the optimizer has these keys without a wrapper"
 """The evidence for a repair to keys without any wrapper."""
 
 

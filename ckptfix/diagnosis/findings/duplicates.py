@@ -64,8 +64,8 @@ class IdenticalModels(Finding):
         how = "every sampled byte" if self.sampled else "every byte"
         size = f"{count_of(self.tensors, 'tensor')}, {human_size(self.bytes)}"
         own, other = self.chains
-        names = "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
-        return f"{self.path} equals {self.original} in names{names} and in {how} ({size})"
+        but = "" if own == other else f" but for the wrapper ('{dotted(own)}' and '{dotted(other)}')"
+        return f"{self.path} equals {self.original} in keys{but} and in {how} ({size})"
 
     @property
     def advice(self) -> str:
@@ -118,7 +118,7 @@ class NestedPrefix(Finding):
         correct = f"'{dotted(self.target)}'" if self.target else "none"
         because = f" ({self.evidence})" if self.evidence else ""
         return (
-            f"{self.path}: every name{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}', a correct run writes {correct}"
             f"{because}"
         )
 
@@ -147,7 +147,7 @@ class UndecidedPrefix(NestedPrefix):
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         return (
-            f"{self.path}: every name{where} begins with '{dotted(self.chain)}' ({self.evidence}): the script wrapped "
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}' ({self.evidence}): the script wrapped "
             "the model twice, or a module of the model is itself called 'module'"
         )
 
@@ -177,9 +177,9 @@ class WrapperPrefix(Finding):
     def __str__(self) -> str:
         where = f" in {self.scope}" if self.scope else ""
         if not self.chain:
-            return f"{self.path}: names{where} hold wrapper segments such as _orig_mod in the middle"
+            return f"{self.path}: keys{where} contain wrapper segments such as _orig_mod in the middle"
         return (
-            f"{self.path}: every name{where} begins with '{dotted(self.chain)}'; "
+            f"{self.path}: every key{where} begins with '{dotted(self.chain)}'; "
             f"this loads only into a model wrapped the same way"
         )
 

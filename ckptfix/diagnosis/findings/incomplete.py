@@ -194,7 +194,7 @@ class StagingFolder(Finding):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchedNames(Finding):
-    """An optimizer whose names do not match its model's or one another: repaired by hand, or in part."""
+    """An optimizer whose keys do not match its model's or one another: repaired by hand, or in part."""
 
     code = "mismatched-names"
     severity = Severity.ERROR
@@ -213,7 +213,7 @@ class MismatchedNames(Finding):
     def __str__(self) -> str:
         have = f"begin with '{dotted(self.chain)}'" if self.chain else "have no wrapper"
         want = f"with '{dotted(self.expected)}'" if self.expected else "with none"
-        return f"{self.path}: the names in {self.scope} {have}, those of {self.reference} {want}"
+        return f"{self.path}: the keys in {self.scope} {have}, those of {self.reference} {want}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,12 +364,12 @@ class FlatParameters(Finding):
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.path}: {count_of(len(self.tensors), 'name')} of FSDP's own: {list_names(self.tensors)}"
+        return f"{self.path}: {count_of(len(self.tensors), 'key')} of FSDP's own: {list_names(self.tensors)}"
 
     @property
     def advice(self) -> str:
         """Advice to load the keys with the same wrapping: no file lists the parameters in a flat one."""
         return (
-            "no name is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
+            "no key is changed: what a flat parameter holds is known to the run alone; load it with the same wrapping "
             "and number of processes, and save again with SHARDED_STATE_DICT"
         )
