@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -28,6 +29,11 @@ __all__ = [
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background has them ignore interrupts, and all that they start, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Images of containers set it. Without bytecode each of the hundreds of processes that the tests start compiles
+    # the package again, and pytest rewrites the assertions of every test in each of its own processes.
+    sys.dont_write_bytecode = False
 
 MEMORY_DISK = Path("/dev/shm")
 ROOM = 6 << 30

@@ -34,15 +34,25 @@ def modules() -> Mapping[str, Path]:
     return found
 
 
-@cache
 def tree(path: Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text())
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the dotted name of everything that a file imports, anywhere in it."""
-    for node in ast.walk(tree(path)):
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file's syntax tree; finding them takes longer than what is asked of them."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
+def imported(path: Path) -> tuple[str, ...]:
+    """Return the dotted name of everything that a file imports, anywhere in it."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -4,6 +4,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptfix.wording import collapse_layers, human_size, list_names
+from tests import house
+
+
+def teardown_module() -> None:
+    """Let go of a million nodes, which every later ``gc.collect()`` would walk through."""
+    house.nodes.cache_clear()
 
 
 def test_collapse_layers() -> None:
@@ -50,16 +56,15 @@ _RETIRED = {
 
 def _said(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every text of a module but its docstrings, an f-string as one text with {} for its values."""
-    tree = ast.parse(path.read_text())
     silent: set[int] = set()
-    for node in ast.walk(tree):
+    for node in house.nodes(path):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr):  # a docstring, of an attribute too
                 silent.add(id(statement.value))
         if isinstance(node, ast.JoinedStr):
             silent.update(map(id, node.values))
-    for node in ast.walk(tree):
+    for node in house.nodes(path):
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
@@ -89,7 +94,7 @@ SWEPT = (
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings of a module, its classes, its functions and its constants."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in house.nodes(path):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -98,7 +103,7 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 def _docstring_of_command(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings that click prints as help."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in house.nodes(path):
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_command"):
             yield node.lineno, ast.get_docstring(node) or ""
 

@@ -35,8 +35,10 @@ PAIRS = list(itertools.product(FORMATS, FORMATS))
     max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(state=state_dicts())
-def test_there_and_back_is_identity(first: str, second: str, state: StateDict) -> None:
-    with tempfile.TemporaryDirectory() as name:
+def test_there_and_back_is_identity(
+    tmp_path_factory: pytest.TempPathFactory, first: str, second: str, state: StateDict
+) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as name:
         folder = Path(name)
         torch.save(state, folder / "source.bin")
         expected, ties = digests_at(folder / "source.bin"), ties_at(folder / "source.bin")

@@ -561,11 +561,13 @@ def _edit(root: Path, choice: tuple[int, int, int, bytes]) -> Edit | None:
 @settings(max_examples=examples(150), deadline=None)
 @given(folders_and_choices(), st.integers(0, 8))
 def test_undo_after_commit_is_the_identity(
-    drawn: tuple[dict[str, tuple[str, bytes]], list[tuple[int, int, int, bytes]]], split: int
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[dict[str, tuple[str, bytes]], list[tuple[int, int, int, bytes]]],
+    split: int,
 ) -> None:
     """Random folders and edits, in two transactions; a twin that is edited step by step tells what fits next."""
     folder, choices = drawn
-    with tempfile.TemporaryDirectory() as base:
+    with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as base:
         root, twin = Path(base, "root"), Path(base, "twin")
         for place in (root, twin):
             place.mkdir()
