@@ -123,6 +123,7 @@ class FileName:
         """Return whether a library writes weights, or their index, under this name, and finds them by it."""
         return (
             self.role in NOT_STATES
+            and self.suffix != ""  # none for a file that was asked for by its name: model.onnx
             and self.suffix not in _SUFFIXES_OF_SCRIPTS
             and self.stem.partition(".")[0] in _LIBRARY_STEMS
         )

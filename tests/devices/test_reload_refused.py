@@ -196,6 +196,45 @@ def test_a_generation_config_counts_as_it_does_for_from_pretrained(
     assert ("generation_config.json: " in failed(report)) == bool(status)
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "model_1.safetensors", "model.bin", "student.pth"])
+def test_weights_under_a_name_that_from_pretrained_does_not_look_for_are_a_failure(
+    tmp_path: Path, name: str
+) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    folder = saved(tmp_path / "model", qwen2())
+    own = folder / "model.safetensors"
+    if name.endswith("safetensors"):
+        own.rename(folder / name)
+    else:
+        torch.save(load_file(own), folder / name)
+        own.unlink()
+    assert "no file named model.safetensors" in refuses(folder, Qwen2ForCausalLM)
+    report = verify_reload(folder)
+    assert report.status == 1, str(report)
+    assert f"from_pretrained refuses {folder}: it looks for model.safetensors" in failed(report)
+    assert f"passes over {name}; rename it" in failed(report)
+    assert outcomes(report, Subject.OUTPUTS) == [Outcome.PROVEN], "the model itself is exercised all the same"
+    assert verify_reload(folder / name).status == 0, "one file by its path: its name is no promise"
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_weights_of_a_variant_are_found_with_that_variant_alone(
+    tmp_path: Path, size: str, variant: str | None
+) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    model = qwen2()
+    folder = tmp_path / "model"
+    model.save_pretrained(folder, variant=variant, max_shard_size=size)
+    assert bool(refuses(folder, Qwen2ForCausalLM)) == (variant is not None)
+    assert Qwen2ForCausalLM.from_pretrained(str(folder), variant=variant)
+    report = verify_reload(folder)
+    assert report.status == 0, str(report)
+    assert ("with variant='fp16' alone" in str(report)) == (variant is not None)
+
+
 def test_a_config_of_a_model_that_no_memory_holds_is_refused_before_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Sound files of other programs next to a checkpoint: not checked, and never damage. Under a loader's name they are."""
 
 import io
+import re
 import shutil
 import tarfile
 import zipfile
@@ -109,12 +110,16 @@ def test_it_is_not_checked_and_said_once(
 
 
 @pytest.mark.parametrize(("make", "words"), OTHERS, ids=NAMES)
+@pytest.mark.parametrize("name", ["exported.other", "model.onnx", "model.gguf", "pytorch_model.pt2"])
 def test_asked_for_alone_there_is_nothing_to_check(
-    tmp_path: Path, make: Callable[[Path], None], words: str
+    tmp_path: Path, make: Callable[[Path], None], words: str, name: str
 ) -> None:
-    path = tmp_path / "exported.other"
+    """No suffix of a loader: "model.onnx" is what exporters write, not a library's name for weights."""
+    path = tmp_path / name
     make(path)
-    with pytest.raises(UsageError, match=rf"exported\.other is an? {words}, not a format that ckptfix reads"):
+    with pytest.raises(
+        UsageError, match=rf"{re.escape(name)} is an? {words}, not a format that ckptfix reads"
+    ):
         check(path)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import find_tied_parameters
 
+from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.devices.reload.device_maps import CPU, free_memory, is_out_of_memory
 from ckptfix.devices.reload.filling import (
     Filled,
@@ -345,7 +346,7 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
         weights=weights,
         filled=filled,
         inputs=made_inputs(model),
-        beyond=tuple(_beyond(root, given)),
+        beyond=tuple(_beyond(root, given, weights.label)),
     )
 
 
@@ -478,8 +479,36 @@ def _unmerged(found: re.Match[str], weights: Weights) -> str:
     return f"the tensors for {found['place']!r} do not fit together: {one_line(found['why'])}{lacks}; {step}"
 
 
-def _beyond(root: Path, given: dict[str, Any]) -> Iterator[str]:
+def unfound(root: Path, label: str) -> str:
+    """Return why ``from_pretrained`` of the folder does not find the weights ``label``, "" where it does.
+
+    The weights are handed to it here, so it never looks for them itself.
+    """
+    own = (root / "config.json").read_text(encoding="utf-8", errors="replace")
+    if _variant(label) is not None or json.loads(own).get("transformers_weights"):
+        return ""
+    stems = " and ".join(f"{stem}{suffix}" for stem, suffix in _FOUND)
+    return f"it looks for {stems} and their indexes, and passes over {label}; rename it"
+
+
+_FOUND = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+"""The names of weights that ``from_pretrained`` looks for: alone, with a variant, or as an index of shards."""
+
+
+def _variant(label: str) -> str | None:
+    """Return the ``variant=`` with which ``from_pretrained`` finds weights of this name, None where none does."""
+    name = parse_file_name(label)
+    if name is None or name.model is None or name.index or name.shard is not None:
+        return None
+    stem = name.stem.partition(".")[0]
+    is_found = any(stem == one and name.suffix.startswith(suffix) for one, suffix in _FOUND)
+    return name.model.variant if is_found else None
+
+
+def _beyond(root: Path, given: dict[str, Any], label: str) -> Iterator[str]:
     """Yield in words what a user's own call of ``from_pretrained`` does, and this one does not."""
+    if variant := _variant(label):
+        yield f"finding {label}: from_pretrained looks for it with variant={variant!r} alone"
     asked = given.get("attn_implementation") or given.get("_attn_implementation")
     wants = f"config.json asks for {asked!r}" if asked else "from_pretrained chooses 'sdpa' or faster ones"
     yield f"other attention kernels: the model is built with attn_implementation='eager'; {wants}"

@@ -15,7 +15,7 @@ from ckptfix.devices.reload.device_maps import Spread, find_accelerators, read_d
 from ckptfix.devices.reload.dispatched import MapPlan, MapRequest, plan_for_model, plan_for_weights
 from ckptfix.devices.reload.filling import tensors_of
 from ckptfix.devices.reload.modelling import ModelProof, verify_model
-from ckptfix.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config
+from ckptfix.devices.reload.pretrained import LoaderRefuses, NoModel, build_from_config, unfound
 from ckptfix.devices.reload.reload_report import (
     Accelerators,
     Outcome,
@@ -236,7 +236,12 @@ def _built(
     model: str | Factory | None, root: Path, path: Path, weights: Sequence[Weights], found: _Collected
 ) -> Built | None:
     try:
-        return build_from_config(root, weights) if model is None else build_from_factory(model, weights)
+        if model is not None:
+            return build_from_factory(model, weights)
+        built = build_from_config(root, weights)
+        if path.is_dir() and (why := unfound(root, built.weights.label)):
+            found.proofs.add(Subject.LOADING, Outcome.FAILED, f"from_pretrained refuses {path}: {why}")
+        return built
     except (NoModel, LoaderRefuses) as reason:
         why = str(reason)
         if isinstance(reason, LoaderRefuses):
