@@ -17,7 +17,7 @@ from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.streaming import Stopped, damaged, stopping
 from ckptfix.conversion.target_names import LeftOut
-from ckptfix.diagnosis import contents as sealing
+from ckptfix.diagnosis import contents
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import lasting_label
 from ckptfix.diagnosis.findings import INCOMPLETE
@@ -51,7 +51,7 @@ class SourceDigests:
         root = plan.source.root
         self._plan = plan
         self._has_other_dtypes = plan.options.original
-        recorded = sealing.Recorded(manifest, Target(root, plan.source.only))
+        recorded = contents.Recorded(manifest, Target(root, plan.source.only))
         self._sha256 = recorded.sha256
         labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
         self._digests: list[dict[str, str]] = [{} for _ in labelled]

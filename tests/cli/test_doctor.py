@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from ckptfix.cli import run
-from ckptfix.devices import environment_of_torch as environment
-from ckptfix.devices import probe
+from ckptfix.devices import environment_of_torch, probe
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.hardware import Machine
 from tests.repairs.builders import snapshot, write_safetensors
@@ -44,7 +43,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Say:
             "version": "2.13.0", "builds": [], "kind": "cuda" if count else None, "devices": devices, "warnings": [],
             "stage": "done", "problem": "", "verdicts": None, **changes,
         }  # fmt: skip
-        monkeypatch.setattr(environment, "look", lambda *, in_process: said)
+        monkeypatch.setattr(environment_of_torch, "look", lambda *, in_process: said)
 
     make()
     return make
@@ -171,7 +170,7 @@ def test_the_variables_of_the_command_are_those_that_count(
             "version": "2.13.0",
         }
 
-    monkeypatch.setattr(environment, "look", look)
+    monkeypatch.setattr(environment_of_torch, "look", look)
     config = tmp_path / "own" / "accelerate" / "default_config.yaml"
     config.parent.mkdir(parents=True)
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\n")

@@ -11,7 +11,7 @@ import torch
 from ckptfix import ChangedError, repair, undo
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.cli import run
-from ckptfix.verification import verify as verifying
+from ckptfix.verification import verify
 from tests.repairs.builders import write_safetensors
 from tests.verification.sealed import make_sharded, sealed
 
@@ -46,7 +46,7 @@ def test_swapped_files_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     words = "each holds what was recorded of the other, and so do their 12 tensors"
     assert said[0] == f" differ model.safetensors: swapped with model_1.safetensors: {words}"
     assert [line for line in said[1:] if line.startswith(" differ")] == []
-    assert len(verifying.verify(folder).items) == 2 + 18
+    assert len(verify.verify(folder).items) == 2 + 18
 
 
 def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
@@ -60,7 +60,7 @@ def test_a_renamed_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     printed = out(capsys)
     assert " differ a.safetensors: renamed: it is now b.safetensors, with its 2 tensors\n" in printed
     assert printed.splitlines()[-1] == "wrong: 1 file that differs, 2 tensors that differ"
-    moved = [item for item in verifying.verify(folder).items if item.name == "x"]
+    moved = [item for item in verify.verify(folder).items if item.name == "x"]
     assert [(item.text, item.other) for item in moved] == [
         ("moved: it is now in b.safetensors", "b.safetensors")
     ]

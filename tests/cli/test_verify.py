@@ -161,12 +161,12 @@ def test_wrong_usage_is_status_2(
 def test_what_could_not_be_finished_is_status_3(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptfix.devices.reload import arrivals as placing
+    from ckptfix.devices.reload import arrivals
 
     def fails(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(placing, "file_bytes", fails)
+    monkeypatch.setattr(arrivals, "file_bytes", fails)
     assert run(["verify", str(folder), "--device-map", "auto", "--json"]) == 3
     assert "Input/output error" in printed(capsys)["error"]
 

@@ -11,8 +11,7 @@ import click
 import pytest
 
 from ckptfix import cli
-from ckptfix.cli import run
-from ckptfix.cli import verify as reloading
+from ckptfix.cli import run, verify
 from ckptfix.devices.reload import verifying
 from ckptfix.devices.torch_devices import device_count
 from ckptfix.storage import staged
@@ -72,7 +71,7 @@ def test_a_page_that_cannot_be_written_is_said_before_anything_is_verified(
 
     page = str(folder.parent / "page.html")
     monkeypatch.setattr(staged, "create_file", refused)
-    monkeypatch.setattr(reloading, "check", None)  # not called
+    monkeypatch.setattr(verify, "check", None)  # not called
     assert run(["verify", str(folder), "--device-map", "auto", "--html", page, "--json"]) == 2
     assert f"--html {page} cannot be written: Permission denied" in printed(capsys)["error"]
 

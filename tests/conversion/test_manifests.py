@@ -8,7 +8,7 @@ import torch
 
 from ckptfix import migrate, repair, seal, undo
 from ckptfix.checkpoint.manifest import read_manifest
-from ckptfix.conversion import producing as recording
+from ckptfix.conversion import producing
 from ckptfix.verification.verify import verify
 from tests.conversion.making import names_below, write_safetensors
 
@@ -106,7 +106,7 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_tensors(
     source.mkdir()
     write_safetensors(source / "model.safetensors", {f"w{n}": torch.ones(3) for n in range(40)})
     assert seal(source).written
-    monkeypatch.setattr(recording, "MAX_MANIFEST", 2000)
+    monkeypatch.setattr(producing, "MAX_MANIFEST", 2000)
     receipt = migrate(source, tmp_path / "b", to="bin")
     (words,) = receipt.warnings
     assert "has no digests of tensors: with them it would take" in words
@@ -116,7 +116,7 @@ def test_a_manifest_that_would_be_too_long_has_no_digests_of_tensors(
     assert not manifest.models[0].digests
     assert set(manifest.sha256) == {"pytorch_model.bin"}
     assert verify(tmp_path / "b").status == 0
-    monkeypatch.setattr(recording, "MAX_MANIFEST", 200)
+    monkeypatch.setattr(producing, "MAX_MANIFEST", 200)
     with pytest.raises(
         Exception, match=r"without the digests of tensors; nothing was written; next, .*: mv .* ELSE"
     ):

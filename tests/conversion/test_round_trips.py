@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file
 
 from ckptfix import OperationError, UsageError, migrate
-from ckptfix.conversion import producing
-from ckptfix.conversion import streaming as copying
+from ckptfix.conversion import producing, streaming
 from tests.conversion.making import (
     COMMON,
     FORMATS,
@@ -90,7 +89,7 @@ def test_where_blocks_can_be_shared(
         shared.append(length)
         real(source, begin, target, end, length, **more)
 
-    monkeypatch.setattr(copying, "copy_range", look)
+    monkeypatch.setattr(streaming, "copy_range", look)
     counts: list[int] = []
     migrate(tmp_path / f"b{suffix}", tmp_path / f"c{suffix}", to=kind, verify=verify, progress=counts.append)
     assert len(shared) == 2

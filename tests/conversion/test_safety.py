@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix import ChangedError, OperationError, UsageError, migrate
-from ckptfix.conversion import producing
-from ckptfix.conversion import streaming as copying
-from ckptfix.conversion import streaming as filling
+from ckptfix.conversion import producing, streaming
 from ckptfix.storage import staged
 from ckptfix.tensors.stored import StoredTensor
 from tests.conversion.making import digests_at, names_below
@@ -272,7 +270,7 @@ def test_a_bit_that_flips_on_the_way_is_found(source: Path, monkeypatch: pytest.
         damaged[-700] ^= 4
         real(fd, memoryview(damaged), offset)
 
-    monkeypatch.setattr(copying, "write_all", flip)
+    monkeypatch.setattr(streaming, "write_all", flip)
     with pytest.raises(OperationError, match=r"'w2' has other bytes than were read from the source"):
         migrate(source / "model.safetensors", source.parent / "b.safetensors", to="safetensors")
     assert os.listdir(source.parent) == ["a"]
@@ -419,7 +417,7 @@ def test_a_layout_that_gives_too_little_is_found(source: Path, monkeypatch: pyte
         def blocks(self, files: object, buffer: memoryview) -> list[memoryview]:
             return [buffer[:16]]
 
-    real = filling.Source
+    real = streaming.Source
 
     def short(new: object, stored: StoredTensor, convert: object = None) -> object:
         return real(new, stored._replace(layout=Short()), None)  # type: ignore[arg-type]

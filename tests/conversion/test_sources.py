@@ -184,9 +184,9 @@ def test_a_save_into_the_source_meanwhile_is_not_mixed_in(
             shutil.rmtree(new)
 
     if when == "opened":
-        from ckptfix.conversion import migration_plan as planning
+        from ckptfix.conversion import migration_plan
 
-        real = planning.make_plan
+        real = migration_plan.make_plan
 
         def slow(*args: object) -> object:
             save_again()

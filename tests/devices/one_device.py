@@ -2,11 +2,11 @@
 
 import torch
 
-from ckptfix.devices import staged_copies as staging
+from ckptfix.devices import staged_copies
 from ckptfix.devices.staged_copies import PIECE, SLOTS, Queue, Slot, Waiting, pump
 
 
-class _SideStream(staging._Streams):
+class _SideStream(staged_copies._Streams):
     """The source's pieces go on a side stream, as those of another device would."""
 
     def __init__(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.devices import environment_of_torch as environment
+from ckptfix.devices import environment_of_torch
 from ckptfix.devices.environment_of_torch import look
 
 pytestmark = pytest.mark.slow
@@ -109,6 +109,6 @@ def test_the_one_who_asks_imports_no_torch() -> None:
 
 
 def test_the_steps_are_all_named() -> None:
-    stages = [stage for stage, _ in environment._steps()]
+    stages = [stage for stage, _ in environment_of_torch._steps()]
     assert stages[-1] == "done"
-    assert set(stages) - {"done"} | {"start"} == set(environment._DOING)
+    assert set(stages) - {"done"} | {"start"} == set(environment_of_torch._DOING)

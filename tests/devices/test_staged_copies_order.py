@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptfix.devices import staged_copies as pipeline
+from ckptfix.devices import staged_copies
 from ckptfix.devices.staged_copies import Queue, Slot, Waiting, pump
 
 SCHEDULES = 1500
@@ -278,7 +278,9 @@ def test_only_a_consumer_on_the_sources_stream_misses_the_last_wait(waiting: Wai
 def mutants() -> Iterator[tuple[str, Pump]]:
     """Yield the shipped code less one statement, each in turn, and with its details changed."""
     source = (
-        textwrap.dedent(inspect.getsource(pump)) + "\n" + textwrap.dedent(inspect.getsource(pipeline._order))
+        textwrap.dedent(inspect.getsource(pump))
+        + "\n"
+        + textwrap.dedent(inspect.getsource(staged_copies._order))
     )
     tree = ast.parse(source)
     places = [
@@ -318,7 +320,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def _compiled(tree: ast.Module) -> Pump:
-    names = dict(vars(pipeline))
+    names = dict(vars(staged_copies))
     exec(compile(ast.fix_missing_locations(tree), "mutant", "exec"), names)
     made: Pump = names["pump"]
     return made

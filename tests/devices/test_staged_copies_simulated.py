@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from ckptfix.devices import staged_copies as staging
+from ckptfix.devices import staged_copies
 from ckptfix.devices.staged_copies import (
     PIECE,
     PIPELINED_FROM,
@@ -157,19 +157,19 @@ def test_other_kinds_of_tensor_go_by_plain_operations() -> None:
 
 
 def test_two_slots_of_pinned_memory_for_each_pair_that_copied() -> None:
-    assert not staging._rings
+    assert not staged_copies._rings
     for _ in range(3):
         staged_copy(torch.empty(3 * PIECE, dtype=torch.uint8, device="cuda:1"), bits(3 * PIECE).to("cuda:0"))
-    assert {pair: ring.memory.shape for pair, ring in staging._rings.items()} == {(0, 1): (2, PIECE)}
+    assert {pair: ring.memory.shape for pair, ring in staged_copies._rings.items()} == {(0, 1): (2, PIECE)}
     release_slots()
-    assert not staging._rings
+    assert not staged_copies._rings
 
 
 def test_without_pinned_memory_it_still_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(staging, "_Ring", refuse)
+    monkeypatch.setattr(staged_copies, "_Ring", refuse)
     payload = bits(PIECE + 1)
     there = torch.empty_like(payload, device="cuda:1")
     staged_copy(there, payload.to("cuda:0"))
@@ -184,7 +184,7 @@ def test_a_torch_without_streams_for_every_accelerator_copies_piece_by_piece(
     there = torch.empty_like(payload, device="cuda:1")
     staged_copy(there, payload.to("cuda:0"))
     assert same_bits(there, payload)
-    assert not staging._rings
+    assert not staged_copies._rings
 
 
 def test_the_current_streams_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_the_current_streams_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.accelerator.set_stream(side)
     try:
         source, there = torch.zeros(4, device="cuda:0"), torch.zeros(4, device="cuda:1")
-        engine = staging._Streams(torch.empty(2, 16), there, source)
+        engine = staged_copies._Streams(torch.empty(2, 16), there, source)
         engine.mark(Queue.SOURCE)
         engine.mark(Queue.DESTINATION)
     finally:
@@ -218,19 +218,19 @@ def test_slots_of_an_interrupted_copy_are_never_used_again(monkeypatch: pytest.M
     there = torch.empty(3 * PIECE, dtype=torch.uint8, device="cuda:1")
     source = bits(3 * PIECE).to("cuda:0")
     staged_copy(there, source)
-    before = staging._rings[0, 1]
+    before = staged_copies._rings[0, 1]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging._Streams, "to_device", interrupt)
+        patch.setattr(staged_copies._Streams, "to_device", interrupt)
         with pytest.raises(KeyboardInterrupt):
             staged_copy(there, source)
-    assert (0, 1) not in staging._rings
+    assert (0, 1) not in staged_copies._rings
     staged_copy(there, source)
-    assert staging._rings[0, 1] is not before
-    assert not staging._rings[0, 1].lock.locked()
+    assert staged_copies._rings[0, 1] is not before
+    assert not staged_copies._rings[0, 1].lock.locked()
 
 
 def on_the_host(simulator: Simulator) -> list[tuple[int, str]]:
@@ -246,12 +246,12 @@ def test_a_thread_that_finds_the_slots_taken_neither_waits_nor_takes_host_memory
     staged_copy(torch.empty_like(payload, device="cuda:1"), source)
     there = torch.empty_like(payload, device="cuda:1")
     simulator.clear_log()
-    with staging._rings[0, 1].lock:
+    with staged_copies._rings[0, 1].lock:
         staged_copy(there, source)
     assert max(on_the_host(simulator)) == (PIECE, "uint8"), "0.4.0 took pageable memory of any size"
     assert same_bits(there, payload)
     strided = torch.zeros(2, payload.numel(), dtype=torch.uint8, device="cuda:1").t()
-    with staging._rings[0, 1].lock:
+    with staged_copies._rings[0, 1].lock:
         staged_copy(strided[:, 0], source)
     assert same_bits(strided[:, 0], payload)
     assert not strided[:, 1].any()
@@ -302,9 +302,9 @@ def test_what_is_laid_out_on_the_destination_in_the_end_is_waited_for(
 ) -> None:
     """A consumer may wait for the source's stream alone, as torch's own copy lets it."""
     waited = []
-    hold, wait = staging._Streams.hold, staging._wait_for
+    hold, wait = staged_copies._Streams.hold, staged_copies._wait_for
 
-    def held(self: staging._Streams, queue: Queue, mark: torch.Event) -> None:
+    def held(self: staged_copies._Streams, queue: Queue, mark: torch.Event) -> None:
         waited.append(queue)
         hold(self, queue, mark)
 
@@ -312,8 +312,8 @@ def test_what_is_laid_out_on_the_destination_in_the_end_is_waited_for(
         waited.append(Queue.SOURCE)
         wait(where)
 
-    monkeypatch.setattr(staging._Streams, "hold", held)
-    monkeypatch.setattr(staging, "_wait_for", awaited)
+    monkeypatch.setattr(staged_copies._Streams, "hold", held)
+    monkeypatch.setattr(staged_copies, "_wait_for", awaited)
     there = torch.zeros(size, 2, dtype=torch.uint8, device="cuda:1")
     staged_copy(there[:, 0], bits(size).to("cuda:0"), waiting=Waiting.DEVICE)
     assert waited[-1] is Queue.SOURCE

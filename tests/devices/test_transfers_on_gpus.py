@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.devices import staged_copies as staging
+from ckptfix.devices import staged_copies
 from ckptfix.devices.dispatching import dispatch_model, remove_safe_transfers
 from ckptfix.devices.interception import Override
 from ckptfix.devices.routing import TransferError, bypassed
@@ -28,7 +28,7 @@ REAL = 0 if running() is not None else device_count()
 one = pytest.mark.skipif(REAL < 1, reason=f"{REAL} real accelerators here, 1 is needed")
 two = pytest.mark.skipif(REAL < 2, reason=f"{REAL} real accelerators here, 2 are needed")
 
-SIZES = (1, 4097, staging.PIPELINED_FROM, PIECE, 3 * PIECE + 5)
+SIZES = (1, 4097, staged_copies.PIPELINED_FROM, PIECE, 3 * PIECE + 5)
 
 
 def bits(count: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_the_pipeline_from_a_device_to_itself(size: int, waiting: Waiting) -> No
 
 @one
 def test_slots_are_pinned() -> None:
-    assert staging._Ring().memory.is_pinned()
+    assert staged_copies._Ring().memory.is_pinned()
 
 
 @one
@@ -140,7 +140,7 @@ def test_what_is_sent_is_converted_on_the_device(dtype: torch.dtype, count: int)
     """Not on the CPU, which makes other integers of NaN, infinity and values out of range."""
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e9, -3e9, 300.5, -7.5, 1e30])
     source = odd.repeat(count // 8).to(device(0))
-    sent = staging._sendable(source, dtype)
+    sent = staged_copies._sendable(source, dtype)
     assert sent.device == source.device
     assert torch.equal(sent.view(torch.uint8), source.to(dtype).view(torch.uint8))
 

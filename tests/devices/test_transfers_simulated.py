@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfix.devices import probe, routing, transfers
-from ckptfix.devices import staged_copies as staging
+from ckptfix.devices import probe, routing, staged_copies, transfers
 from ckptfix.devices.probe.probe_report import PairReport, ProbeReport, Verdict
 from ckptfix.devices.routing import Count, TransferError, bypassed
 from ckptfix.devices.staged_copies import Waiting
@@ -278,14 +277,14 @@ def test_a_reference_given_back_inside_of_taking_one(monkeypatch: pytest.MonkeyP
 def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the collector does it: the slots of that copy waited for ever for themselves, and must not be kept."""
     reference = acquire("always", holder="a model that is collected")
-    ring = staging._Ring
+    ring = staged_copies._Ring
 
-    def collect() -> staging._Ring:
+    def collect() -> staged_copies._Ring:
         release(reference)
         return ring()
 
-    monkeypatch.setattr(staging, "_Ring", collect)
-    payload = torch.randint(0, 256, (staging.PIPELINED_FROM + 5,), dtype=torch.uint8)
+    monkeypatch.setattr(staged_copies, "_Ring", collect)
+    payload = torch.randint(0, 256, (staged_copies.PIPELINED_FROM + 5,), dtype=torch.uint8)
     arrived: list[torch.Tensor] = []
     source = payload.to("cuda:0")
     thread = threading.Thread(target=lambda: arrived.append(source.to("cuda:1")), daemon=True)
@@ -293,7 +292,7 @@ def test_the_last_reference_given_back_in_the_middle_of_a_large_copy(monkeypatch
     thread.join(60)
     assert not thread.is_alive(), "it waits for itself"
     assert torch.equal(arrived[0].cpu(), payload)
-    assert not staging._rings
+    assert not staged_copies._rings
     with safe_transfers("always"):  # which takes out what could not be, while that thread ran
         pass
 
@@ -450,7 +449,7 @@ def test_events_are_trusted_only_on_pairs_that_are_proven(monkeypatch: pytest.Mo
 
     def note(destination: torch.Tensor, source: torch.Tensor, *, waiting: Waiting) -> None:
         waits[source.device.index, destination.device.index] = waiting
-        staging.staged_copy(destination, source, waiting=waiting)
+        staged_copies.staged_copy(destination, source, waiting=waiting)
 
     monkeypatch.setattr(routing, "staged_copy", note)
     with safe_transfers("always"):

@@ -12,7 +12,7 @@ from ckptfix import Policy, check, repair, undo
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.diagnosis.diagnose import links_below
 from ckptfix.errors import OperationError
-from ckptfix.repairs import plan as planned_entries
+from ckptfix.repairs import plan
 from tests.repairs.dcp_folders import FIXTURES, MODEL, copy, model_digests, snapshot
 from tests.tensors.dcp_making import save
 
@@ -135,7 +135,7 @@ def test_the_proof_sees_it_without_the_plan(tmp_path: Path, monkeypatch: pytest.
     for name in ("__0_0.distcp", "__1_0.distcp"):
         linked(folder, f"{MODEL}/{name}", f"../{SECOND}/{name}")
     before = snapshot(folder)
-    monkeypatch.setattr(planned_entries, "drop_objection", lambda draft, path: None)
+    monkeypatch.setattr(plan, "drop_objection", lambda draft, path: None)
     with pytest.raises(OperationError, match="after the repair"):
         repair(folder, policy=COPIES)
     assert {path: one for path, one in snapshot(folder).items() if ".ckptfix" not in path} == before

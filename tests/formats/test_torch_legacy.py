@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptfix.errors import FormatError, TruncatedError, UnsupportedFormat
-from ckptfix.formats import torch_file as torch_legacy
+from ckptfix.formats import torch_file
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.reading import FileReader, open_reader
 from tests.formats.making import Strip, edited, model, nested_state_dict, parsed, read, saved
@@ -96,7 +96,7 @@ def test_pickles_longer_than_a_window(tmp_path: Path) -> None:
     value: dict[str, Any] = {f"module.module.layer.{index}.weight": torch.ones(1) for index in range(1500)}
     data = saved(value, **LEGACY)
     file = parsed(tmp_path, data)
-    assert file.tree.end > torch_legacy._FIRST_WINDOW
+    assert file.tree.end > torch_file._FIRST_WINDOW
     assert len(file.state_dicts[0].tensors) == 1500
     assert len(parsed(tmp_path, pickle.dumps(list(range(100_000)), 2)).tree.root.items) == 100_000
 
@@ -210,7 +210,7 @@ def test_tar_headers_are_told_as_tarfile_tells_them(tmp_path: Path) -> None:
             except tarfile.TarError:
                 is_tar = False
             with open_reader(path) as reader:
-                assert torch_legacy.is_tar(reader) == is_tar
+                assert torch_file.is_tar(reader) == is_tar
 
 
 def test_what_weights_only_refuses_in_the_pickles_around_the_object(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from ckptfix import Keys, Policy, UsageError, repair, undo
 from ckptfix.checkpoint.dcp import optimizers_in
 from ckptfix.checkpoint.folder import NameScope
 from ckptfix.checkpoint.keys import KeyMap
-from ckptfix.formats import dcp_items as dcp_bytes
-from ckptfix.repairs import plan_dcp as sharded_old_names
+from ckptfix.formats import dcp_items
+from ckptfix.repairs import plan_dcp
 from ckptfix.repairs.plan_dcp import OldNames
 from tests.repairs.dcp_folders import change, loaded, snapshot
 from tests.repairs.test_dcp_together import TWICE, codes, flattened, optimizer, refused, weights
@@ -80,7 +80,7 @@ def test_items_behind_some_that_lie_over_each_other_are_not_read(tmp_path: Path)
 def test_an_optimizer_in_one_item_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(dcp_bytes, "MAX_ITEM", limit)
+    monkeypatch.setattr(dcp_items, "MAX_ITEM", limit)
     state = {**weights(TWICE), "optimizer": optimizer(TWICE)}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def test_a_text_too_long_to_be_looked_through(monkeypatch: pytest.MonkeyPatch) -
     old = OldNames([(scope, KeyMap(remove=(), insert=("module",)))])
     text = "a b " * 100
     assert old.in_text(text, is_name=False, is_key=False) is None
-    monkeypatch.setattr(sharded_old_names, "MAX_SLICES", 100)
+    monkeypatch.setattr(plan_dcp, "MAX_SLICES", 100)
     assert old.in_text(text, is_name=False, is_key=False) is not None
 
 

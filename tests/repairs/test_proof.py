@@ -8,8 +8,7 @@ from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.errors import OperationError, RolledBackError
-from ckptfix.repairs import repair as repairing
-from ckptfix.repairs import steps_to_edits
+from ckptfix.repairs import repair, steps_to_edits
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.proof import prove_repair
 from ckptfix.storage.edits import Patch
@@ -85,16 +84,16 @@ def test_what_a_repair_leaves_undone_takes_it_back(nested: Path, monkeypatch: py
         compiled = steps_to_edits.compile_plan(plan, new_files=new_files)
         return steps_to_edits.Compiled(edits=compiled.edits[:1], steps=compiled.steps[:1])
 
-    monkeypatch.setattr(repairing, "compile_plan", forgetful)
+    monkeypatch.setattr(repair, "compile_plan", forgetful)
     with pytest.raises(RolledBackError, match="still something to do"):
-        repairing.repair(nested)
+        repair.repair(nested)
     assert {name: data for name, data in snapshot(nested).items() if ".ckptfix" not in name} == before
 
 
 def test_a_file_that_changes_after_the_plan_stops_the_repair(nested: Path) -> None:
     path = nested / "m.safetensors"
 
-    plan = repairing.plan_repair(nested)
+    plan = repair.plan_repair(nested)
     write_safetensors(path, {"module.module.a": b"newer!!!", "module.module.b": b"save"})
     with pytest.raises(OperationError, match="changed while it was read"):
         plan.execute()

@@ -11,7 +11,7 @@ import pytest
 from ckptfix import repair, undo
 from ckptfix.cli import run
 from ckptfix.errors import ChangedError, OperationError
-from ckptfix.storage import recipes as recipe_digests
+from ckptfix.storage import recipes
 from tests.repairs.builders import write_safetensors
 
 BODY = bytes(range(253)) * 9_000
@@ -74,13 +74,13 @@ def test_a_copy_with_new_times_needs_no_force(folder: Path, tmp_path: Path) -> N
 def test_a_proof_is_hashed_in_the_pass_that_compares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte of a double is read to compare it; the digests for the undo cost no second read."""
     again: list[object] = []
-    real = recipe_digests.hash_parts
+    real = recipes.hash_parts
 
-    def counting(parts: list[recipe_digests.Bytes]) -> list[bytes]:
+    def counting(parts: list[recipes.Bytes]) -> list[bytes]:
         again.extend(parts)
         return real(parts)
 
-    monkeypatch.setattr(recipe_digests, "hash_parts", counting)
+    monkeypatch.setattr(recipes, "hash_parts", counting)
     assert repair(folder).transaction == 1
     assert again == []
     undo(folder)

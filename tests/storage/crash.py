@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from ckptfix.storage import atomic as renaming
+from ckptfix.storage import atomic
 
 WRITES = ("write", "pwrite", "writev", "pwritev")
 CALLS = (
@@ -85,7 +85,7 @@ def intercepted(
 ) -> Iterator[None]:
     """Route every changing call of ``os`` through ``at_call(name, real, args, kwargs)``."""
     real = {name: getattr(os, name) for name in CALLS if hasattr(os, name)}
-    renameat2 = renaming.renameat2
+    renameat2 = atomic.renameat2
 
     def wrapper(name: str) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -97,13 +97,13 @@ def intercepted(
 
     for name in real:
         setattr(os, name, wrapper(name))
-    renaming.renameat2 = lambda *args: at_call("rename", renameat2, args, {})
+    atomic.renameat2 = lambda *args: at_call("rename", renameat2, args, {})
     try:
         yield
     finally:
         for name, function in real.items():
             setattr(os, name, function)
-        renaming.renameat2 = renameat2
+        atomic.renameat2 = renameat2
 
 
 def in_child(action: Callable[[], None]) -> tuple[Outcome, str]:

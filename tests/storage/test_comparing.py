@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError
-from ckptfix.storage import comparing as extents
+from ckptfix.storage import comparing
 from ckptfix.storage.comparing import (
     Difference,
     Run,
@@ -232,13 +232,13 @@ def test_extents(
     monkeypatch: pytest.MonkeyPatch, one: list[Extent], two: list[Extent], expected: bool
 ) -> None:
     fake_fiemap(monkeypatch, {1: one, 2: two})
-    assert extents.same_extents(1, 0, 2, 0, 1 << 20) is expected
+    assert comparing.same_extents(1, 0, 2, 0, 1 << 20) is expected
 
 
 def test_extents_at_different_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_fiemap(monkeypatch, {1: WHOLE, 2: [(4096, 1 << 30, 1 << 20, SHARED)]})
-    assert extents.same_extents(1, 100, 2, 4196, 900_000)
-    assert not extents.same_extents(1, 100, 2, 4197, 900_000)
+    assert comparing.same_extents(1, 100, 2, 4196, 900_000)
+    assert not comparing.same_extents(1, 100, 2, 4197, 900_000)
 
 
 def test_samples_reach_from_the_first_byte_to_the_last() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.storage import copying as pacing
+from ckptfix.storage import copying
 from ckptfix.storage.copying import Pacer
 
 
@@ -28,8 +28,8 @@ def write(path: Path, size: int) -> Pacer:
 def test_what_is_written_is_there_and_no_longer_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_STEP", 1 << 20)
-    monkeypatch.setattr(pacing, "_IN_FLIGHT", 2 << 20)
+    monkeypatch.setattr(copying, "_STEP", 1 << 20)
+    monkeypatch.setattr(copying, "_IN_FLIGHT", 2 << 20)
     dropped: list[tuple[int, int]] = []
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, begin, length, advice: dropped.append((begin, length))
@@ -43,8 +43,8 @@ def test_what_is_written_is_there_and_no_longer_cached(
 def test_where_the_kernel_cannot_it_syncs_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(pacing, "_STEP", 1 << 20)
-    monkeypatch.setattr(pacing, "_PACE", 3 << 20)
+    monkeypatch.setattr(copying, "_STEP", 1 << 20)
+    monkeypatch.setattr(copying, "_PACE", 3 << 20)
     monkeypatch.setattr(ctypes, "get_errno", lambda: code)
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.storage import atomic as renaming
+from ckptfix.storage import atomic
 from ckptfix.storage.atomic import put_back, rename_to_free
 
 
@@ -19,7 +19,7 @@ def test_a_taken_name_is_never_taken(
         raise OSError(code, os.strerror(code))
 
     if code is not None:
-        monkeypatch.setattr(renaming, "renameat2", refuse)
+        monkeypatch.setattr(atomic, "renameat2", refuse)
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "b").symlink_to("nowhere")
     with pytest.raises(FileExistsError):
@@ -34,7 +34,7 @@ def test_other_errors_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*args: object) -> None:
         raise OSError(errno.EIO, "ill")
 
-    monkeypatch.setattr(renaming, "renameat2", refuse)
+    monkeypatch.setattr(atomic, "renameat2", refuse)
     (tmp_path / "a").write_bytes(b"a")
     with pytest.raises(OSError, match="ill"):
         rename_to_free(tmp_path / "a", tmp_path / "b")

@@ -318,10 +318,10 @@ def test_the_step_comes_from_the_manifest_when_no_rank_holds_it(folder: Path) ->
 
 
 def test_a_file_that_changes_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptfix.devices import torch_reading as reading
+    from ckptfix.devices import torch_reading
     from ckptfix.training.loading import states
 
-    read = reading.read_pickle
+    read = torch_reading.read_pickle
 
     def touching(root: Path, component: Any, **arguments: Any) -> Any:
         result = read(root, component, **arguments)

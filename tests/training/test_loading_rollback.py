@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfix.training.loading import commit as rollback
+from ckptfix.training.loading import commit
 from ckptfix.training.loading.draft import Draft
 from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport
 from ckptfix.training.loading.load_state import load_checkpoint_tolerant, load_here, load_state_tolerant
@@ -270,7 +270,7 @@ def test_a_load_in_which_no_code_of_the_script_runs_copies_nothing(
     def copying(value: Any) -> Any:
         raise AssertionError("something was copied")
 
-    monkeypatch.setattr(rollback, "copied", copying)
+    monkeypatch.setattr(commit, "copied", copying)
     assert load(run, tmp_path / "c").is_complete
 
 
@@ -295,7 +295,7 @@ def test_no_room_for_a_copy_stops_no_load_that_works(folder: Path, monkeypatch: 
     def copying(value: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rollback, "copied", copying)
+    monkeypatch.setattr(commit, "copied", copying)
     run, _ = made(5, Refusing(5))
     with monkeypatch.context() as patch:
         patch.setattr(Refusing, "refuses", False)
@@ -352,19 +352,19 @@ def test_what_hooks_modified_is_undone_when_a_commit_cannot_begin(
     """ "Everything was undone" was said of weights that hooks had changed."""
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    tensors = rollback.Tensors([model])
+    tensors = commit.Tensors([model])
     with torch.no_grad():
         model.weight.zero_()
 
     def broken(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rollback, "current_random", broken)
+    monkeypatch.setattr(commit, "current_random", broken)
     if fails:
-        monkeypatch.setattr(rollback.Tensors, "restore", broken)
+        monkeypatch.setattr(commit.Tensors, "restore", broken)
     draft = Draft(path=tmp_path, policy=LoadPolicy())
     ending = "the weights of the models could not be undone" if fails else "everything was undone"
     with pytest.raises(LoadError, match=ending) as raised:
-        rollback.commit_on_all(Ranks(None), draft, None, tensors)
+        commit.commit_on_all(Ranks(None), draft, None, tensors)
     assert raised.value.modified == fails
     assert torch.equal(model.weight, before) != fails
