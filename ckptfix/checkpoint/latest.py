@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
+from ckptfix.checkpoint.model_configs import without_weights
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
@@ -192,7 +193,7 @@ def _has_folder(checkpoint: Path) -> bool:
     return any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
 
 
-def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:
+def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
     """Return the problem of the first file that is empty or has damaged weights. Raises OSError."""
     for name in names:
         if parse_file_name(name) is not None and (checkpoint / name).stat().st_size == 0:
@@ -200,6 +201,8 @@ def _damage(checkpoint: Path, names: Iterable[str]) -> str | None:
         if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
             return f"{name} has no {METADATA_NAME}, which is written last"
     folder = scan_folder(checkpoint, wanted=_holds_weights)
+    for config, model in without_weights(checkpoint, folder.subfolders, names):
+        return f"{config.parent}/ has no weights, and its {config.name} is of {model}"
     return next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
 
 

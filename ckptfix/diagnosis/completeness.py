@@ -29,6 +29,7 @@ from ckptfix.checkpoint.manifest import (
     read_manifest,
     usable_manifest,
 )
+from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,
@@ -39,7 +40,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 )
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
-from ckptfix.tensors.opening import configured_models
+from ckptfix.tensors.opening import is_checkpoint
 
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _COMPARED = (Role.MODEL, Role.OPTIMIZER, Role.SCHEDULER, Role.GRAD_SCALER, Role.RNG_STATE, Role.CUSTOM)
@@ -287,9 +288,6 @@ def is_unfinished(name: str) -> bool:
     return bool(_SAVING.fullmatch(name)) or parse_file_name(wanted) is not None or belongs(wanted)
 
 
-_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt2", ".tar")
-
-
 class SaveDiagnosis(NamedTuple):
     """The findings about a folder as a save, and in words the omitted checks and the impossible ones."""
 
@@ -371,25 +369,16 @@ def _modelless(folder: CheckpointFolder) -> Iterator[Finding]:
     optimizer = next((path for path, role in roles.items() if role is Role.OPTIMIZER), None)
     if optimizer is None or any(component.role in NOT_STATES for component in folder.components):
         return
-    if any(path.suffix in _OTHER_WEIGHTS for path in folder.strays):
+    if any(path.suffix in OTHER_WEIGHTS for path in folder.strays):
         return
     below = (folder.root / path for path in folder.subfolders if roles.get(path) is not Role.OPTIMIZER)
-    if not any(map(_holds_weights, below)):
+    if not any(map(may_hold_weights, below)):
         yield MissingModel(path=optimizer)
 
 
 def _without_weights(folder: CheckpointFolder) -> Iterator[Finding]:
     """Yield a finding for each sub-folder with the config of a model, and no file that may be its weights."""
-    for config, model in configured_models(folder):
-        if not _holds_weights(folder.root / config.parent):
+    if is_checkpoint(folder):
+        names = [component.path.name for component in folder.components]
+        for config, model in without_weights(folder.root, folder.subfolders, names):
             yield MissingModel(path=config, model=model)
-
-
-def _holds_weights(below: Path) -> bool:
-    """Return whether a folder or one below it holds a file that may be weights, or cannot be read."""
-    refused: list[OSError] = []
-    for _, folders, names in os.walk(below, onerror=refused.append):
-        folders[:] = [name for name in folders if name != JOURNAL]
-        if any(parse_file_name(name) or belongs(name) or name.endswith(_OTHER_WEIGHTS) for name in names):
-            return True
-    return bool(refused)

@@ -1,6 +1,5 @@
 """A path turned into the tensors it holds: a folder of any kind, one file, an index, or sub-folders with models."""
 
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.model_configs import ADAPTER, CONFIG
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, existing, listed_files
@@ -31,10 +31,7 @@ from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 _DEEPEST = 2
 
 _PIPELINE = "model_index.json"
-_CONFIG, _ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
-_LONGEST_CONFIG = 1 << 20
-_CONFIGS = frozenset({_CONFIG, _ADAPTER})
-_PREPROCESSING = ("tokenizer", "preprocessor_config", "processor_config", "vocab", "spiece", "special_tokens")
+_CONFIGS = frozenset({CONFIG, ADAPTER})
 
 
 def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0) -> Iterator[PurePosixPath]:
@@ -44,7 +41,7 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
     weights are in it; below are then only models that a library finds by their names and a config. ``depth``:
     its own depth below the checkpoint. Links and checkpoints of their own are left out.
     """
-    if depth >= _DEEPEST or not (depth or _is_checkpoint(folder)):
+    if depth >= _DEEPEST or not (depth or is_checkpoint(folder)):
         return
     taken = {where for _, where in deepspeed_folders(folder)}
     for path, kind in folder.subfolders.items():
@@ -60,52 +57,7 @@ def model_folders(folder: CheckpointFolder, *, has_weights: bool, depth: int = 0
         yield path
 
 
-def configured_models(folder: CheckpointFolder) -> Iterator[tuple[PurePosixPath, str]]:
-    """Yield the configs in sub-folders that a library saves together with weights, each with the class of its model.
-
-    Configs that are also saved without weights are left out: schedulers and tokenizers (other file names),
-    image processors of diffusers, and a config of transformers next to a tokenizer, unless a model's
-    ``generation_config.json`` is there.
-    """
-    if not _is_checkpoint(folder):
-        return
-    has_weights = any(component.role in NOT_STATES for component in folder.components)
-    for path, kind in folder.subfolders.items():
-        if kind != PLAIN_FOLDER or is_one_of_several(path.name):
-            continue
-        for name in (_ADAPTER, _CONFIG):
-            # A lone config may describe the weights in the checkpoint itself. An adapter is a model of its own.
-            model = _class_of(folder.root / path, name) if name == _ADAPTER or not has_weights else ""
-            if model:
-                yield path / name, model
-
-
-def _class_of(folder: Path, name: str) -> str:
-    """Return the class of the model whose weights belong next to a config, "" where none need to be there."""
-    try:
-        neighbors = set(os.listdir(folder))
-        if name not in neighbors or not (folder / name).is_file():
-            return ""
-        with (folder / name).open("rb") as file:
-            config = json.loads(file.read(_LONGEST_CONFIG))
-    except (OSError, ValueError, RecursionError):
-        return ""
-    if not isinstance(config, dict):
-        return ""
-    if name == _ADAPTER:
-        kind = config.get("peft_type")
-        return f"a PEFT adapter ({kind})" if isinstance(kind, str) else ""
-    of_diffusers = config.get("_class_name")
-    if isinstance(of_diffusers, str):
-        return "" if of_diffusers.endswith("Processor") else of_diffusers
-    architectures = config.get("architectures")
-    if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
-        return ""
-    is_of_tokenizer = any(one.startswith(_PREPROCESSING) for one in neighbors)
-    return architectures[0] if _GENERATION in neighbors or not is_of_tokenizer else ""
-
-
-def _is_checkpoint(folder: CheckpointFolder) -> bool:
+def is_checkpoint(folder: CheckpointFolder) -> bool:
     """Return whether a folder holds a state, weights of a library or the list of a pipeline's models."""
     names = (component.name for component in folder.components)
     return (
