@@ -392,6 +392,9 @@ def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
         raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
+    names = {record.name.lower() for record in archive.records}
+    if not names & {f"{archive.root}/{name}".lower() for name in ("version", ".data/version")}:
+        raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
     tree = parse(torch_zip.read_record(reader, archive.pickle))
     known = storages(tree)
     if known and archive.big_endian:

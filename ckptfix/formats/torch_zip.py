@@ -365,14 +365,16 @@ def read_zip(reader: FileReader) -> TorchZip:
     if not slash or pickle is None:
         raise FormatError(f"a zip archive, but none of torch.save: no data.pkl next to {records[0].name!r}")
     byteorder = _record(by_name, f"{root}/byteorder")
-    is_big = byteorder is not None and read_record(reader, byteorder) == b"big"
+    order = b"little" if byteorder is None else read_record(reader, byteorder)
+    if order not in (b"little", b"big"):
+        raise FormatError(f"the record byteorder is {order[:16]!r}, which torch.load refuses")
     return TorchZip(
         root=root,
         records=records,
         pickle=pickle,
         directory=directory,
         comment=end.comment,
-        big_endian=is_big,
+        big_endian=order == b"big",
         is_torchscript=_record(by_name, f"{root}/constants.pkl") is not None,
         end=end.end,
         trailing=reader.size - end.end,

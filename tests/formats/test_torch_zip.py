@@ -230,6 +230,17 @@ def test_other_kinds_of_archive(tmp_path: Path) -> None:
         parsed(tmp_path, rezipped(data, add={"archive/byteorder": b"big"}))
     with pytest.raises(UnsupportedFormat, match="TorchScript"):
         parsed(tmp_path, rezipped(data, add={"archive/constants.pkl": b""}))
+    for changed, says in (
+        (rezipped(data, skip="version"), "no record 'version'"),
+        (rezipped(data, add={"archive/byteorder": b"grr"}), "byteorder is b'grr'"),
+    ):
+        with pytest.raises((RuntimeError, ValueError)):
+            torch.load(io.BytesIO(changed), weights_only=True)
+        with pytest.raises(FormatError, match=says):
+            parsed(tmp_path, changed)
+    for changed in (rezipped(data, skip="byteorder"), rezipped(data, skip="serialization_id")):
+        assert torch.load(io.BytesIO(changed), weights_only=True)["a"].tolist() == [1, 1]
+        assert parsed(tmp_path, changed)
     twice = io.BytesIO(data)
     with zipfile.ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data.pkl", b"N.")
@@ -344,7 +355,13 @@ def test_a_name_that_torch_finds_without_regard_to_case_is_refused(
 
 
 def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
-    names = ("archive/data.pkl", "archive/data/\u00e9", "archive/data/\u00c9", "other/Data.pkl")
+    names = (
+        "archive/data.pkl",
+        "archive/version",
+        "archive/data/\u00e9",
+        "archive/data/\u00c9",
+        "other/Data.pkl",
+    )
     assert parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names])).kind == "a torch zip file"
 
 
