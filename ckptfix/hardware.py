@@ -12,10 +12,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from itertools import combinations, takewhile
 from pathlib import Path
+
+from ckptfix.dataclass import dataclass
 
 _ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -26,7 +26,7 @@ BELOW = {
     "manual": {"manual"},
     "cli": {"cli", "manual", *FEATURES, *LAYERS},
 }
-ANYWHERE = {"errors", "reports", "wording", "hardware", "lazy", "__init__"}
+ANYWHERE = {"errors", "reports", "wording", "hardware", "lazy", "dataclass", "__init__"}
 WITH_TORCH = {"training", "devices"}
 HEAVY = {"torch", "accelerate", "numpy", "transformers"}
 NUMBERS = "tensors"

@@ -10,7 +10,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from ckptfix.checkpoint.keys import (
     leading_wrappers,
     without_private_wrappers,
 )
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, JournalError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.dcp_items import NAME_KEYS, grouped_names, listed_names, read_item
 from ckptfix.formats.dcp_metadata import (

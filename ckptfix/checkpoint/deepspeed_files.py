@@ -7,7 +7,7 @@ file ``latest`` next to it; accelerate's tags are ``pytorch_model`` and ``pytorc
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.filenames import (
@@ -17,6 +17,7 @@ from ckptfix.checkpoint.filenames import (
     parse_deepspeed_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 
 BESIDE = (PurePosixPath("latest"), PurePosixPath("zero_to_fp32.py"))

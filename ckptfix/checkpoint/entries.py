@@ -6,7 +6,7 @@ complete model are judged per group: the wrapper of its keys, two keys that woul
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import chain as concatenated
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +16,7 @@ from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope, Pr
 from ckptfix.checkpoint.keys import PREPARE_WRAPPERS, common_wrappers, shared_chain
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
 from ckptfix.checkpoint.pairing import Pairing, equal_entries, first_unequal
+from ckptfix.dataclass import dataclass
 from ckptfix.formats.safetensors_file import WeightsIndex
 from ckptfix.formats.tensor import TensorInfo
 from ckptfix.formats.torch_file import TorchFile

@@ -14,9 +14,11 @@ Every library's names are here, and only here:
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
+
+from ckptfix.dataclass import dataclass
 
 
 class Role(Enum):

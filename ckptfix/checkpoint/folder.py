@@ -7,13 +7,14 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import FileName, Role, describe_folder_name, parse_file_name
 from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import (

@@ -7,8 +7,9 @@ only where every name of a state dict begins with it; a name's last segment neve
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+
+from ckptfix.dataclass import dataclass
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 PRIVATE_WRAPPERS = WRAPPERS - {"module"}

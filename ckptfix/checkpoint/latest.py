@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.filenames import (
@@ -21,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import without_weights
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex

@@ -11,10 +11,11 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.reading import open_reader

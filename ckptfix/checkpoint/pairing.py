@@ -5,13 +5,14 @@ contain no keys, so a model saved twice with other keys has equal items. Models 
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.dcp import DcpFolder
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
+from ckptfix.dataclass import dataclass
 from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.safetensors_file import SafetensorsFile

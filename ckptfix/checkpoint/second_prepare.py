@@ -6,7 +6,6 @@ Part of the evidence is an optimizer's training, read from its pickled ``state_d
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 from struct import unpack
@@ -16,6 +15,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, is_wrapped_again
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Text, child, is_dict_like, items_of, pairs

@@ -5,12 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import CkptfixError
 from ckptfix.storage.paths import MANIFEST, command, shell_path

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -26,6 +26,7 @@ from ckptfix.conversion.sources import (
     warnings_of_source,
 )
 from ckptfix.conversion.target_names import NAME, LeftOut
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc

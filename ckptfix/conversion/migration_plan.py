@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 
@@ -29,6 +29,7 @@ from ckptfix.conversion.target_names import (
     stems,
     why_one_file,
 )
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.tensor import DTYPE_BITS

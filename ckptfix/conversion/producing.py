@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, k
 from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, loose_records, sha256_of
 from ckptfix.conversion.streaming import Stopped, copy_file, stopping, write_file
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder

@@ -5,7 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
 from ckptfix.conversion.streaming import Source, copy_file, write_file
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
 from ckptfix.diagnosis.findings.incomplete import MissingRank

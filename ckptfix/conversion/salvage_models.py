@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
@@ -13,6 +13,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component
 from ckptfix.checkpoint.manifest import REPORT
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, Sealed, TensorLocation, stems_of
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems
 from ckptfix.formats.dcp_metadata import METADATA_NAME, DcpMetadata, model_names

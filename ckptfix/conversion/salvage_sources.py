@@ -7,13 +7,14 @@ and ``pytorch_model.bin``, ``load_state`` of FSDP with full state dicts ``pytorc
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.checkpoint.filenames import Role, index_name, model_file, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import Component, ProblemKind
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Recorded
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import FormatError

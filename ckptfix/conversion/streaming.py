@@ -9,11 +9,12 @@ import stat
 import threading
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range

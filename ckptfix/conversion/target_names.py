@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
 )
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder

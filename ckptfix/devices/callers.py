@@ -4,12 +4,12 @@ import contextlib
 import os
 import sys
 import warnings
-from dataclasses import dataclass
 
 import accelerate
 import torch
 
 import ckptfix
+from ckptfix.dataclass import dataclass
 
 _NOT_THE_USER = (
     *(

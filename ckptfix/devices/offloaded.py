@@ -6,13 +6,14 @@ the place that its value is read from before every forward pass.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, set_module_tensor_to_device
 from accelerate.utils.offload import offload_weight
+
+from ckptfix.dataclass import dataclass
 
 
 class Slot(Protocol):

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.staged_copies import Waiting, release_slots, staged_copy
 from ckptfix.devices.torch_devices import Pair, device, device_count, device_type
 from ckptfix.errors import CkptfixError

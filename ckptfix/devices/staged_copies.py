@@ -15,12 +15,12 @@ very code on an engine that carries them out in any order that two queues and th
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_devices import Pair
 
 Mark = TypeVar("Mark")

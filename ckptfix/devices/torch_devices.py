@@ -7,13 +7,14 @@ always means *ordered* pairs.
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.hardware import read_text
 
 Pair = tuple[int, int]

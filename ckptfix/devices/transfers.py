@@ -17,10 +17,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.interception import (
     NOT_COVERED,
     NOT_COVERED_BY_FALLBACK,

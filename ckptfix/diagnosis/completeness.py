@@ -5,7 +5,6 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
     IncompleteCheckpoint,

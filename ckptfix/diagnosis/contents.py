@@ -4,7 +4,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, si
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, scan_folder
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest, usable_manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc

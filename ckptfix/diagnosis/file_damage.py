@@ -5,7 +5,7 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import (
@@ -26,6 +26,7 @@ from ckptfix.checkpoint.folder import (
     scan_folder,
 )
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CompressedRecord,

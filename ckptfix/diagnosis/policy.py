@@ -1,10 +1,11 @@
 """Policy of a repair: the options that the user chose."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from ckptfix.checkpoint.filenames import Role
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Action
 from ckptfix.errors import UsageError

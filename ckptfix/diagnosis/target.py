@@ -1,7 +1,6 @@
 """Target of a command: a folder, or one file in it."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
@@ -9,6 +8,7 @@ from ckptfix.checkpoint.deepspeed_files import deepspeed_below, deepspeed_folder
 from ckptfix.checkpoint.filenames import describe_folder_name, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.storage.staged import is_temporary

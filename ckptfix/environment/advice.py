@@ -5,9 +5,9 @@ knowing and changes no exit status.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.reports import Serialized
 from ckptfix.wording import Line, line

@@ -9,10 +9,11 @@ are flattened to names that are their keys with dots between, and it keeps the k
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_stream import (
     PACKED,

@@ -1,11 +1,12 @@
 """The content of a pickle as a tree that was read and never executed, and the comparison of two such trees."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from struct import pack
 from typing import Any, NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 
 UNRESOLVABLE = ("?", "?")

@@ -10,10 +10,10 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError
 from ckptfix.formats.tensor import DTYPE_BITS, TensorInfo
 from ckptfix.storage.reading import FileReader

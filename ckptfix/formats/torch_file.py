@@ -7,9 +7,10 @@ aligned and the next pickle follows at once, so nothing can move.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import NamedTuple, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.formats import torch_zip
 from ckptfix.formats.pickle_rewrite import rewrite

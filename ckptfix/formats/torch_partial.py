@@ -9,10 +9,11 @@ torch 2.13).
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from struct import Struct
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import PickleTree

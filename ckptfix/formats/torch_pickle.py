@@ -4,9 +4,10 @@ Facts from torch 2.13: ``torch/nn/modules/module.py`` and ``torch/optim/optimize
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc

@@ -10,11 +10,12 @@ record is stored, its data starts on a multiple of 64 bytes, the end records are
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from struct import Struct
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import BeyondLimits, FormatError, TruncatedError, UnsupportedFormat
 from ckptfix.storage.parallel import Control, processors, run_all
 from ckptfix.storage.reading import FileReader, page_buffer

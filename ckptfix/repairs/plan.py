@@ -5,7 +5,6 @@ of a model change by one map: a model that is renamed in part would load wrong.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.dcp import DcpFolder
@@ -14,6 +13,7 @@ from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, NameScope
 from ckptfix.checkpoint.keys import DDP_CHAIN, KeyMap, collisions, common_wrappers, without_private_wrappers
 from ckptfix.checkpoint.pairing import strip_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.dcp_folders import is_flat
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import GAPLESS_ROLES, Numbered, renumbered

@@ -5,7 +5,7 @@ Planning reads and changes nothing. Executing leaves the old folder or the new o
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import fingerprint, scan_folder
 from ckptfix.checkpoint.keys import fitting
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import (
     CheckReport,
     interrupted,

@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import ClassVar
@@ -10,6 +9,7 @@ from typing import ClassVar
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.checkpoint.folder import Fingerprint
 from ckptfix.checkpoint.keys import KeyMap, fitting
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.diagnose import Diagnosis
 from ckptfix.diagnosis.equal_entries import Numbered
 from ckptfix.diagnosis.findings.base import Finding

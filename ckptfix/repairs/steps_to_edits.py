@@ -10,13 +10,14 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import DATA_SUFFIX, DcpFolder, new_paths
 from ckptfix.checkpoint.folder import Component
 from ckptfix.checkpoint.keys import KeyMap
 from ckptfix.checkpoint.pairing import Files, Pairing, Saved, pair_up
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UnsupportedFormat
 from ckptfix.formats.dcp_items import renamed_item
 from ckptfix.formats.dcp_metadata import DcpMetadata

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized

@@ -16,10 +16,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.reading import page_buffer

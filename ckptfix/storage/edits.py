@@ -5,11 +5,12 @@ place (Patch, Append, Truncate) is refused for a file that has a second hard lin
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePosixPath
 
 from typing_extensions import assert_never
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 from ckptfix.storage.paths import check_path
 from ckptfix.storage.recipes import Absent, Kept, Literal, Range, Recipe

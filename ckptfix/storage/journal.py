@@ -14,9 +14,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
 from ckptfix.storage.applying import act, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder

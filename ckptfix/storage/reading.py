@@ -5,11 +5,11 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError
 
 

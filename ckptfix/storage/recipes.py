@@ -9,11 +9,12 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.comparing import SEGMENT, Digests

@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, read_file, rename_to_free, sync_folder
 from ckptfix.storage.paths import JOURNAL

@@ -13,10 +13,11 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import JournalError
 from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
 from ckptfix.storage.comparing import Fingerprint, moment

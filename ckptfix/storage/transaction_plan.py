@@ -12,12 +12,12 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from typing_extensions import assert_never
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import JournalError, OperationError
 from ckptfix.storage.atomic import create_file, read_file
 from ckptfix.storage.comparing import Fingerprint

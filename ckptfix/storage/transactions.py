@@ -5,7 +5,7 @@ import re
 import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from typing_extensions import assert_never
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, JournalError, OperationError
 from ckptfix.storage.comparing import fingerprint, moment, samples_digest
 from ckptfix.storage.copying import supports_reflink

@@ -13,13 +13,14 @@ Values are read by opcodes and never executed: instances of classes, such as the
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, other_kind
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, items_of, pairs

@@ -7,11 +7,12 @@ first, then by name; a compact JSON header, padded with spaces to a multiple of 
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import index_name, shard_name
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.storage.recipes import Literal

@@ -18,12 +18,12 @@ Python's own pickle module takes no part: classes are names here, and are never 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 from struct import pack
 from typing import Any, NamedTuple, TypeVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.pickle_opcodes import MAX_TEXT
 from ckptfix.formats.pickle_stream import paused_gc

@@ -9,12 +9,13 @@ little memory.
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import numpy
 
+from ckptfix.dataclass import dataclass
 from ckptfix.formats.tensor import DTYPE_BITS
 
 Convert = Callable[[memoryview], memoryview]

@@ -4,10 +4,11 @@ reasons.
 
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.safetensors_file import read_safetensors

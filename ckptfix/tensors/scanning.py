@@ -6,12 +6,12 @@ are any. Values are looked at in their order, pages of zeros in the order of the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy
 
+from ckptfix.dataclass import dataclass
 from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Strided, Tiled
 

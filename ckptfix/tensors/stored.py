@@ -14,12 +14,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import Enum
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles, Piece
 

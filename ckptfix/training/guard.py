@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.callers import calling_line, warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.training.prepared import (

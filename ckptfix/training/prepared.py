@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ckptfix.dataclass import dataclass
 
 MARK = "_is_accelerate_prepared"
 """The attribute by which accelerate knows what it prepared."""

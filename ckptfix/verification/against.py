@@ -1,10 +1,10 @@
 """Comparison of a checkpoint with another one of any format, whose tensors have the same keys."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation, read_contents
 from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import OperationError, UsageError

@@ -1,10 +1,10 @@
 """Report of a comparison of two checkpoints: values, rows for people (layers of one kind in one), and words."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.reports import Serialized, items
 from ckptfix.tensors.numbers import Tally, Tolerance
 from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of, line

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from ckptfix.checkpoint.filenames import ModelName, parse_file_name
@@ -14,6 +13,7 @@ from ckptfix.checkpoint.keys import (
     inner_wrappers,
     without_private_wrappers,
 )
+from ckptfix.dataclass import dataclass
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
 
 _SHOWN = 3

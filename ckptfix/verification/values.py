@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from math import prod
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, Component, scan_folder
 from ckptfix.checkpoint.keys import is_flat_name
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS

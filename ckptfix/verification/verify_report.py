@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.reports import Serialized

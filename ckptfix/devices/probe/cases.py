@@ -6,9 +6,9 @@ alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.payload import DTYPES, dtype_of, known
 from ckptfix.devices.probe.probe_report import SAMPLED
 from ckptfix.wording import human_size

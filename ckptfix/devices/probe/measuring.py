@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.cases import SAMPLE, Plan, exact_size, plan_for
 from ckptfix.devices.probe.probe_report import STRICTEST, PairReport, ProbeReport, Verdict, seconds_since_boot
 from ckptfix.devices.probe.schedule import Bench, Measurements, Schedule

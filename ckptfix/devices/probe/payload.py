@@ -5,12 +5,12 @@ Bits are made on the host by a seeded generator, anew for every copy, and never 
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.probe_report import Kind
 from ckptfix.devices.torch_devices import device
 

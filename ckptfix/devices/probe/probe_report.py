@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.wording import count_of
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ of the time is spent.
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import permutations
 from random import Random
 from typing import Protocol
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.cases import Plan, Section
 from ckptfix.devices.probe.probe_report import SAMPLED, Kind, PairReport, ProbeReport, Verdict
 from ckptfix.devices.probe.task import BAD_ENDINGS, Ending, Failure, Task, TaskResult, Work

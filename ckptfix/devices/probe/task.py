@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+
+from ckptfix.dataclass import dataclass
 
 if TYPE_CHECKING:
     from ckptfix.devices.probe.payload import Damage

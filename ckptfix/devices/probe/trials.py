@@ -12,11 +12,11 @@ copy is wrong, it is proven once more, before the pair is blamed.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.cases import Case, Route, exact_size
 from ckptfix.devices.probe.payload import Damage, Memory, bits, classify, compared, same

@@ -13,12 +13,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TextIO
 
 import torch
 from typing_extensions import assert_never
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import payload
 from ckptfix.devices.probe.bulk import NoRoom, Row, all_at_once, chain, next_batch, run_batch, run_large
 from ckptfix.devices.probe.cases import PLANS, Case, Route, Section

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from accelerate.utils import load_offloaded_weight, offload_weight
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.offloaded import EmptySlot, Slot, find_slots
 from ckptfix.devices.reload.device_maps import (
     CPU,

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_dev
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import find_tied_parameters, get_balanced_memory, retie_parameters, send_to_device
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.device_maps import (
     CPU,
     DISK,

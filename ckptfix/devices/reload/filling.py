@@ -1,7 +1,6 @@
 """Weights into a model: which names, shapes and dtypes differ, and which names are tied."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -10,6 +9,7 @@ from accelerate.utils import find_tied_parameters, retie_parameters, set_module_
 from torch.nn.parameter import is_lazy
 
 from ckptfix.checkpoint.keys import common_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.outputs import ANYTHING, host_bytes, in_words
 from ckptfix.devices.reload.stored_weights import Weights
 from ckptfix.formats.tensor import DTYPE_BITS

@@ -4,11 +4,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import torch
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.arrivals import Hops, Loaded, Tally, hop_model, prove_model, remember_loaded
 from ckptfix.devices.reload.device_maps import CPU, DISK, Device, DeviceMap, Spread, device_of
 from ckptfix.devices.reload.dispatched import (

@@ -1,7 +1,7 @@
 """Outputs and tensors compared bit by bit or by size, and errors of code that is not ours in one line."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from math import inf, isfinite
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch import nn
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.routing import bypassed
 
 _DEPTH = 8

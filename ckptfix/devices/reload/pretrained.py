@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import find_tied_parameters
 
 from ckptfix.checkpoint.filenames import parse_file_name
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.device_maps import CPU, free_memory, is_out_of_memory
 from ckptfix.devices.reload.filling import (
     Filled,

@@ -5,11 +5,11 @@ loads nothing from anywhere, and escapes every name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe.probe_report import matrix
 from ckptfix.devices.torch_devices import Pair
 from ckptfix.reports import Serialized

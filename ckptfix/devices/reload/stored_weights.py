@@ -6,7 +6,7 @@ The bytes are found by this package's parsers and read with ``pread``; the tenso
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.formats.safetensors_file import SafetensorsFile

@@ -8,7 +8,7 @@ directly; only then are copies traced.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.interception import can_override
 from ckptfix.devices.reload.device_maps import CPU, DISK, answers, has_room
 from ckptfix.devices.reload.dispatched import Outputs, Trial, on_one_device, run

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.reload.filling import Filled, fill, name_problems, tensors_of
 from ckptfix.devices.reload.outputs import ANYTHING, in_words, tensors_in
 from ckptfix.devices.reload.stored_weights import Weights

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint.entries import all_state_dicts, changed_files
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.probe import probe_peer_copies
 from ckptfix.devices.probe.probe_report import ProbeReport, Verdict
 from ckptfix.devices.reload.arrivals import FileProofs, Hops, bytes_on, prove_files

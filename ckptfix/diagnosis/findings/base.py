@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.reports import Serialized, plain
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.wording import Line, Span, line

@@ -1,8 +1,8 @@
 """Findings about damaged files and indexes, and about pickles that can run code or that ``torch.load`` refuses."""
 
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, list_names
 

@@ -1,11 +1,11 @@
 """Findings about duplicates and nested wrappers, the traces of a model that was prepared twice."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
 from ckptfix.checkpoint.keys import dotted, fitting
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.wording import count_of, human_size
 

@@ -1,10 +1,10 @@
 """Findings about files and names that a save, a copy or a salvage left out, also in DCP folders."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Action, Finding, Severity
 from ckptfix.storage.paths import shell_path
 from ckptfix.wording import count_of, list_names

@@ -6,8 +6,8 @@ there is no config and torch sees several devices.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.environment.advice import Advice, Topic
 from ckptfix.environment.facts import Facts

@@ -6,8 +6,9 @@ Nothing here imports torch, accelerate or the user's code, and nothing is run. W
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.installed import Software, read_software, with_modules
 from ckptfix.environment.facts.launch import (
     AccelerateConfig,

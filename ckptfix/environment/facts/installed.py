@@ -11,9 +11,11 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib import import_module, metadata
 from pathlib import Path
+
+from ckptfix.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

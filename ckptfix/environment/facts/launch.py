@@ -9,11 +9,12 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import UsageError
 
 _WRAPPERS = frozenset((

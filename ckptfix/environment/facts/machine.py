@@ -1,8 +1,9 @@
 """The report of torch on itself and its devices: plain values of another process, checked once here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from ckptfix.dataclass import dataclass
 
 Pair = tuple[int, int]
 """(index of the source device, index of the destination device)."""

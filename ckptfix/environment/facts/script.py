@@ -10,9 +10,10 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.script_prepares import SourceLine, Uses
 from ckptfix.environment.facts.script_resumes import Resuming
 from ckptfix.environment.facts.script_scan import Scan

@@ -9,8 +9,10 @@ functions that are called.
 import ast
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TypeAlias
+
+from ckptfix.dataclass import dataclass
 
 _MODEL_NAME = re.compile(
     r"(^|_)(model|net|network|teacher|student|generator|discriminator|actor|critic|unet|vae|policy)(_|\d|$)",
@@ -199,7 +201,7 @@ class _Mark:
 _Marks: TypeAlias = dict[str, _Mark]
 
 
-@dataclass
+@dataclass()
 class PrepareFlow:
     """Follower of the statements of one or several trees. ``resolve``: the full name of an expression.
 

@@ -7,8 +7,9 @@ its variable is used for nothing but its own methods, and loops: one that is han
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.script_prepares import SourceLine, constant, texts
 
 _SCHEDULER = re.compile(r"torch\.optim\.lr_scheduler\.\w+|(.*\.)?get_(\w+_)?(scheduler|schedule\w*)")
@@ -47,7 +48,7 @@ class Resuming:
     options: tuple[SourceLine, ...] = ()
 
 
-@dataclass
+@dataclass()
 class ResumeScan:
     """Reader of one or several trees. ``resolve`` and ``is_accelerator`` are those of ``PrepareFlow``."""
 

@@ -6,9 +6,10 @@ what a name holds after a branch, is not known: the checks say so.
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TypeAlias
 
+from ckptfix.dataclass import dataclass
 from ckptfix.environment.facts.script_prepares import (
     Prepared,
     PrepareFlow,
@@ -67,7 +68,7 @@ _OTHER_PARSERS = (
 )
 
 
-@dataclass
+@dataclass()
 class Scan(ast.NodeVisitor):
     """Collects ``Uses`` over one or several trees (the cells of a notebook) in their order."""
 

@@ -5,10 +5,11 @@ among equals. Optimizers go where their models went, and schedulers where their 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckptfix.checkpoint.entries import Entry, doubles
+from ckptfix.dataclass import dataclass
 from ckptfix.training.loading.load_report import Part
 from ckptfix.training.loading.targets import Fit, Target
 from ckptfix.wording import count_of

@@ -1,10 +1,11 @@
 """Plan of a load: its actions are collected before anything is modified, and judged by the policy."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from ckptfix.checkpoint.entries import Entry, changed_files
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.callers import warn_caller
 from ckptfix.devices.offloaded import Slot
 from ckptfix.training.loading.load_report import (

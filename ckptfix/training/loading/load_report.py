@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 from ckptfix.reports import Serialized
 

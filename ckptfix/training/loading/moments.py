@@ -6,13 +6,13 @@ the order of the keys that both runs have (``certain_pairs``), where no other or
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ckptfix.checkpoint.entries import Entry
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, without_private_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.training.loading.assignment import Placement
 from ckptfix.training.loading.checking import SHAPED, class_problem, options_problem

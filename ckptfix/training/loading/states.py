@@ -7,7 +7,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ckptfix.checkpoint.entries import Entry, component_at, single_entry
 from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, random_states_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.torch_reading import Unreadable, read_pickle
 from ckptfix.storage.paths import command
 from ckptfix.training.loading.assignment import (

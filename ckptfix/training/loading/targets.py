@@ -1,13 +1,14 @@
 """The objects of a run that can be loaded into, and which tensor of a file is which tensor of a model."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 
 from ckptfix.checkpoint.entries import Shapes
 from ckptfix.checkpoint.keys import KeyMap, common_wrappers, inner_wrappers, without_private_wrappers
+from ckptfix.dataclass import dataclass
 from ckptfix.devices.offloaded import offloaded_ties
 from ckptfix.training.loading.load_report import Mismatch
 from ckptfix.training.prepared import innermost, levels

@@ -8,11 +8,13 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+from ckptfix.dataclass import dataclass
 
 Generator: TypeAlias = "torch.Generator | np.random.Generator | np.random.RandomState | random.Random"
 

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
@@ -32,6 +32,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of
 from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
 from ckptfix.storage.paths import JOURNAL, MANIFEST
