@@ -396,6 +396,11 @@ def _read_zip(reader: FileReader) -> TorchFile:
     names = {record.name.lower() for record in archive.records}
     if not names & {f"{archive.root}/{name}".lower() for name in ("version", ".data/version")}:
         raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
+    for record in archive.records:  # PyTorchStreamReader::getAllRecords refuses such an archive
+        if not record.name.startswith(f"{archive.root}/"):
+            raise FormatError(
+                f"the zip record {record.name!r:.80} is not in {archive.root}/, so torch.load refuses it"
+            )
     tree = parse(torch_zip.read_record(reader, archive.pickle))
     known = storages(tree)
     if known and archive.big_endian:
@@ -404,7 +409,7 @@ def _read_zip(reader: FileReader) -> TorchFile:
     ranges = {}
     for key, storage in known.items():
         record = records.get(key)
-        if record is None or record.size < storage.nbytes:
+        if record is None or record.size != storage.nbytes:  # torch 2.13 refuses a longer one, too
             have = "no record" if record is None else f"a record of {record.size} bytes"
             raise FormatError(f"the storage {key!r:.80} takes {storage.nbytes} bytes and has {have}")
         if record.is_stored:

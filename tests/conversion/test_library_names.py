@@ -267,6 +267,9 @@ def test_a_seal_that_had_states_as_a_model_still_fits(
     """As ckptfix 0.4.0 sealed the folder of a Trainer."""
     write(tmp_path / "adapter_model.safetensors")
     torch.save({"cpu": torch.get_rng_state()}, tmp_path / "rng_state.pth")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({"state": {}, "param_groups": []}, tmp_path / name)
+    (tmp_path / "trainer_state.json").write_text("{}")
     seal(tmp_path)
     path = tmp_path / ".ckptfix" / "manifest.json"
     document = json.loads(path.read_text())

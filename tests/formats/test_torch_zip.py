@@ -233,6 +233,8 @@ def test_other_kinds_of_archive(tmp_path: Path) -> None:
     for changed, says in (
         (rezipped(data, skip="version"), "no record 'version'"),
         (rezipped(data, add={"archive/byteorder": b"grr"}), "byteorder is b'grr'"),
+        (rezipped(data, add={"other/data": b"1"}), "'other/data' is not in archive/"),
+        (rezipped(data, add={"archive/data/0": bytes(24)}), "takes 8 bytes and has a record of 24 bytes"),
     ):
         with pytest.raises((RuntimeError, ValueError)):
             torch.load(io.BytesIO(changed), weights_only=True)
@@ -360,7 +362,7 @@ def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
         "archive/version",
         "archive/data/\u00e9",
         "archive/data/\u00c9",
-        "other/Data.pkl",
+        "archive/other/Data.pkl",
     )
     assert parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names])).kind == "a torch zip file"
 
