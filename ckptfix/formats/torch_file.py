@@ -396,11 +396,11 @@ def _read_zip(reader: FileReader) -> TorchFile:
     names = {record.name.lower() for record in archive.records}
     if not names & {f"{archive.root}/{name}".lower() for name in ("version", ".data/version")}:
         raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
-    for record in archive.records:  # PyTorchStreamReader::getAllRecords refuses such an archive
-        if not record.name.startswith(f"{archive.root}/"):
-            raise FormatError(
-                f"the zip record {record.name!r:.80} is not in {archive.root}/, so torch.load refuses it"
-            )
+    outside = [one.name for one in archive.records if not one.name.startswith(f"{archive.root}/")]
+    if outside:  # PyTorchStreamReader::getAllRecords
+        raise FormatError(
+            f"the zip record {outside[0]!r:.80} is not in {archive.root}/, so torch.load refuses it"
+        )
     tree = parse(torch_zip.read_record(reader, archive.pickle))
     known = storages(tree)
     if known and archive.big_endian:
