@@ -1,7 +1,7 @@
-"""``dataclass`` of the standard library, made in half the time.
+"""``dataclass`` of the standard library, without the methods that it compiles for every class to compare and show it.
 
-The standard one compiles ``__repr__``, ``__eq__`` and ``__hash__`` anew for every class. For the 104 classes behind
-``check`` that was a third of its start.
+The standard one compiles ``__repr__``, ``__eq__`` and ``__hash__`` anew for each of the 104 classes behind ``check``.
+That was a sixth of the instructions of its start. Here all classes share them.
 """
 
 import dataclasses
