@@ -7,6 +7,7 @@ That was a sixth of the instructions of its start. Here all classes share them.
 import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
+from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any, TypeVar
 
 _Class = TypeVar("_Class")
@@ -31,6 +32,7 @@ def _dataclass(
     return decorate
 
 
+@recursive_repr()
 def _repr(self: Any) -> str:
     shown = (f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self) if one.repr)
     return f"{type(self).__qualname__}({', '.join(shown)})"
@@ -38,7 +40,9 @@ def _repr(self: Any) -> str:
 
 def _compared(cls: Any) -> Callable[[Any], Any]:
     names = [one.name for one in dataclasses.fields(cls) if one.compare]
-    return attrgetter(*names) if names else lambda _: ()
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda self: tuple(getattr(self, name) for name in names)  # tuples find a NaN equal to itself
 
 
 def _equality(values: Callable[[Any], Any]) -> Callable[[Any, object], bool]:

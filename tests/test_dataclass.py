@@ -86,6 +86,26 @@ def same_hashes(made: list[Any]) -> list[bool]:
     return [one == other for one in hashed for other in hashed]
 
 
+@pytest.mark.parametrize("decorator", [dataclass, dataclasses.dataclass])
+def test_a_value_that_holds_itself_is_shown(decorator: Callable[..., Any]) -> None:
+    @decorator()
+    class Node:
+        next: Any = None
+
+    node = Node()
+    node.next = node
+    assert repr(node) == f"{Node.__qualname__}(next=...)"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="compares field by field since 3.13")
+@pytest.mark.parametrize("decorator", [dataclass, dataclasses.dataclass])
+def test_a_nan_in_the_only_field_equals_itself(decorator: Callable[..., Any]) -> None:
+    one = decorator(frozen=True)(type("One", (), {"__annotations__": {"value": float}}))
+    nan = float("nan")
+    assert one(nan) == one(nan)
+    assert hash(one(2.0)) == hash((2.0,))
+
+
 def test_a_start_compiles_no_comparison_and_no_repr() -> None:
     """Three methods of 104 classes were a sixth of the start of ``check``."""
     code = (
