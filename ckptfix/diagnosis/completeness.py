@@ -84,40 +84,56 @@ def incomplete(
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
         if manifest is None or name not in manifest.sha256:
-            yield IncompleteCheckpoint(path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there")
-    yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
+            of_trainer = any(one.path.name == name and one.name.is_of_trainer for one in folder.components)
+            yield IncompleteCheckpoint(
+                path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there", of_trainer=of_trainer
+            )
+    if (
+        not ranks
+    ):  # random states of Accelerate: save_state wrote the folder, whatever else a script put there
+        yield from _incomplete_of_trainer(folder, has_deepspeed=has_deepspeed)
 
 
 def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[Finding]:
     """Yield the states that transformers' Trainer writes together with those that exist (``Trainer._save_checkpoint``).
 
     Weights and ``training_args.bin`` alone are an export, or a checkpoint of ``save_only_model``: nothing is missing.
+    Nor is it from the states of ranks alone that a node other than the first has on a disk of its own.
     """
     own = {one.name.role: one.path.name for one in folder.components if one.name.is_of_trainer}
-    states = {role: name for (role, _), name in _parts(_paths(folder)).items() if role in _RESUMED}
+    parts = _parts(_paths(folder))
+    states = {role: name for (role, _), name in parts.items() if role in _RESUMED}
     if not states or not own.keys() & {Role.RNG_STATE, Role.TRAINING_ARGUMENTS}:
         return
     there = own.get(Role.RNG_STATE) or next(iter(states.values()))
+    ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
+    numbered = {rank for rank in ranks if rank is not None}
+    if ranks and not ranks & {None, 0} and states.keys() == {Role.RNG_STATE} and (Role.MODEL, 0) not in parts:
+        return
+    gap = tuple(f"rng_state_{rank}.pth" for rank in range(max(numbered, default=0)) if rank not in ranks)
+    if gap:
+        yield _lost_by_trainer(gap, there, by_rank=True)
     missing = []
     if all(path.name != TRAINER_STATE for path in folder.strays):
         missing.append(TRAINER_STATE)
     if Role.RNG_STATE not in states:
         missing.append("rng_state.pth")
-    else:
-        ranks = {one.name.rank for one in folder.components if one.name.role is Role.RNG_STATE}
-        last = max((rank for rank in ranks if rank is not None), default=0)
-        missing += [f"rng_state_{rank}.pth" for rank in range(last) if rank not in ranks]
     if not has_deepspeed and states.keys().isdisjoint({Role.OPTIMIZER, Role.SCHEDULER}):
         missing += ["optimizer.pt", "scheduler.pt"]
     elif Role.OPTIMIZER in own and Role.SCHEDULER not in states:
         missing.append("scheduler.pt")
     if missing:
-        yield IncompleteCheckpoint(
-            path=PurePosixPath(missing[0]),
-            missing=tuple(missing),
-            known_by=f"{there} is there",
-            of_trainer=True,
-        )
+        yield _lost_by_trainer(tuple(missing), there)
+
+
+def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = False) -> IncompleteCheckpoint:
+    return IncompleteCheckpoint(
+        path=PurePosixPath(missing[0]),
+        missing=missing,
+        known_by=f"{there} is there",
+        by_rank=by_rank,
+        of_trainer=True,
+    )
 
 
 def unresumable(folder: CheckpointFolder, *, has_deepspeed: bool) -> Iterator[str]:

@@ -196,3 +196,54 @@ def test_the_trainer_says_nothing_of_states_that_are_gone(
 def test_weights_that_the_trainer_exports_alone_are_complete(tmp_path: Path, kept: list[str]) -> None:
     root = make_of_trainer(tmp_path / "export", [name for name in TRAINER if name not in kept])
     assert incomplete(root) == []
+
+
+def test_arguments_of_a_trainer_next_to_a_save_state_prove_no_trainer(tmp_path: Path) -> None:
+    """Scripts save their arguments under this name, too. Only Accelerate writes random_states_0.pkl."""
+    root = make(tmp_path / "checkpoint", "custom-object")
+    shutil.copy(root / "scheduler.bin", root / "training_args.bin")
+    assert incomplete(root) == []
+
+
+def test_a_node_of_the_trainer_has_only_its_own_ranks(tmp_path: Path) -> None:
+    root = make_of_trainer(tmp_path / "checkpoint-4")
+    for rank in range(2):
+        (root / f"rng_state_{rank}.pth").rename(root / f"rng_state_{rank + 8}.pth")
+    (gap,) = (one for one in check(root).findings if one.code == "incomplete-checkpoint")
+    assert str(gap).startswith("rng_state_0.pth, rng_state_1.pth, rng_state_2.pth and 5 more are missing")
+    assert "where each node saves to a disk of its own, all is well" in gap.advice
+    for path in root.iterdir():
+        if not path.name.startswith("rng_state"):
+            path.unlink()
+    assert incomplete(root) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "advice"),
+    [
+        (["trainer_state.json"], "the Trainer cannot resume without it; copy it again, or"),
+        (
+            ["scheduler.pt"],
+            "the Trainer goes on with a new optimizer and learning rate, and says nothing; copy it",
+        ),
+        (
+            ["optimizer.pt"],
+            "the Trainer goes on with a new optimizer and learning rate, and says nothing; copy it",
+        ),
+        (
+            ["rng_state_0.pth", "rng_state_1.pth"],
+            "the Trainer goes on with new random states, and says nothing;",
+        ),
+        (
+            ["trainer_state.json", "optimizer.pt", "scheduler.pt"],
+            "the Trainer cannot resume without trainer_state.json, and without the others goes on with a new optimizer "
+            "and learning rate; copy them again, or",
+        ),
+    ],
+)
+def test_the_advice_says_what_the_trainer_does_without_these_files(
+    tmp_path: Path, without: list[str], advice: str
+) -> None:
+    report = check(make_of_trainer(tmp_path / "checkpoint-4", without))
+    (found,) = (one for one in report.findings if one.code == "incomplete-checkpoint")
+    assert found.advice.startswith(advice)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ckptfix.checkpoint.filenames import TRAINER_STATE
 from ckptfix.checkpoint.keys import dotted
 from ckptfix.checkpoint.manifest import Losses
 from ckptfix.dataclass import dataclass
@@ -62,19 +63,35 @@ class IncompleteCheckpoint(Finding):
     def advice(self) -> str:
         """Advice to copy the files again, unless the setup of the run explains it."""
         if self.by_rank:
+            cost = (
+                "go on with new random states"
+                if self.of_trainer
+                else "cannot restore their random states and their step"
+            )
             return (
-                "those processes cannot restore their random states and their step; copy the files again, or resume "
-                "from a complete checkpoint; where each node saves to a disk of its own, all is well"
+                f"those processes {cost}; copy the files again, or resume from a complete checkpoint; where each node "
+                "saves to a disk of its own, all is well"
             )
         if self.of_trainer:
-            return (
-                "the Trainer fails without trainer_state.json; without the others it goes on with a new optimizer, "
-                "learning rate or random state, and says nothing; copy them again, or resume from a complete checkpoint"
-            )
+            copied = "it" if len(self.missing) == 1 else "them"
+            return f"{self._cost_for_trainer}; copy {copied} again, or resume from a complete checkpoint"
         return (
             "load_state fails without them; copy them again, or resume from a complete checkpoint; where the script "
             "has no such object any more, all is well"
         )
+
+    @property
+    def _cost_for_trainer(self) -> str:
+        """The cost of the missing files. The Trainer loads optimizer and scheduler together, or neither."""
+        others = [name for name in self.missing if name != TRAINER_STATE]
+        states = [name for name in others if name.startswith("rng_state")]
+        new = ["a new optimizer and learning rate"] if len(states) < len(others) else []
+        goes_on = f"goes on with {' and '.join([*new, *['new random states'][: len(states)]])}"
+        if not others:
+            return "the Trainer cannot resume without it"
+        if len(others) == len(self.missing):
+            return f"the Trainer {goes_on}, and says nothing"
+        return f"the Trainer cannot resume without {TRAINER_STATE}, and without the others {goes_on}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
