@@ -42,8 +42,11 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "verify": "Compare checkpoints with their manifests, or prove a reload.",
     },
     "Convert": {"migrate": "Write a checkpoint in another format."},
-    "Train": {"run": "Run a training script with every Accelerator in it guarded."},
-    "Environment": {"doctor": "Find problems of this machine, its libraries and a training script."},
+    "Train": {
+        "run": "Run a training script with every Accelerator in it guarded.",
+        "prove-resume": "Prove that a killed and resumed run goes on bit for bit.",
+    },
+    "Environment": {"doctor": "Find problems of this machine, its libraries and a script."},
     "Manual": {
         "help": "Print a page of the manual, or the list of pages.",
         "explain": "Explain a finding: cause, cost, an example, and what to do.",
@@ -71,7 +74,8 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _SUMMARIES:
             return None
-        command: click.Command = getattr(import_module(f"ckptfix.cli.{cmd_name}"), f"{cmd_name}_command")
+        module = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"ckptfix.cli.{module}"), f"{module}_command")
         return command
 
     def resolve_command(

@@ -66,7 +66,7 @@ def doctor_command(
     in_process: bool,
     report: Report,
 ) -> int:
-    """Find problems of this machine, its libraries and a training script.
+    """Find problems of this machine, its libraries and a script.
 
     Says why each matters and what to do. DIR: a checkpoint to look into, too.
 

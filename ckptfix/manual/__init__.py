@@ -15,6 +15,7 @@ TOPICS = (
     "guard",
     "saving",
     "loading",
+    "exact-resume",
     "splits",
     "migrate",
     "verify",

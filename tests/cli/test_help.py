@@ -20,7 +20,8 @@ SUMMARIES = {verb: summary for group in VERBS.values() for verb, summary in grou
 
 
 def command(verb: str) -> click.Command:
-    found: click.Command = getattr(import_module(f"ckptfix.cli.{verb}"), f"{verb}_command")
+    module = verb.replace("-", "_")
+    found: click.Command = getattr(import_module(f"ckptfix.cli.{module}"), f"{module}_command")
     return found
 
 
@@ -51,7 +52,9 @@ def test_the_help_of_a_verb_begins_with_its_summary(verb: str) -> None:
 
 def test_every_verb_is_in_a_group() -> None:
     assert {
-        name for name in MODULES if hasattr(import_module(f"ckptfix.cli.{name}"), f"{name}_command")
+        name.replace("_", "-")
+        for name in MODULES
+        if hasattr(import_module(f"ckptfix.cli.{name}"), f"{name}_command")
     } == set(SUMMARIES)
 
 
@@ -69,7 +72,8 @@ def test_every_verb_ends_with_examples_that_its_options_take(
         assert meaning.endswith(".")
         words = example.partition(" | ")[0].split()
         assert words[:2] == ["ckptfix", verb]
-        assert {word for word in words if word.startswith("-")} <= options | {"--nproc_per_node"}
+        own = words[: words.index("--")] if "--" in words else words
+        assert {word for word in own if word.startswith("-")} <= options | {"--nproc_per_node"}
 
 
 @pytest.mark.parametrize("columns", [60, 80, 110])

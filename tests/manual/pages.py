@@ -29,6 +29,7 @@ from ckptfix.diagnosis.findings.damaged import InterruptedRepair
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.environment.doctor import CODES as TOPICS
 from ckptfix.environment.doctor import diagnose_environment
+from ckptfix.training.resume_proofs.causes import CAUSES
 from tests.environment.cases import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +143,11 @@ def _rows(options: Iterable[click.Parameter], context: click.Context) -> list[st
     return rows
 
 
+def _causes(_: str) -> str:
+    rows = (f"| `{cause.code}` | {cause.words} | {cause.change} |" for cause in CAUSES)
+    return "\n".join(["| code | cause | change |", "|---|---|---|", *rows]) + "\n"
+
+
 def _verbs(_: str) -> str:
     rows = [f"| `ckptfix {verb}` | {_short(verb)} |" for verb in cli.list_commands(click.Context(cli))]
     return "\n".join(["| command | what it does |", "|---|---|", *rows]) + "\n"
@@ -163,6 +169,7 @@ WRITERS: dict[str, Callable[[str], str]] = {
     "options": _options,
     "common": _common_options,
     "verbs": _verbs,
+    "causes": _causes,
 }
 
 

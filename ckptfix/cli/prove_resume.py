@@ -1,0 +1,98 @@
+"""``ckptfix prove-resume``."""
+
+import shlex
+from pathlib import Path
+
+import click
+
+from ckptfix.cli.report import Report, ensure_writable, write_page
+from ckptfix.cli.verb_options import Verb
+from ckptfix.errors import UsageError
+
+
+@click.command(
+    "prove-resume",
+    cls=Verb,
+    context_settings={"allow_interspersed_args": False},
+    examples=[
+        (
+            "ckptfix prove-resume --resume-args '--resume {checkpoint}' -- train.py --output_dir {dir}",
+            "Kill the script after its first save, resume it, and compare it with a run that was not killed.",
+        ),
+        (
+            "ckptfix prove-resume --steps 40 --save-at 10 -- torchrun --nproc_per_node 2 train.py --out {dir}",
+            "The same on two processes, for a script that finds its last checkpoint itself.",
+        ),
+    ],
+)
+@click.option(
+    "--resume-args", metavar="ARGS", default="",
+    help="What the resumed run gets in addition, in quotes; {checkpoint} is the folder that was saved.",
+)  # fmt: skip
+@click.option(
+    "--save-at", type=click.IntRange(min=1), default=1, metavar="STEP", show_default=True,
+    help="Kill after the first save at this optimizer step or later.",
+)  # fmt: skip
+@click.option(
+    "--steps", type=click.IntRange(min=2), metavar="N",
+    help="End every run after optimizer step N.  [default: the script's own end]",
+)  # fmt: skip
+@click.option(
+    "--output", type=click.Path(path_type=Path), metavar="DIR",
+    help="The folder that the script always writes, for a command that cannot name {dir}. It must not exist.",
+)  # fmt: skip
+@click.option(
+    "--guard", is_flag=True, help="Guard every Accelerator and Trainer in the script, as ckptfix run does."
+)
+@click.option(
+    "--keep", type=click.Path(path_type=Path), metavar="DIR",
+    help="Keep in DIR what the runs write: output, checkpoints, records.",
+)  # fmt: skip
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="End with an error when one run takes longer.",
+)  # fmt: skip
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write a page with all states over the steps.",
+)
+@click.argument("command", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def prove_resume_command(
+    resume_args: str,
+    save_at: int,
+    steps: int | None,
+    output: Path | None,
+    guard: bool,
+    keep: Path | None,
+    timeout: float | None,
+    html: str | None,
+    command: tuple[str, ...],
+    report: Report,
+) -> int:
+    """Prove that a killed and resumed run goes on bit for bit.
+
+    Runs the command unchanged: killed after a save, resumed, and without a kill. In COMMAND, {dir} is an output folder,
+    another one for each of them. Compares batches, losses, gradients, weights, moments, learning rates, schedulers,
+    scaler and generators of every step and rank, and names the first difference with its cause.
+
+    Exit status: 0 exact, 1 not exact, 2 not deterministic even without a resume (or wrong usage), 3 a run failed.
+    """
+    if html is not None:
+        ensure_writable(html, [str(output)] if output is not None else [])
+    from ckptfix.training.resume_proofs.resume_proof import Request, prove_resume
+
+    try:
+        resume_arguments = shlex.split(resume_args)
+    except ValueError as error:
+        raise UsageError(f"--resume-args {resume_args!r}: {error}") from error
+    request = Request(command, resume_arguments, save_at, steps, output, keep, guard, timeout)
+    result = prove_resume(request, lambda words: None if report.quiet else report.message(words))
+    report.show(result.lines())
+    if html is not None:
+        from ckptfix.training.resume_proofs.certificate import html_page
+
+        write_page(html, html_page(result))
+        report.line(f"page: {html}")
+    return report.finish(result, result.status)

@@ -1,0 +1,327 @@
+"""Known causes of a resumed run that goes another way, each with its evidence and the line of a script that ends it.
+
+The table is read from the top: the first cause whose evidence is there explains a difference.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+GUARD = "or run the script with ckptfix run, which saves and restores this"
+
+
+class Relation(Enum):
+    """Relation of a batch of the resumed run to those of the uninterrupted run."""
+
+    NONE = ""
+    EARLIER = "used earlier"
+    LATER = "used later"
+    OTHER_RANK = "used by another rank"
+    SAME_SAMPLES = "the same samples with other content"
+    REORDERED = "samples of other batches"
+    NEW = "never used"
+    FEWER = "ended early"
+    MORE = "went on"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that is known about one difference.
+
+    ``is_first``: it is in the first step after the resume. ``in_later_pass``: in a later pass through the data than the
+    first of the resumed run. ``before``, ``after``: facts of the dataloader in the uninterrupted and the resumed run.
+    ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read. ``is_swapped``: the
+    values belong to other names. ``is_rank_0s``: the values of rank 0.
+    """
+
+    state: str
+    rank: int = 0
+    world: int = 1
+    is_first: bool = True
+    in_later_pass: bool = False
+    relation: Relation = Relation.NONE
+    before: Mapping[str, Any] = field(default_factory=dict)
+    after: Mapping[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    files: frozenset[str] | None = None
+    was_loaded: bool = True
+    is_swapped: bool = False
+    is_rank_0s: bool = False
+
+    @property
+    def generator_file(self) -> str:
+        """Return the name of the file with this rank's generators."""
+        if self.saved.get("trainer"):
+            return "rng_state.pth" if self.world == 1 else f"rng_state_{self.rank}.pth"
+        return f"random_states_{self.rank}.pkl"
+
+    def lacks(self, *names: str) -> bool:
+        """Return whether the checkpoint has none of these files."""
+        return self.files is not None and not self.files.intersection(names)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause. ``words``: the reason; ``change``: the line to change, or what else to do."""
+
+    code: str
+    applies: Callable[[Evidence], bool]
+    words: str
+    change: str
+
+
+def _of_data(one: Evidence) -> bool:
+    return one.state == "batch" and one.relation not in (Relation.FEWER, Relation.MORE)
+
+
+def _has_other_content(one: Evidence) -> bool:
+    fresh = one.relation is Relation.NEW and one.is_first and one.before.get("sampler") == "SequentialSampler"
+    return _of_data(one) and (one.relation is Relation.SAME_SAMPLES or fresh)
+
+
+def _is_shuffled(one: Evidence) -> bool:
+    return one.before.get("sampler") == "RandomSampler" and not one.before.get("seedable")
+
+
+def _of_length(one: Evidence) -> bool:
+    return one.state == "batch" and one.relation in (Relation.FEWER, Relation.MORE)
+
+
+_RESTORED = ("weights", "moments", "learning rate", "scheduler", "scaler", "custom objects")
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "nothing-loaded",
+        lambda one: not one.was_loaded and one.state in _RESTORED,
+        "load_state was not called in the resumed run, and the script's own load does not restore this",
+        "accelerator.load_state(folder), after prepare() and before the training loop",
+    ),
+    Cause(
+        "optimizer-not-prepared",
+        lambda one: one.state == "moments" and bool(one.saved.get("unsaved_optimizers")),
+        "the optimizer was not given to prepare(), so save_state leaves it out",
+        "optimizer = accelerator.prepare(optimizer)",
+    ),
+    Cause(
+        "optimizer-file-missing",
+        lambda one: (
+            one.state in ("moments", "learning rate", "scheduler")
+            and bool(one.saved.get("trainer"))
+            and one.lacks("optimizer.pt", "optimizer.bin")
+        ),
+        "the checkpoint has no optimizer.pt; Trainer then loads neither optimizer nor scheduler, and says nothing",
+        "save_only_model=False in TrainingArguments, and resume from a complete checkpoint",
+    ),
+    Cause(
+        "scheduler-file-missing",
+        lambda one: (
+            one.state in ("scheduler", "learning rate", "moments")
+            and bool(one.saved.get("trainer"))
+            and one.lacks("scheduler.pt")
+        ),
+        "the checkpoint has no scheduler.pt; Trainer then loads neither optimizer nor scheduler, and says nothing",
+        "resume from a complete checkpoint",
+    ),
+    Cause(
+        "scheduler-not-prepared",
+        lambda one: one.state in ("scheduler", "learning rate") and bool(one.saved.get("unsaved_schedulers")),
+        "the scheduler was not given to prepare(), so save_state leaves it out",
+        "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler)",
+    ),
+    Cause(
+        "scheduler-of-rank-0",
+        lambda one: one.state in ("scheduler", "learning rate") and one.is_rank_0s,
+        "the schedulers of the ranks differ, and save_state writes that of the main process alone",
+        "step the scheduler with a value that all ranks share: accelerator.reduce(loss, 'mean')",
+    ),
+    Cause(
+        "parameter-order",
+        lambda one: one.state == "moments" and one.is_swapped,
+        "the optimizer got its parameters in another order; its moments are restored by position",
+        "give the optimizer its parameters in a fixed order: list(model.parameters()), never a set",
+    ),
+    Cause(
+        "generator-file-missing",
+        lambda one: (
+            one.state in ("generators", "counters", "loss", "batch")
+            and one.is_first
+            and one.lacks(one.generator_file)
+        ),
+        "the checkpoint has no file with the generators of this rank; accelerate and transformers go on without",
+        "call save_state on every process, not on the main process alone",
+    ),
+    Cause(
+        "cut-accumulation",
+        lambda one: one.state == "gradients" and bool(one.saved.get("is_cut")),
+        "the save cut an accumulation cycle, and accumulated gradients are in no file",
+        f"save only where accelerator.sync_gradients is true, {GUARD}",
+    ),
+    Cause(
+        "scaler-stepped",
+        lambda one: one.state == "scaler" and one.saved.get("distributed") == "FSDP",
+        "torch steps the optimizer once while FSDP sets its state, and that step updates the scaler",
+        "load the scaler again after load_state: accelerator.scaler.load_state_dict(...)",
+    ),
+    Cause(
+        "custom-objects-of-rank-0",
+        lambda one: one.state == "custom objects" and one.is_rank_0s,
+        "save_state writes the custom objects of the main process alone; every rank loads those",
+        f"gather what the ranks hold into one object before the save, {GUARD}",
+    ),
+    Cause(
+        "data-not-skipped-by-trainer",
+        lambda one: _of_data(one) and bool(one.saved.get("skips_data")),
+        "TrainingArguments(ignore_data_skip=True) begins the epoch anew",
+        "ignore_data_skip=False",
+    ),
+    Cause(
+        "loader-not-prepared",
+        lambda one: _of_data(one) and not one.before.get("prepared", True),
+        "the dataloader was not given to prepare(), so neither its order nor its position is restored",
+        "loader = accelerator.prepare(loader), and accelerator.skip_first_batches(loader, n) after a resume",
+    ),
+    Cause(
+        "stateful-one-file",
+        lambda one: (
+            _of_data(one)
+            and bool(one.before.get("stateful"))
+            and bool(one.before.get("dispatched"))
+            and one.world > 1
+        ),
+        "every rank writes its own position to the one file dl_state_dict.bin, and the last writer wins",
+        "DataLoaderConfiguration(dispatch_batches=False), or use_stateful_dataloader=False with skip_first_batches",
+    ),
+    Cause(
+        "stateful-repeats-epoch",
+        lambda one: (
+            _of_data(one) and bool(one.before.get("stateful")) and bool(one.saved.get("last_of_pass"))
+        ),
+        "the save was in the last iteration of an epoch, and the stateful dataloader then repeats the epoch",
+        f"save after the loop over the epoch, {GUARD}",
+    ),
+    Cause(
+        "stateful-workers",
+        lambda one: (
+            _of_data(one)
+            and bool(one.before.get("stateful"))
+            and bool(one.before.get("workers"))
+            and _is_shuffled(one)
+        ),
+        "the workers of a stateful dataloader draw the order of the data in prepare(), before load_state",
+        f"num_workers=0, {GUARD}",
+    ),
+    Cause(
+        "stateful-order",
+        lambda one: _of_data(one) and bool(one.before.get("stateful")) and _is_shuffled(one),
+        "the stateful dataloader saved its position, and not the order of the epoch",
+        f"DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch), {GUARD}",
+    ),
+    Cause(
+        "augmentation-in-workers",
+        lambda one: _has_other_content(one) and bool(one.before.get("workers")),
+        "random transforms in workers draw from seeds that are in no checkpoint",
+        "seed the transform from the sample's index and the epoch",
+    ),
+    Cause(
+        "augmentation",
+        lambda one: _has_other_content(one) and not one.before.get("iterable"),
+        "accelerate fetches one batch ahead, so the random transform of this batch was drawn before the save",
+        f"seed the transform from the sample's index and the epoch, {GUARD}",
+    ),
+    Cause(
+        "iterable-order",
+        lambda one: (
+            _of_data(one)
+            and bool(one.before.get("iterable"))
+            and not (one.is_first and one.relation is Relation.EARLIER and not one.after.get("skips"))
+        ),
+        "the order of an IterableDataset comes from generators that no checkpoint holds",
+        f"give the dataset a set_epoch(epoch) that seeds its own generator, {GUARD}",
+    ),
+    Cause(
+        "not-skipped",
+        lambda one: (
+            _of_data(one)
+            and one.is_first
+            and one.relation is Relation.EARLIER
+            and bool(one.saved.get("inside_pass"))
+            and not one.after.get("skips")
+            and not one.before.get("stateful")
+        ),
+        "the script does not skip the batches that were used",
+        "loader = accelerator.skip_first_batches(loader, n) for the first epoch after a resume",
+    ),
+    Cause(
+        "dispatcher-skips-too-few",
+        lambda one: (
+            (_of_data(one) or _of_length(one))
+            and bool(one.before.get("dispatched"))
+            and bool(one.after.get("skips") or _of_length(one))
+            and not one.before.get("iterable")
+            and one.world > 1
+            and not (_is_shuffled(one) and one.relation in (Relation.NEW, Relation.REORDERED))
+        ),
+        "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for each process",
+        "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or dispatch_batches=False",
+    ),
+    Cause(
+        "epoch-forgotten-by-skip",
+        lambda one: (
+            _of_data(one)
+            and bool(one.before.get("seedable"))
+            and not one.after.get("set_epoch")
+            and one.in_later_pass
+        ),
+        "skip_first_batches made a loader that counted the epoch, and the script's own loader did not hear of it",
+        f"loader.set_epoch(epoch) before the loop over each epoch, {GUARD}",
+    ),
+    Cause(
+        "epoch-not-set",
+        lambda one: _of_data(one) and bool(one.before.get("seedable")) and not one.after.get("set_epoch"),
+        "a SeedableRandomSampler draws the order from the number of the epoch, which is not saved",
+        f"loader.set_epoch(epoch) before the loop over each epoch, {GUARD}",
+    ),
+    Cause(
+        "order-not-saved",
+        lambda one: _of_data(one) and _is_shuffled(one),
+        "the order of an epoch comes from a generator that is in no file",
+        f"DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch), {GUARD}",
+    ),
+    Cause(
+        "other-number-skipped",
+        lambda one: _of_data(one) and one.relation in (Relation.EARLIER, Relation.LATER),
+        "the resumed run goes on at another place in the data",
+        "skip as many batches of the epoch as were used before the save: batches, not optimizer steps",
+    ),
+    Cause(
+        "other-length",
+        _of_length,
+        "the resumed run counts its epochs or steps otherwise than the uninterrupted one",
+        "restore the number of the epoch and of the step, and skip only in the first epoch",
+    ),
+    Cause(
+        "generators-restored-too-early",
+        lambda one: one.state == "generators" and one.was_loaded and bool(one.saved.get("inside_pass")),
+        "load_state restores the generators, and the new iterator of the dataloader then draws from them",
+        f"save between two epochs, {GUARD}",
+    ),
+    Cause(
+        "generators-not-loaded",
+        lambda one: one.state == "generators" and not one.was_loaded,
+        "load_state was not called in the resumed run, and it alone restores the generators",
+        "accelerator.load_state(folder)",
+    ),
+    Cause(
+        "generators-drawn-from",
+        lambda one: one.state == "generators",
+        "the script draws random numbers between load_state and the first batch, or seeds the generators again",
+        "seed before load_state, and draw nothing between it and the training loop",
+    ),
+)
+"""Every known cause, the most specific ones first."""
+
+
+def cause_of(evidence: Evidence) -> Cause | None:
+    """Return the first cause whose evidence is there, None if none is known."""
+    return next((one for one in CAUSES if one.applies(evidence)), None)

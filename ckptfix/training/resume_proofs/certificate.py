@@ -1,0 +1,272 @@
+"""Certificate of a resume: the verdict, what was compared, the first difference with its cause; as text and as a page.
+
+The page has a strip chart: states down, steps across, green where both runs agree.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfix.reports import Serialized
+from ckptfix.training.resume_proofs.recorded_runs import STATES, RankRuns
+from ckptfix.training.resume_proofs.resume_verdict import Comparison, Difference
+from ckptfix.wording import Line, Printable, Span, count_of, html_document, html_text, line, unchecked_line
+
+_PLURALS = {
+    "batch": "batches", "learning rate": "learning rates", "scheduler": "schedulers", "generators": "generators",
+    "loss": "losses", "scaler": "gradient scaler",
+}  # fmt: skip
+_FOLLOWS = ("loss", "gradients", "weights")
+
+
+@dataclass(frozen=True)
+class ShownDifference(Serialized):
+    """A difference as it is printed."""
+
+    step: int
+    rank: int
+    state: str
+    message: str
+    names: tuple[str, ...]
+    expected: Mapping[str, str | None]
+    found: Mapping[str, str | None]
+    code: str | None
+    cause: str | None
+    change: str | None
+
+    json_keys = "step rank state message names expected found code cause change"
+
+    @classmethod
+    def of(cls, one: Difference) -> "ShownDifference":
+        """Return what is printed of a difference."""
+        cause = one.cause
+        return cls(
+            one.step, one.rank, one.state, one.words, one.names, one.expected, one.found,
+            cause.code if cause else None, cause.words if cause else None, cause.change if cause else None,
+        )  # fmt: skip
+
+    def headline(self, ranks: int) -> str:
+        """Return the place and the words of the difference."""
+        rank = f", rank {self.rank}" if ranks > 1 else ""
+        return f"step {self.step}{rank}: {self.state}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Certificate(Serialized, Printable):
+    """Result of ``prove-resume``.
+
+    ``verdict``: "exact", "not exact" or "not deterministic". ``differences``: those of the first step that differs, and
+    later ones that do not follow from them.
+    ``first_steps``: state -> first step in which it differs. ``strips``: for each state, whether it agrees in each of
+    ``steps``.
+    """
+
+    script: str
+    verdict: str
+    saved_at: int
+    checkpoint: str
+    ranks: int
+    steps: tuple[int, ...]
+    states: tuple[str, ...]
+    differences: tuple[ShownDifference, ...]
+    first_steps: Mapping[str, int]
+    strips: Mapping[str, tuple[bool | None, ...]]
+    not_compared: tuple[str, ...]
+    versions: Mapping[str, str]
+    guarded: bool
+    seconds: Mapping[str, float]
+    kept: str | None = None
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+    json_keys = (
+        "script verdict saved_at checkpoint ranks steps states differences first_steps not_compared versions guarded "
+        "seconds kept commands"
+    )
+
+    @property
+    def status(self) -> int:
+        """Return the exit status: 0 exact, 1 not exact, 2 not deterministic without any resume."""
+        return {"exact": 0, "not exact": 1}.get(self.verdict, 2)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the verdict, the difference and its cause, and what was not compared."""
+        colour = "green" if self.status == 0 else "red"
+        yield Line((Span(self.verdict.upper(), colour, True), Span(f": {self.script}: {self._about()}")))
+        named: set[str | None] = {None}
+        for at, one in enumerate(self.differences):
+            yield line(f"  {'also ' if at else ''}{one.headline(self.ranks)}", colour=None if at else "red")
+            if one.code not in named:
+                named.add(one.code)
+                yield line(f"    cause: {one.cause}")
+                yield line(f"    change: {one.change}")
+        if self.status == 1:
+            yield from self._consequences()
+            if self.differences and self.differences[0].cause is None:
+                yield line("  cause: not known; compare the two runs with --keep FOLDER and ckptfix diff")
+        if self.status == 2:
+            yield line(
+                "  help: seed every generator (accelerate.utils.set_seed), set PYTHONHASHSEED, and use deterministic "
+                "kernels (torch.use_deterministic_algorithms)"
+            )
+        if self.steps:
+            yield line(f"  compared: {self.compared}")
+        yield from map(unchecked_line, self.not_compared)
+
+    @property
+    def compared(self) -> str:
+        """Return what was compared, in words."""
+        states = ", ".join(_PLURALS.get(state, state) for state in self.states)
+        return f"{_range(self.steps)}, {count_of(self.ranks, 'rank')}: {states}"
+
+    def _about(self) -> str:
+        if self.verdict == "exact":
+            return f"saved after step {self.saved_at}, killed and resumed, it goes on bit for bit"
+        if self.verdict == "not exact":
+            return f"saved after step {self.saved_at}, killed and resumed, it goes another way"
+        return "two runs without a resume already differ; nothing can be said about the resume"
+
+    def _consequences(self) -> Iterator[Line]:
+        follows = [
+            f"{_PLURALS.get(one, one)} from step {self.first_steps[one]} on"
+            for one in _FOLLOWS
+            if one in self.first_steps
+        ]
+        if follows:
+            yield line(f"  other {', '.join(follows)}")
+        elif self.first_steps:
+            yield line(
+                "  losses, gradients and weights agree in every compared step: nothing has used it yet"
+            )
+
+
+def certificate_of(
+    script: str,
+    comparison: Comparison,
+    reference: RankRuns,
+    *,
+    checkpoint: str,
+    guarded: bool,
+    stopped: bool,
+    **about: Any,
+) -> Certificate:
+    """Return the certificate of a comparison. ``stopped``: the runs were ended before the script's own end."""
+    is_unsteady = comparison.control is not None
+    differences = (comparison.control,) if comparison.control is not None else comparison.differences
+    verdict = "not deterministic" if is_unsteady else "not exact" if differences else "exact"
+    return Certificate(
+        script=script,
+        verdict=verdict,
+        saved_at=comparison.saved_at,
+        checkpoint=checkpoint,
+        ranks=comparison.ranks,
+        steps=comparison.steps,
+        states=tuple(state for state in STATES if state in comparison.strips),
+        differences=tuple(map(ShownDifference.of, differences)),
+        first_steps=comparison.first_steps,
+        strips=comparison.strips,
+        not_compared=tuple(_not_compared(comparison, reference, stopped)) if not is_unsteady else (),
+        versions=reference[0].versions if reference else {},
+        guarded=guarded,
+        **about,
+    )
+
+
+def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) -> Iterator[str]:
+    strips = comparison.strips
+    if "batch" not in strips:
+        yield "batches: the script draws them from no dataloader of torch or accelerate"
+    if "loss" not in strips:
+        yield "losses: the script does not call accelerator.backward"
+    for state, name in sorted(comparison.ignored):
+        what = f"the generator of {name}" if state == "generators" else f"the custom object {name}"
+        yield f"{what}: it differs between two uninterrupted runs, too"
+    if stopped and comparison.steps:
+        yield f"what follows step {comparison.steps[-1]}: --steps ended the runs there"
+    if comparison.steps and not comparison.passes_ended and "batch" in strips:
+        yield "the order of the next epoch: no epoch begins in the compared steps; raise --steps"
+    if any("sampled" in one.notes for one in reference):
+        yield "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared"
+    others = [note for one in reference for note in one.notes if note != "sampled"]
+    yield from dict.fromkeys(others)
+
+
+def _range(steps: tuple[int, ...]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+# The HTML page.
+
+_MOST_STEPS = 2000
+_SIGNS = {True: ("eq", "="), False: ("no", "≠"), None: ("", "")}
+
+# Every class sets colour and background together, so that the text has its contrast in both modes.
+_STYLE = """
+:root { color-scheme: light dark; --text: #1f2328; --page: #ffffff; --line: #d0d7de; --bad: #b42318; --good: #1a7f37; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+       color: var(--text); background: var(--page); }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h1, h2, p, li, dd { overflow-wrap: anywhere; }
+table { border-collapse: collapse; } .scroll { overflow-x: auto; }
+th, td { border: 1px solid var(--line); padding: .1rem .3rem; font-size: .8rem; text-align: center; min-width: 1.4rem; }
+[scope=row] { position: sticky; left: 0; background: var(--page); text-align: left; white-space: nowrap; }
+.bad { color: var(--bad); } .good { color: var(--good); }
+.eq { background: #e3f3e8; color: #14532d; } .no { background: #fbd5cf; color: #7f1d1d; }
+.first { outline: 3px solid var(--bad); outline-offset: -3px; font-weight: 700; }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem; padding: 0; list-style: none; font-size: .8rem; }
+.legend li { border: 1px solid var(--line); padding: .1rem .5rem; }
+@media (prefers-color-scheme: dark) {
+:root { --text: #e6edf3; --page: #0d1117; --line: #3d444d; --bad: #ff8f86; --good: #56d364; }
+.eq { background: #12291b; color: #8ddfa6; } .no { background: #4c1512; color: #ffc9c2; }
+}
+"""
+
+
+def html_page(certificate: Certificate) -> str:
+    """Return the certificate as an HTML document."""
+    verdict, *rest = map(str, certificate.lines())
+    css = "good" if certificate.status == 0 else "bad"
+    parts = [
+        "<h1>ckptfix prove-resume</h1>",
+        f'<p><strong class="{css}">{html_text(verdict)}</strong></p>',
+        f"<ul>{''.join(f'<li>{html_text(one.strip())}</li>' for one in rest)}</ul>",
+        *_chart(certificate),
+        "<h2>Runs</h2>",
+        f"<dl>{''.join(_run(certificate, name) for name in certificate.commands)}</dl>",
+    ]
+    return html_document(f"ckptfix prove-resume {certificate.script}", _STYLE, parts)
+
+
+def _run(certificate: Certificate, name: str) -> str:
+    command, seconds = certificate.commands[name], certificate.seconds.get(name, 0.0)
+    return f"<dt>{html_text(name)} ({seconds:.1f} s)</dt><dd><code>{html_text(command)}</code></dd>"
+
+
+def _chart(certificate: Certificate) -> Iterator[str]:
+    if not certificate.steps:
+        return
+    steps = certificate.steps[:_MOST_STEPS]
+    first = {(one.state, one.step) for one in certificate.differences[:1]}
+    yield "<h2>Resumed run against the uninterrupted one</h2>"
+    yield (
+        '<ul class="legend"><li class="eq">= equal</li><li class="no">≠ different</li>'
+        '<li class="no first">≠ first difference</li></ul>'
+    )
+    heads = "".join(f'<th scope="col">{step}</th>' for step in steps)
+    rows = []
+    for state, strip in certificate.strips.items():
+        cells = "".join(
+            _cell(state, step, strip[at], (state, step) in first) for at, step in enumerate(steps)
+        )
+        rows.append(f'<tr><th scope="row">{html_text(state)}</th>{cells}</tr>')
+    yield (
+        f'<div class="scroll"><table><thead><tr><th scope="col">step</th>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+    if len(certificate.steps) > _MOST_STEPS:
+        yield f"<p>not shown: {len(certificate.steps) - _MOST_STEPS} more steps; --json lists all</p>"
+
+
+def _cell(state: str, step: int, agrees: bool | None, is_first: bool) -> str:
+    css, sign = _SIGNS[agrees]
+    title = f"{state}, step {step}: {'equal' if agrees else 'not there' if agrees is None else 'different'}"
+    return f'<td class="{css}{" first" if is_first else ""}" title="{html_text(title)}">{sign}</td>'

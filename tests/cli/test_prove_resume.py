@@ -1,0 +1,181 @@
+"""``ckptfix prove-resume``: the runs of the user's own command, and what is said where nothing can be proven."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptfix.cli import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tests" / "training" / "resumed_script.py")
+HEALTHY = '{"save": -1, "dropout": 0.3, "epochs": 2}'
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = run(["prove-resume", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--", "train.py"],
+            "write {dir} where the command names the folder (-- train.py --output_dir {dir})",
+        ),
+        (["--output", "taken", "--", "train.py"], "taken exists, and the runs would write into it"),
+        (["--steps", "4", "--save-at", "4", "--", "train.py", "{dir}"], "expected more than --save-at 4"),
+        (["--resume-args", "'", "--", "train.py", "{dir}"], "No closing quotation"),
+        (["--keep", "taken", "--", "train.py", "{dir}"], "taken exists and is not an empty folder"),
+        (["--html", "none/page.html", "--", "train.py", "{dir}"], "cannot be written"),
+        (["--", "no-such-program", "{dir}"], "no-such-program: cannot be run"),
+    ],
+)
+def test_wrong_usage_says_what_to_write(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    status, text = said(capsys, *arguments)
+    assert status == 2
+    assert words in text
+    assert (tmp_path / "taken" / "file").exists()
+
+
+def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fails.py").write_text("import sys\nraise ValueError('no data in ' + sys.argv[1][:0])")
+    status, text = said(capsys, "--", "fails.py", "{dir}")
+    assert status == 3
+    assert "fails.py: the interrupted run failed with status 1: ValueError: no data in" in text
+    (tmp_path / "idle.py").write_text("print('done')")
+    status, text = said(capsys, "--", "idle.py", "{dir}")
+    assert status == 2
+    assert "idle.py: no optimizer step of an Accelerator was seen" in text
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)")
+    begin = time.monotonic()
+    status, text = said(capsys, "--timeout", "1", "--", "hangs.py", "{dir}")
+    assert status == 3
+    assert "a run took more than 1 seconds (--timeout)" in text
+    assert time.monotonic() - begin < 30
+
+
+def test_the_script_sees_what_it_sees_without_a_proof(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = (
+        "import json, os, sys\n"
+        "where = os.environ.get('CKPTFIX_RUN_DIR')\n"
+        "seen = [sys.argv[1:], sys.path, '__main__' == __name__, sorted({'torch', 'accelerate'} & set(sys.modules))]\n"
+        "json.dump(seen, open('plain.json' if where is None else 'proof.json', 'w'))\n"
+    )
+    (tmp_path / "looks.py").write_text(looks)
+    subprocess.run([sys.executable, "looks.py", "--json", "a b"], check=True)
+    said(capsys, "--", "looks.py", "--json", "a b")
+    assert json.loads((tmp_path / "proof.json").read_text()) == json.loads(
+        (tmp_path / "plain.json").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["torchrun", "--standalone", "--nproc_per_node", "2", SCRIPT, HEALTHY, "{dir}"]
+    options = ["--json", "--keep", "kept", "--html", "page.html", "--resume-args=--resume"]
+    status, text = said(capsys, *options, "--", *command)
+    made = json.loads(text)
+    assert (status, made["verdict"], made["status"]) == (0, "exact", 0), text
+    assert (made["saved_at"], made["ranks"], made["steps"]) == (8, 2, list(range(9, 17)))
+    assert set(made["seconds"]) == {"interrupted", "resumed", "reference"}
+    assert made["checkpoint"] == str(tmp_path / "kept" / "interrupted" / "checkpoint")
+    assert {"batch", "loss", "gradients", "weights", "moments", "generators", "scheduler"} <= set(
+        made["states"]
+    )
+    assert 'class="eq"' in (tmp_path / "page.html").read_text()
+    assert not _left(tmp_path), "no process of the runs may be left"
+    # One digest of the record that is another one is found: the certificate does not come from nowhere.
+    from ckptfix.training.resume_proofs.recorded_runs import read_run
+    from ckptfix.training.resume_proofs.resume_verdict import compare
+
+    (record,) = (tmp_path / "kept" / "records-resumed").glob("rank-1-*.jsonl")
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    row = next(row for row in rows if row["row"] == "step" and row["number"] == 12)
+    row["states"]["moments"]["exp_avg of 3.weight"] = "0" * 12
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = [
+        read_run(tmp_path / "kept" / f"records-{name}") for name in ("interrupted", "reference", "resumed")
+    ]
+    (difference,) = compare(*runs).differences
+    assert (difference.step, difference.rank, difference.state) == (12, 1, "moments")
+    assert difference.names == ("exp_avg of 3.weight",)
+
+
+def _left(folder: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.fsencode(f"{folder}/kept") in (entry / "environ").read_bytes() and entry.name != str(
+                os.getpid()
+            ):
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+FIXED = """
+import sys
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+from resumed_script import Variant, train
+out = Path("out")
+out.mkdir(exist_ok=True)
+train(Variant(skip="nothing", epochs=1), out, resume=(out / "checkpoint").exists())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_a_fixed_folder_that_resumes_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fixed.py").write_text(FIXED.format(folder=str(Path(SCRIPT).parent)))
+    status, text = said(capsys, "--output", "out", "--", "fixed.py")
+    assert status == 1, text
+    assert "NOT EXACT: fixed.py: saved after step 4, killed and resumed, it goes another way" in text
+    assert "step 5: batch: the one that the uninterrupted run used at step 1" in text
+    assert "cause: the script does not skip the batches that were used" in text
+    assert "not checked: the order of the next epoch" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fixed.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "options", "words"),
+    [
+        ('{"save": 0, "epochs": 1}', [], "no save at step 1 or later in 16 steps (it never saves)"),
+        ('{"save": -1, "epochs": 1}', [], "it ends after the save at step 16; nothing is left to compare"),
+        (
+            '{"save": 4, "epochs": 1}',
+            [],
+            "the resumed run began anew, and loaded no checkpoint; give the option",
+        ),
+    ],
+)
+def test_a_script_that_gives_nothing_to_prove(
+    variant: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(capsys, *options, "--", SCRIPT, variant, "{dir}")
+    assert status == 2, text
+    assert words in text

@@ -1,0 +1,351 @@
+"""The verdict on recorded runs, without any training: what differs, where, and why."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from ckptfix.training.resume_proofs.causes import CAUSES, Evidence, Relation, cause_of
+from ckptfix.training.resume_proofs.certificate import certificate_of, html_page
+from ckptfix.training.resume_proofs.recorded_runs import (
+    STATES,
+    Batch,
+    Entry,
+    Loss,
+    Pass,
+    RankRun,
+    Save,
+    Settings,
+    Step,
+    rank_run,
+    read_run,
+)
+from ckptfix.training.resume_proofs.resume_verdict import Comparison, compare, control
+
+TENSORS = (
+    "weights",
+    "buffers",
+    "moments",
+    "gradients",
+    "scaler",
+    "learning rate",
+    "scheduler",
+    "counters",
+    "custom objects",
+)
+AT_ENTRY = set(TENSORS) - {"buffers"}
+SAVED_AT, LAST = 3, 8
+
+
+def step(number: int, rank: int = 0) -> Step:
+    batch = Batch(
+        {"x": f"x{number}.{rank}", "at": f"at{number}.{rank}"}, (f"s{number}.{rank}",), passing=number > 4
+    )
+    states = {state: {f"a.{state}": f"{state}{number}", f"b.{state}": "same"} for state in TENSORS}
+    states["generators"] = {"torch": f"after{number}"}
+    loss = Loss(f"0.{number}", {"torch": f"g{number}.{rank}", "python": f"p{number}"})
+    return Step(number, 0, (batch,), (loss,), states)
+
+
+def entry(number: int) -> Entry:
+    return Entry(number, {state: {f"a.{state}": f"{state}{number}"} for state in TENSORS})
+
+
+def run(first: int, last: int, *, rank: int = 0, world: int = 1, end: str = "script") -> RankRun:
+    steps = tuple(step(number, rank) for number in range(first, last + 1))
+    saves = (Save(SAVED_AT, "/c", rows=SAVED_AT, facts={"inside_pass": True}),) if first <= SAVED_AT else ()
+    entries = (entry(0), entry(SAVED_AT)) if first <= SAVED_AT else (entry(SAVED_AT),)
+    passes = tuple(Pass(0, number, {"sampler": "SequentialSampler", "prepared": True}) for number in range(2))
+    return RankRun(rank, world, 1, {"torch": "2"}, steps, entries, saves, passes, (), (), end)
+
+
+def three(world: int = 1) -> list[list[RankRun]]:
+    """Return an interrupted, an uninterrupted and a resumed run that agree."""
+    spans = ((1, SAVED_AT), (1, LAST), (SAVED_AT + 1, LAST))
+    return [[run(first, last, rank=rank, world=world) for rank in range(world)] for first, last in spans]
+
+
+def verdict(runs: list[list[RankRun]]) -> Comparison:
+    return compare(*runs)
+
+
+def altered(one: RankRun, number: int, change: Callable[[Step], Step]) -> RankRun:
+    return replace(one, steps=tuple(change(each) if each.number == number else each for each in one.steps))
+
+
+def with_other(state: str) -> Callable[[Step], Step]:
+    """Return a change of one digest of a state."""
+
+    def change(one: Step) -> Step:
+        if state == "batch":
+            return replace(one, batches=(replace(one.batches[0], leaves={"x": "other", "at": "other"}),))
+        if state == "loss":
+            return replace(one, losses=(replace(one.losses[0], value="9"),))
+        if state == "generators":
+            return replace(one, losses=(replace(one.losses[0], generators={"torch": "other"}),))
+        return replace(one, states={**one.states, state: {**one.states[state], f"a.{state}": "other"}})
+
+    return change
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_runs_that_agree_are_exact(world: int) -> None:
+    found = verdict(three(world))
+    assert (found.control, found.differences, found.first_steps) == (None, (), {})
+    assert (found.saved_at, found.steps, found.ranks, found.passes_ended) == (
+        SAVED_AT,
+        (4, 5, 6, 7, 8),
+        world,
+        1,
+    )
+    assert set(found.strips) == set(STATES)
+    assert {agrees for strip in found.strips.values() for agrees in strip} == {True}
+
+
+@given(some.sampled_from(STATES), some.integers(SAVED_AT + 1, LAST), some.integers(0, 1))
+def test_one_digest_that_is_another_one_is_found_at_its_step_and_rank(
+    state: str, number: int, rank: int
+) -> None:
+    runs = three(2)
+    runs[2][rank] = altered(runs[2][rank], number, with_other(state))
+    found = verdict(runs)
+    assert found.control is None
+    assert [(one.step, one.rank, one.state) for one in found.differences] == [(number, rank, state)]
+    assert found.first_steps == {state: number}
+
+
+@given(
+    some.sampled_from([one for one in STATES if one not in ("generators", "custom objects")]),
+    some.integers(1, SAVED_AT),
+    some.integers(0, 1),
+)
+def test_a_difference_before_the_save_is_never_blamed_on_the_resume(
+    state: str, number: int, rank: int
+) -> None:
+    runs = three(2)
+    runs[1][rank] = altered(runs[1][rank], number, with_other(state))
+    found = verdict(runs)
+    assert found.differences == ()
+    assert found.control is not None
+    assert (found.control.step, found.control.rank, found.control.state) == (number, rank, state)
+
+
+@given(
+    some.lists(
+        some.tuples(some.sampled_from(STATES), some.integers(SAVED_AT + 1, LAST)), min_size=1, max_size=4
+    )
+)
+def test_the_first_of_several_differences_comes_first(changes: list[tuple[str, int]]) -> None:
+    runs = three()
+    for state, number in changes:
+        runs[2][0] = altered(runs[2][0], number, with_other(state))
+    found = verdict(runs)
+    first = min(number for _, number in changes)
+    assert found.differences[0].step == first
+    assert found.differences[0].state in {state for state, number in changes if number == first}
+    assert found.first_steps == {
+        state: min(number for name, number in changes if name == state) for state, _ in changes
+    }
+
+
+@pytest.mark.parametrize("state", sorted(AT_ENTRY))
+def test_a_state_that_is_not_restored_is_found_before_the_first_batch(state: str) -> None:
+    runs = three()
+    one = runs[2][0].entries[0]
+    others = {name: values for name, values in one.states.items() if name != state}
+    runs[2][0] = replace(runs[2][0], entries=(replace(one, states=others),))
+    (difference,) = verdict(runs).differences
+    assert (difference.step, difference.state) == (SAVED_AT + 1, state)
+    assert difference.words.endswith("before the first batch")
+    assert difference.found == {f"a.{state}": None}
+
+
+def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
+    runs = three()
+
+    def own(one: Step) -> Step:
+        return replace(
+            one, losses=(replace(one.losses[0], generators={"torch": f"g{one.number}.0", "python": "own"}),)
+        )
+
+    for number in range(1, LAST + 1):
+        runs[1][0] = altered(runs[1][0], number, own)
+    found = verdict(runs)
+    assert (found.control, found.differences) == (None, ())
+    assert found.ignored == {("generators", "python")}
+    shown = "\n".join(map(str, certificate(found, runs[1]).lines()))
+    assert "not checked: the generator of python: it differs between two uninterrupted runs, too" in shown
+
+
+def test_batches_that_the_script_draws_and_skips_do_not_count() -> None:
+    runs = three()
+    skipped = tuple(Batch({"x": f"x{number}.0"}) for number in range(1, SAVED_AT + 1))
+    runs[2][0] = altered(runs[2][0], 4, lambda one: replace(one, batches=(*skipped, *one.batches)))
+    assert verdict(runs).differences == ()
+
+
+def test_a_save_inside_a_step_compares_what_follows_it() -> None:
+    runs = three()
+    first = Batch({"x": "before the save"})
+    loss = Loss("5", {"torch": "before", "python": "before"})
+    for at in (0, 1):
+        runs[at][0] = altered(
+            runs[at][0],
+            4,
+            lambda one: replace(one, batches=(first, *one.batches), losses=(loss, *one.losses)),
+        )
+        save = replace(runs[at][0].saves[0], batches=1, losses=1)
+        entries = (*runs[at][0].entries[:1], replace(entry(SAVED_AT), states={}), entry(SAVED_AT))
+        runs[at][0] = replace(runs[at][0], saves=(save,), entries=entries)
+    assert verdict(runs).differences == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "relation", "words"),
+    [
+        ({"x": "x2.0", "at": "at2.0"}, Relation.EARLIER, "the uninterrupted run used at step 2"),
+        ({"x": "x7.0", "at": "at7.0"}, Relation.LATER, "the uninterrupted run used at step 7"),
+        ({"x": "x5.1", "at": "at5.1"}, Relation.OTHER_RANK, "rank 1 of the uninterrupted run used at step 5"),
+        ({"x": "other", "at": "at5.0"}, Relation.SAME_SAMPLES, "same samples with other content in 'x' ('at' equal)"),
+        ({"x": "?", "at": "?"}, Relation.REORDERED, "samples that the uninterrupted run used in other batches"),
+    ],
+)  # fmt: skip
+def test_the_words_for_a_batch(other: dict[str, str], relation: Relation, words: str) -> None:
+    runs = three(2)
+    samples = ("s7.0",) if relation is Relation.REORDERED else ("new",)
+    runs[2][0] = altered(runs[2][0], 5, lambda one: replace(one, batches=(Batch(other, samples),)))
+    difference = verdict(runs).differences[0]
+    assert difference.relation is relation
+    assert difference.words.endswith(words)
+
+
+@pytest.mark.parametrize(("last", "words"), [(6, "ends after 3 steps"), (9, "goes on after 5 steps")])
+def test_a_run_of_another_length(last: int, words: str) -> None:
+    runs = three()
+    runs[2] = [run(SAVED_AT + 1, last)]
+    (difference,) = verdict(runs).differences
+    assert words in difference.words
+    assert difference.cause is not None
+
+
+def test_other_ranks() -> None:
+    runs = three(2)
+    runs[2].pop()
+    (difference,) = verdict(runs).differences
+    assert difference.words == "1 rank trained (expected 2)"
+
+
+def test_a_save_by_the_clock_is_not_deterministic() -> None:
+    runs = three()
+    runs[1][0] = replace(runs[1][0], saves=())
+    found = verdict(runs)
+    assert found.control is not None
+    assert "saves after step 3" in found.control.words
+
+
+def test_the_control_of_two_uninterrupted_runs_ends_where_it_is_told_to() -> None:
+    one, other = [run(1, LAST)], [altered(run(1, LAST), 6, with_other("weights"))]
+    difference, _ = control(one, other)
+    assert difference is not None
+    assert control(one, other, last=5) == (None, frozenset())
+
+
+def certificate(found: Comparison, reference: list[RankRun], **about: Any) -> Any:
+    settings: dict[str, Any] = {"stopped": False, "seconds": {"reference": 1.0}, **about}
+    return certificate_of("train.py", found, reference, checkpoint="/c", guarded=False, **settings)
+
+
+def test_the_certificate_says_what_was_compared() -> None:
+    runs = three(2)
+    made = certificate(verdict(runs), runs[1], stopped=True)
+    first, *rest = map(str, made.lines())
+    assert first == "EXACT: train.py: saved after step 3, killed and resumed, it goes on bit for bit"
+    assert rest[0].startswith(
+        "  compared: steps 4 to 8, 2 ranks: batches, learning rates, schedulers, generators"
+    )
+    assert rest[1:] == ["not checked: what follows step 8: --steps ended the runs there"]
+    assert made.status == 0
+    assert json.loads(json.dumps(made.as_json()))["verdict"] == "exact"
+
+
+def test_the_certificate_names_the_difference_its_cause_and_the_line() -> None:
+    runs = three()
+    for at in (0, 1, 2):
+        runs[at][0] = replace(
+            runs[at][0], passes=(Pass(0, 0, {"prepared": True}), Pass(0, 1, {"prepared": True}))
+        )
+    runs[2][0] = altered(
+        runs[2][0],
+        4,
+        lambda one: replace(one, batches=(Batch({"x": "x1.0", "at": "at1.0"}),), losses=(Loss("7", {}),)),
+    )
+    made = certificate(verdict(runs), runs[1])
+    shown = "\n".join(map(str, made.lines()))
+    assert made.status == 1
+    assert "step 4: batch: the one that the uninterrupted run used at step 1" in shown
+    assert "    cause: the script does not skip the batches that were used" in shown
+    assert "    change: loader = accelerator.skip_first_batches(loader, n)" in shown
+    assert "other losses from step 4 on" in shown
+    assert made.as_json()["differences"][0]["code"] == "not-skipped"
+    page = html_page(made)
+    assert page.count('class="no first"') == 2  # the legend and the one cell
+    assert "<script" not in page
+
+
+def test_the_certificate_of_a_run_that_is_not_deterministic() -> None:
+    runs = three()
+    runs[1][0] = altered(runs[1][0], 2, with_other("loss"))
+    made = certificate(verdict(runs), runs[1])
+    assert made.status == 2
+    shown = "\n".join(map(str, made.lines()))
+    assert shown.startswith("NOT DETERMINISTIC: train.py: two runs without a resume already differ")
+    assert "step 2: loss: 9 (expected 0.2)" in shown
+
+
+EVIDENCE: dict[str, Evidence] = {
+    "stateful-one-file": Evidence("batch", world=2, before={"stateful": True, "dispatched": True}),
+    "scaler-stepped": Evidence("scaler", saved={"distributed": "FSDP"}),
+    "generators-not-loaded": Evidence("generators", was_loaded=False),
+}
+
+
+@pytest.mark.parametrize("code", EVIDENCE)
+def test_causes_that_no_script_shows_reliably(code: str) -> None:
+    found = cause_of(EVIDENCE[code])
+    assert found is not None
+    assert found.code == code
+
+
+def test_the_table_of_causes() -> None:
+    codes = [cause.code for cause in CAUSES]
+    assert len(set(codes)) == len(codes)
+    for cause in CAUSES:
+        assert len(cause.words.split()) <= 30, cause.code
+        assert not cause.words.endswith(".")
+        assert not cause.change.endswith(".")
+
+
+def test_rows_of_a_file(tmp_path: Any) -> None:
+    rows: list[dict[str, Any]] = [
+        {"row": "run", "rank": 1, "world": 2, "pid": 7, "versions": {}},
+        {"row": "pass", "number": 0, "passing": 0, "facts": {}},
+        {"row": "note", "words": "sampled"},
+        {
+            "row": "step", "number": 1, "optimizer": 0, "states": {"weights": {"a": "1"}},
+            "batches": [{"leaves": {"x": "1"}, "samples": ["2"], "passing": 0}],
+            "losses": [{"value": "1", "generators": {"torch": "3"}}],
+        },
+        {"row": "save", "number": 1, "folder": "/c", "rows": 1, "batches": 0, "losses": 0, "facts": {}},
+    ]  # fmt: skip
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rank-1-7.jsonl").write_text(text + '{"row": "step", "numb')  # cut by the kill
+    assert read_run(tmp_path) == [rank_run(rows)]
+    (one,) = read_run(tmp_path)
+    assert (one.rank, one.world, one.notes, one.end) == (1, 2, ("sampled",), "")
+    assert one.steps[0].batches[0].samples == ("2",)
+    settings = Settings("/c", 1, kill_at=4)
+    assert Settings.from_variable(settings.as_variable()) == settings
