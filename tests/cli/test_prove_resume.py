@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,21 @@ def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.Capt
     assert status == 3
     assert "a run took more than 1 seconds (--timeout)" in text
     assert time.monotonic() - begin < 30
+
+
+def test_an_interrupt_ends_every_process_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)")
+    command = [sys.executable, "-m", "ckptfix", "prove-resume", "--keep", "kept", "--", "hangs.py", "{dir}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        end = time.monotonic() + 60
+        while not (tmp_path / "begun").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert _left(tmp_path)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "interrupted" in text
+    assert not _left(tmp_path)
 
 
 def test_the_script_sees_what_it_sees_without_a_proof(

@@ -173,9 +173,21 @@ def test_trainer(name: str, tmp_path: Path) -> None:
 
 
 def test_every_cause_that_can_be_had_on_two_processes_has_a_script() -> None:
-    rare = {
-        "stateful-one-file",
-        "scaler-stepped",
-        "generators-not-loaded",
-    }  # a race, FSDP, part of nothing-loaded
+    # A race, FSDP, a part of nothing-loaded, and a folder with several checkpoints.
+    rare = {"stateful-one-file", "scaler-stepped", "generators-not-loaded", "other-checkpoint"}
     assert {cause.code for cause in CAUSES} - {name.strip() for name in (*FAULTY, *TRAINER)} == rare
+
+
+def test_a_large_tensor_is_compared_by_blocks_and_the_sum_of_its_bits() -> None:
+    import torch
+
+    from ckptfix.training.resume_proofs.recorder import _sampled
+
+    large = torch.arange(1 << 20, dtype=torch.float32)
+    known = _sampled(large, 1 << 16)
+    assert _sampled(large.clone(), 1 << 16) == known
+    for place in (0, 777_777, (1 << 20) - 1):
+        other = large.clone()
+        other[place] += 1
+        assert _sampled(other, 1 << 16) != known, place
+    assert _sampled(large.to(torch.bfloat16)[1:], 1 << 16) != known, "a view with an odd offset can be read"

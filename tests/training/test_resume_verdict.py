@@ -15,6 +15,7 @@ from ckptfix.training.resume_proofs.recorded_runs import (
     STATES,
     Batch,
     Entry,
+    Load,
     Loss,
     Pass,
     RankRun,
@@ -349,3 +350,31 @@ def test_rows_of_a_file(tmp_path: Any) -> None:
     assert one.steps[0].batches[0].samples == ("2",)
     settings = Settings("/c", 1, kill_at=4)
     assert Settings.from_variable(settings.as_variable()) == settings
+
+
+def test_the_keys_of_the_json_stay() -> None:
+    runs = three()
+    runs[2][0] = altered(runs[2][0], 5, with_other("loss"))
+    made = certificate(verdict(runs), runs[1]).as_json()
+    assert list(made) == [
+        "script", "verdict", "saved_at", "checkpoint", "ranks", "steps", "states", "differences", "first_steps",
+        "not_compared", "versions", "guarded", "seconds", "kept", "commands",
+    ]  # fmt: skip
+    assert list(made["differences"][0]) == [
+        "step", "rank", "state", "message", "names", "expected", "found", "code", "cause", "change",
+    ]  # fmt: skip
+
+
+def test_a_rank_without_a_record_is_not_called_compared() -> None:
+    runs = [[replace(each, world=2) for each in one] for one in three()]
+    made = certificate(verdict(runs), runs[1])
+    assert "1 rank: no optimizer step was recorded there" in made.not_compared
+
+
+def test_another_checkpoint_than_the_saved_one() -> None:
+    runs = three()
+    runs[2][0] = altered(runs[2][0], 4, with_other("batch"))
+    for folder, code in (("/c", None), ("relative/c/", None), ("", None), ("/older", "other-checkpoint")):
+        runs[2][0] = replace(runs[2][0], loads=(Load(0, folder),))
+        cause = verdict(runs).differences[0].cause
+        assert (cause.code if cause and cause.code == "other-checkpoint" else None) == code

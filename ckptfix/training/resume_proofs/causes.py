@@ -31,8 +31,9 @@ class Evidence:
 
     ``is_first``: it is in the first step after the resume. ``in_later_pass``: in a later pass through the data than the
     first of the resumed run. ``before``, ``after``: facts of the dataloader in the uninterrupted and the resumed run.
-    ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read. ``is_swapped``: the
-    values belong to other names. ``is_rank_0s``: the values of rank 0.
+    ``saved``: facts of the save. ``files``: names in the checkpoint, None where it cannot be read. ``loaded_other``:
+    another checkpoint was loaded than the one that was saved last. ``is_swapped``: the values belong to other names.
+    ``is_rank_0s``: the values of rank 0.
     """
 
     state: str
@@ -46,6 +47,7 @@ class Evidence:
     saved: Mapping[str, Any] = field(default_factory=dict)
     files: frozenset[str] | None = None
     was_loaded: bool = True
+    loaded_other: bool = False
     is_swapped: bool = False
     is_rank_0s: bool = False
 
@@ -91,6 +93,12 @@ def _of_length(one: Evidence) -> bool:
 _RESTORED = ("weights", "moments", "learning rate", "scheduler", "scaler", "custom objects")
 
 CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "other-checkpoint",
+        lambda one: one.loaded_other and one.is_first,
+        "the script loaded another checkpoint than the one that was saved before the kill",
+        "load the newest complete one: ckptfix.latest_checkpoint(folder)",
+    ),
     Cause(
         "nothing-loaded",
         lambda one: not one.was_loaded and one.state in _RESTORED,

@@ -177,6 +177,9 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
         yield "batches: the script draws them from no dataloader of torch or accelerate"
     if "loss" not in strips:
         yield "losses: the script does not call accelerator.backward"
+    silent = max((one.world for one in reference), default=1) - len(reference)
+    if silent > 0:
+        yield f"{count_of(silent, 'rank')}: no optimizer step was recorded there"
     for state, name in sorted(comparison.ignored):
         what = f"the generator of {name}" if state == "generators" else f"the custom object {name}"
         yield f"{what}: it differs between two uninterrupted runs, too"

@@ -1,5 +1,6 @@
 """Comparison of three recorded runs: without a resume first, then the resumed run with the uninterrupted one."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -207,8 +208,17 @@ def _case(
     mine = _last_save(killed)
     return Evidence(
         "", rank=one.rank, world=world, saved=mine.facts if mine is not None else facts, files=files,
-        was_loaded=bool(again.loads),
+        was_loaded=bool(again.loads), loaded_other=_is_other(again, mine),
     )  # fmt: skip
+
+
+def _is_other(again: RankRun, save: Save | None) -> bool:
+    loaded = [one.folder for one in again.loads if one.folder]
+    return bool(loaded and save is not None and save.folder) and all(
+        os.path.basename(os.path.normpath(one)) != os.path.basename(save.folder)
+        for one in loaded
+        if save is not None
+    )
 
 
 def _last_save(run: RankRun) -> Save | None:
