@@ -2,16 +2,13 @@
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ckptfix
 from ckptfix.dataclass import dataclass
 
 OPTIONS: tuple[dict[str, bool], ...] = (
@@ -119,9 +116,3 @@ def test_a_start_compiles_no_comparison_and_no_repr() -> None:
         "        assert getattr(method, '__code__', None) is None or method.__code__.co_filename != '<string>', one\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
-
-
-def test_every_class_of_ckptfix_uses_it() -> None:
-    for path in Path(ckptfix.__file__).parent.rglob("*.py"):
-        if path.name != "dataclass.py":
-            assert not re.search(r"^from dataclasses import .*\bdataclass\b", path.read_text(), re.M), path
