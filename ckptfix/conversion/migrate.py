@@ -184,14 +184,14 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     roles = {parsed.role for parsed in names if parsed is not None}
     if plan.options.keys is not None and Role.OPTIMIZER in roles:
         words.append(
-            "names of parameters inside of optimizers, which are copied unchanged; next: "
+            "keys of parameters in optimizers, which are copied unchanged; next: "
             f"{command('repair', plan.output, '', '--keys', plan.options.keys.value)}"
         )
     if _may_lack_names(plan, is_guarded=is_guarded):
         reader = "dcp.load" if plan.options.to is Format.DCP else "load_state of pytorch_model.bin"
         words.append(
-            "whether tied weights had other names: safetensors files leave those out, there is no manifest of a "
-            f"guarded save that has them, and {reader} looks for every name; where one is missing: save the "
+            "whether tied weights had other keys: safetensors files leave those out, there is no manifest of a "
+            f"guarded save that has them, and {reader} looks for every key; where one is missing: save the "
             "source again with ckptfix.Accelerator, or load it into its model and save that"
         )
     return tuple(words)
@@ -237,8 +237,8 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
             "load_state under FSDP looks for optimizer_0/" if to_dcp else "load_state looks for optimizer.bin"
         )
         yield (
-            f"{', '.join(found[:3])}: copied in the layout of the source, and next to models in the new format "
-            f"{looks}: the models can be loaded, the complete state cannot"
+            f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can load the models, "
+            "and not the complete state"
         )
 
 

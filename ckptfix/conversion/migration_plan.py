@@ -58,8 +58,8 @@ def renamed(weights: Weights, keys: Keys | None) -> Weights:
         raise UsageError(f"{weights.label}: {first!r} and {second!r} would both become {new!r}")
     if key_map.inner and common_wrappers(map(key_map, names)) != key_map.insert:
         raise UsageError(
-            f"{weights.label}: without its inner wrappers every name would begin with a wrapper again: what is real is "
-            "not clear; leave --keys out"
+            f"{weights.label}: without its inner wrappers every key would begin with a wrapper again: it is "
+            "unclear which are real; leave --keys out"
         )
     return replace(
         weights,
@@ -321,7 +321,7 @@ def _model(
         for tensor in new.tensors
     }
     if len(sources) != len(new.tensors):
-        raise OperationError(f"{weights.label}: a name is in it more than once")
+        raise OperationError(f"{weights.label}: a key is in it more than once")
     if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
         raise OperationError(f"{weights.label}: its tensors claim {nbytes} bytes, which no file can hold")
     try:
@@ -434,7 +434,7 @@ def _words(models: Sequence[PlannedModel], to: Format) -> Iterator[LeftOut]:
             )
         if to is Format.SAFETENSORS:
             words = unwritable(weights.metadata, weights.ties, model.sources)
-            why = "metadata that would be read as the name of a tied tensor"
+            why = "metadata that would be read as the key of a tied tensor"
         else:
             words = weights.metadata.keys() - {"format"}
             why = "metadata, which only safetensors files have a place for"

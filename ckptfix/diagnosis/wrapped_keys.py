@@ -23,7 +23,7 @@ from ckptfix.diagnosis.findings.duplicates import NestedPrefix, UndecidedPrefix,
 from ckptfix.diagnosis.findings.incomplete import FlatParameters
 
 STATE_DICT = "state dict"
-"""The kind of a place where names are the keys of tensors."""
+"""The kind of a place with the keys of tensors."""
 
 NAMED_ROLES = (Role.MODEL, Role.OPTIMIZER, Role.UNKNOWN)
 """Roles of files whose keys can have wrappers. The states of generators, schedulers and custom objects cannot."""
@@ -160,7 +160,7 @@ class _Verdicts:
             target = () if self._bare.get(_list_of(group), False) else collapse(chain)
             return _Nested(
                 target,
-                f"{path} has these names " + (f"behind '{dotted(others)}'" if others else "bare"),
+                f"{path} has these keys " + (f"behind '{dotted(others)}'" if others else "bare"),
                 assumed=False,
             )
         if self._evidence.is_registered(group.members[0]):

@@ -344,7 +344,7 @@ def plan_names(draft: Draft, dropped: frozenset[PurePosixPath]) -> Maps:
             objection = draft.undecided(member.path for member in renamed)
         if renamed and bundles.get(group.members[0].path) in counted:
             # Other keys would change the verdict about the duplicates, and so the plan.
-            objection = "a duplicate of the same names stays, as the number of models asked for counts it"
+            objection = "a duplicate with the same keys stays, as the number of models asked for counts it"
         if objection is not None:
             draft.stay(_code_of(draft, renamed[0]), [member.path for member in renamed], objection)
             maps, own = {}, {}
@@ -421,7 +421,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if draft.folder.only is not None and first.name.shard is not None:
         return "it is one shard of a model: repair the folder"
     if _is_one_of_several(draft, first) and draft.policy.keys is Keys.AUTO:
-        return "whether its names are right shows in the other models of the checkpoint: repair the folder"
+        return "the other models of the checkpoint show whether its keys are right: repair the folder"
     if first.path in draft.doubles:
         return f"it is a duplicate of {draft.doubles[first.path]}; repair that first"
     if shared := [member.path for member in group.members if draft.memberships[member.path] > 1]:
@@ -429,9 +429,7 @@ def _objection(draft: Draft, group: ModelFiles, maps: Maps) -> str | None:
     if unsafe := [member.path for member in group.members if member.path in draft.unsafe]:
         return f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if flat := [member.path for member in group.members if is_flat(member)]:
-        return (
-            f"{flat[0]} has names of FSDP's flattened parameters, of which only the run knows what they hold"
-        )
+        return f"{flat[0]} has keys of FSDP's flattened parameters, whose contents only the run knows"
     if not group.is_whole:
         return "a shard is missing or unreadable, its keys could show otherwise"
     for finding in draft.all_findings:
@@ -458,9 +456,9 @@ def _collision(names: Sequence[str], key_map: KeyMap) -> str | None:
         return f"{first!r} and {second!r} would both become {new!r}"
     renamed = [key_map(fqn) for fqn in names]
     if METADATA_KEY in renamed:
-        return f"a name would become {METADATA_KEY!r}"
+        return f"a key would become {METADATA_KEY!r}"
     if key_map.inner and common_wrappers(renamed) != key_map.insert:
-        return "without its inner wrappers every name would begin with a wrapper again: what is real is not clear"
+        return "without its inner wrappers every key would begin with a wrapper again: it is unclear which are real"
     return None
 
 

@@ -191,13 +191,13 @@ def _of_folder(draft: Draft, state: DcpFolder) -> Iterator[str]:
     if state.siblings:
         parent = draft.folder.root.resolve().parent
         yield (
-            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, whose names would no "
+            f"it is one folder of the checkpoint {parent}, next to {list_names(state.siblings)}, whose keys would no "
             f"longer fit: {command('repair', parent)}"
         )
     if unsafe := sorted(draft.unsafe.intersection(state.files)):
         yield f"a file with an unsafe pickle is never edited: {unsafe[0]}"
     if is_flat(state):
-        yield f"{where} has names of FSDP's flattened parameters, of which only the run knows what they hold"
+        yield f"{where} has keys of FSDP's flattened parameters, whose contents only the run knows"
 
 
 def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -208,9 +208,9 @@ def _of_names(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         for first, second, new in collisions(scope.names, key_map):
             yield f"{first!r} and {second!r} would both become {new!r}"
         if key_map.inner and common_wrappers(map(key_map, scope.names)) != key_map.insert:
-            yield "without its inner wrappers every name would begin with a wrapper again: what is real is not clear"
+            yield "without its inner wrappers every key would begin with a wrapper again: it is unclear which are real"
         if scope.is_model and (keys := _keys_beside(state, scope, key_map)):
-            yield f"keys of something else are between the names of the model: {list_names(keys)}"
+            yield f"keys of something else are between the keys of the model: {list_names(keys)}"
 
 
 def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         if scope.kind != STATE_DICT and new != list(scope.names) and all(map(str.isdecimal, new)):
             yield (
                 f"{new[0]!r:.200} in {scope} of {state.metadata_path} would be taken for a number, as an optimizer "
-                "gives them for names"
+                "gives them for keys"
             )
             return
     listed = state.listed.keys()
@@ -234,7 +234,7 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         optimizers_in([changed.get(fqn, path) for fqn, path in paths.items()])
     ):
         where = "".join(f"[{step!r}]" for step in min(renamed_optimizers, key=repr))
-        yield f"with other names {where or 'all'} of {state.metadata_path} would be taken for what it is not"
+        yield f"with other keys {where or 'all'} of {state.metadata_path} would be taken for another kind of state"
         return
     have = {
         (scope.path, scope.kind): list(scope.names)
@@ -246,7 +246,7 @@ def _read_again(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
             lost = sorted(set(old) ^ set(again)) or old or again or [str(place[0])]
             where = str(scopes.get(place, "")) or "the model"
             yield (
-                f"{lost[0]!r:.200} would no longer be taken for a name of {where} of {state.metadata_path}: next to "
+                f"{lost[0]!r:.200} would no longer be taken for a key of {where} of {state.metadata_path}: next to "
                 "the other keys it looks like one of an optimizer, or of a model"
             )
             return
@@ -271,7 +271,7 @@ def _unproven(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMap
             key_map = maps.get(state.path, {}).get((scope.path, scope.kind))
             if key_map is None or scope.chain:
                 continue
-            words = f"nothing shows that {scope} of {state.metadata_path} holds names of parameters"
+            words = f"nothing shows that {scope} of {state.metadata_path} holds keys of parameters"
             if scope.kind == STATE_DICT and not {STATE_KEY, GROUPS_KEY}.isdisjoint(scope.path):
                 yield f"{words}: it is below a key of an optimizer, and they have no wrapper"
             elif scope.kind != STATE_DICT and known:
@@ -299,11 +299,11 @@ def _keys_beside(state: DcpFolder, scope: NameScope, key_map: KeyMap) -> tuple[s
 def _unread(state: DcpFolder) -> Iterator[str]:
     where = state.metadata_path
     if state.problem is not None:
-        yield f"{where} cannot be read, so its names would stay: {state.problem.message}"
+        yield f"{where} cannot be read, so its keys would stay: {state.problem.message}"
     elif state.metadata is None:
-        yield f"{where} is missing, so the names in {state.path} would stay"
+        yield f"{where} is missing, so the keys in {state.path} would stay"
     for fqn, why in state.unread.items():
-        yield f"{fqn!r:.200} of {where} may hold old names, and cannot be read: {why}"
+        yield f"{fqn!r:.200} of {where} may contain old keys, and cannot be read: {why}"
 
 
 def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
@@ -319,7 +319,7 @@ def _of_other_models(state: DcpFolder, maps: PlaceMaps) -> Iterator[str]:
         if len(dicts) == 1:
             words = f"{scope} of {state.metadata_path}"
         if not scope.chain:
-            yield f"{words}: its names have no wrapper, so that nothing shows that it is a model"
+            yield f"{words}: its keys have no wrapper, so nothing shows that it is a model"
         elif lead is None:
             yield f"{words}, and {first} would stay as it is: whether the two were wrapped alike is not clear"
         elif lead.insert != key_map.insert:
@@ -358,9 +358,9 @@ def _left_over(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMa
                 continue
             where = "an item that is not renamed" if word == part else f"{word!r:.200}"
             if old.is_whole(part):
-                yield f"{state.metadata_path} would still hold the old name {part!r:.200}, in {where}"
+                yield f"{state.metadata_path} would still contain the old key {part!r:.200}, in {where}"
             else:
-                yield f"{state.metadata_path} may still hold an old name: {part!r:.200} is in {where}"
+                yield f"{state.metadata_path} may still contain an old key: {part!r:.200} is in {where}"
             return
 
 
@@ -391,7 +391,7 @@ def _parted(states: Sequence[DcpFolder], maps: Mapping[PurePosixPath, PlaceMaps]
         known, renamed = frozenset(model.names), frozenset(_renamed(state, model, maps))
         for other, scope in places:
             if known.issuperset(scope.names) and not renamed.issuperset(_renamed(other, scope, maps)):
-                yield f"the names in {scope} of {other.metadata_path} would no longer be those of {state.metadata_path}"
+                yield f"the keys in {scope} of {other.metadata_path} would no longer be those of {state.metadata_path}"
 
 
 def _renamed(state: DcpFolder, scope: NameScope, maps: Mapping[PurePosixPath, PlaceMaps]) -> Iterator[str]:

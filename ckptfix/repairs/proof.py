@@ -142,7 +142,7 @@ def _prove_component(
 def _prove_names(old: Component, new: Component, maps: PlaceMaps) -> None:
     """Prove that keys changed by the key map of their place alone, and kept their order."""
     if _places(old.scopes, maps) != _places(new.scopes, {}):
-        raise OperationError(f"{old.path}: the names after the repair are not those of the plan")
+        raise OperationError(f"{old.path}: the keys after the repair are not those of the plan")
 
 
 def _places(scopes: Iterable[NameScope], maps: PlaceMaps) -> list[tuple[tuple[str, ...], str, list[str]]]:
@@ -291,12 +291,12 @@ def _prove_files(old: DcpFolder, new: DcpFolder, touched: Set[PurePosixPath]) ->
 
 def _prove_dcp_names(old: DcpFolder, new: DcpFolder, maps: PlaceMaps) -> None:
     if sorted(_places(old.scopes, maps)) != sorted(_places(new.scopes, {})):
-        raise OperationError(f"{old.metadata_path}: the names after the repair are not those of the plan")
+        raise OperationError(f"{old.metadata_path}: the keys after the repair are not those of the plan")
     for place, item in old.listed.items():
         listed = new.listed.get(place)
         want = _renamed((name for _, name in item.names), maps.get(place))
         if listed is None or [name for _, name in listed.names] != want:
-            raise OperationError(f"{old.metadata_path}: the names in {item.fqn!r} are not those of the plan")
+            raise OperationError(f"{old.metadata_path}: the keys in {item.fqn!r} are not those of the plan")
 
 
 def _prove_items(old: DcpFolder, was: DcpMetadata, now: DcpMetadata, maps: PlaceMaps) -> None:

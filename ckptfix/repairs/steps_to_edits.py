@@ -273,7 +273,9 @@ class _Writer:
                 continue
             with open_reader(self.root / path) as reader:
                 if looks_like_safetensors(reader.read(item.offset, 9)):
-                    raise UnsupportedFormat(f"{path} holds safetensors, which have the names in them, too")
+                    raise UnsupportedFormat(
+                        f"{path} holds safetensors, whose headers contain the old keys, too"
+                    )
 
     def _renamed_items(
         self, state: DcpFolder, metadata: DcpMetadata, maps: Mapping[tuple[tuple[str, ...], str], KeyMap]

@@ -100,7 +100,7 @@ def _told(
     yield from _beside_tensors(contents, other, files)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
         sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
-        yield f"tensors under other names: no name is the same; next: ckptfix diff {sides}"
+        yield f"tensors under other keys: no key is the same; next: ckptfix diff {sides}"
 
 
 def _without_weights(side: Contents) -> str:

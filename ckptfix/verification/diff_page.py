@@ -90,7 +90,7 @@ def _legend() -> str:
 
 
 def _model(model: ModelDiff) -> Iterator[str]:
-    names = f"; names matched {model.names}" if model.names else ""
+    names = f"; keys matched {model.names}" if model.names else ""
     title = f"{model.a or '(none)'} against {model.b or '(none)'}{names}"
     yield f"<h2>{html_text(title)}</h2>"
     layered: dict[str, list[tuple[int, str, TensorDiff]]] = {}

@@ -101,7 +101,7 @@ class ModelDiff(Serialized):
 
     def lines(self, *, show_all: bool) -> Iterator[Line]:
         """Yield a table of the tensors that differ, of equal ones, too, with ``show_all``."""
-        names = f"; names matched {self.names}" if self.names else ""
+        names = f"; keys matched {self.names}" if self.names else ""
         yield line(f"{self.a or '(none)'} against {self.b or '(none)'}{names}:", bold=True)
         found = rows(one for one in self.tensors if show_all or one.outcome is not Outcome.EQUAL)
         shown = found if show_all else found[:_MOST_ROWS]

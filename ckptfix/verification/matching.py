@@ -172,7 +172,7 @@ def _in_words(maps: tuple[KeyMap, KeyMap]) -> str:
     for side, key_map in zip("AB", maps, strict=True):
         if key_map.inner:
             before = f" and {dotted(key_map.remove)!r} before them" if key_map.remove else ""
-            said.append(f"without the wrappers inside of names{before} in {side}")
+            said.append(f"without the wrappers inside of keys{before} in {side}")
         elif key_map.remove:
             said.append(f"without {dotted(key_map.remove)!r} in {side}")
     return ", ".join(said)

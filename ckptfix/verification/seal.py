@@ -82,7 +82,7 @@ class SealReceipt(Printable, Serialized):
         yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
         yield from (line(f"not sealed: {words}") for words in self.special)
         if self.transaction is not None:
-            yield line(f"repairs can be undone here; this comes first: {command('undo', self.path)}")
+            yield line(f"to undo this, before any earlier repair: {command('undo', self.path)}")
         yield line(f"next: {command('verify', self.path)}")
 
     def _mend(self) -> str:

@@ -192,7 +192,7 @@ def _not_looked_at(
     if not data:
         yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
     else:
-        yield "values of what is not a model's weights, as the states of optimizers"
+        yield "values of other states than weights, such as the optimizer's"
         beside = [
             name
             for name in contents.beside()

@@ -269,8 +269,8 @@ class VerifyReport(Printable, Serialized):
                 words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
                 yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
         if self.read_values:
-            what = "nothing wrong in" if not self.values else "read"
-            yield line(f"values: {what} those of {count_of(self.read_values, 'tensor')}")
+            what = "no problem in" if not self.values else "read those of"
+            yield line(f"values: {what} {count_of(self.read_values, 'tensor')}")
         if self.status == 0 and not self.no_digest:
             yield line("no difference found in what was checked", colour="green")
         yield from map(unchecked_line, self.not_checked)
@@ -278,7 +278,7 @@ class VerifyReport(Printable, Serialized):
         if wrong := ", ".join(_wrong(self)):
             yield line(f"wrong: {wrong}", colour="red")
         if self.no_digest and self.is_verified:
-            words = f"only values were verified, the bytes were compared with nothing: {self.no_digest}"
+            words = f"only values were verified; the bytes were not compared: {self.no_digest}"
             yield line(words, colour="yellow")
         elif self.no_digest:
             yield line(f"nothing was verified: {self.no_digest}", colour="red")

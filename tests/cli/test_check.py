@@ -132,7 +132,7 @@ def test_a_dry_run_shows_what_it_does_not_repair(folder: Path, said: Said) -> No
     shorten(folder / "model.safetensors", 5)
     status, out = said("repair", folder, "--dry-run")
     assert status == 1
-    assert f"nothing that a repair would change in {folder}" in out
+    assert f"a repair would change nothing in {folder}" in out
     assert "error truncated-file: model.safetensors" in out
 
 

@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> "tuple[str, str]":
 def test_the_table(files: "tuple[str, str]", capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diff", *files]) == 1
     out = capsys.readouterr().out
-    assert "names matched without 'module.' in B" in out
+    assert "keys matched without 'module.' in B" in out
     (row,) = [line for line in out.splitlines() if "layers.{1...3}.w" in line]
     assert row.split() == [
         "values",

@@ -60,7 +60,7 @@ def test_a_save_state_whose_ties_nobody_knows_is_said_so(tmp_path: Path) -> None
     write_safetensors(tmp_path / "a" / "model.safetensors", {"w": torch.ones(2)})
     torch.save({}, tmp_path / "a" / "random_states_0.pkl")
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="bin")
-    assert any("whether tied weights had other names" in words for words in receipt.not_checked)
+    assert any("whether tied weights had other keys" in words for words in receipt.not_checked)
     assert migrate(tmp_path / "a", tmp_path / "c", to="safetensors").not_checked == ()
 
 
@@ -153,7 +153,7 @@ def test_names_in_a_sharded_optimizer_are_said_to_stay(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "o.safetensors", {"optimizer.state.w.exp_avg": torch.ones(2)})
     migrate(tmp_path / "o.safetensors", tmp_path / "a" / "optimizer_0", to="dcp")
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", keys="bare")
-    assert any("inside of optimizers" in words for words in receipt.not_checked)
+    assert any("in optimizers" in words for words in receipt.not_checked)
 
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_word_that_would_become_a_tie_is_left_out_by_name(tmp_path: Path) -> N
     words = {"format": "pt", "best.weight": "a.weight", "mine": "kept"}
     save_file({"module.a.weight": torch.ones(2)}, tmp_path / "a" / "model.safetensors", metadata=words)
     receipt = migrate(tmp_path / "a", tmp_path / "b", to="safetensors", keys="bare")
-    assert left_out(receipt) == {"'best.weight'": "metadata that would be read as the name of a tied tensor"}
+    assert left_out(receipt) == {"'best.weight'": "metadata that would be read as the key of a tied tensor"}
     assert words_of(tmp_path / "b" / "model.safetensors") == {"format": "pt", "mine": "kept"}
 
 

@@ -165,7 +165,7 @@ def test_wrapped_names_are_one_sentence_with_the_next_command(tmp_path: Path) ->
     folder = copied(tmp_path, "single-level-safetensors")
     report = verify_reload(folder, model=f"{MODELS}:two_layer")
     says = text_of(report, Subject.NAMES, Outcome.FAILED)
-    assert "every name in model.safetensors begins with 'module.'" in says
+    assert "every key in model.safetensors begins with 'module.'" in says
     assert says.endswith(f"next: ckptfix repair {folder} --keys bare")
 
 

@@ -62,7 +62,7 @@ def test_an_item_that_cannot_be_read_may_hold_old_names(
     save(tmp_path / "all", {"model": weights(TWICE), "names": list(weights(TWICE))})
     change(tmp_path / "all", every_item(edit))
     receipt = refused(tmp_path, reason)
-    assert any("'names" in one.reason and "may hold old names" in one.reason for one in receipt.unplanned)
+    assert any("'names" in one.reason and "may contain old keys" in one.reason for one in receipt.unplanned)
 
 
 def test_items_behind_some_that_lie_over_each_other_are_not_read(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_items_behind_some_that_lie_over_each_other_are_not_read(tmp_path: Path)
         place.offset, place.length = 0, (folder / place.relative_path).stat().st_size - 1
 
     change(folder, every_item(over_all, of="aaa"))
-    refused(tmp_path, "may hold old names")
+    refused(tmp_path, "may contain old keys")
 
 
 @pytest.mark.parametrize("limit", [1000, 1 << 26])
@@ -86,7 +86,7 @@ def test_an_optimizer_in_one_item_that_is_too_long(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "all"), planner=planner, no_dist=True)
-    refused(tmp_path, f"at most {limit} are read" if limit == 1000 else "would still hold the old name")
+    refused(tmp_path, f"at most {limit} are read" if limit == 1000 else "would still contain the old key")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_optimizer_in_one_item_that_is_too_long(
 )
 def test_a_text_that_holds_an_old_name_stays_so_that_all_do(tmp_path: Path, other: dict[str, Any]) -> None:
     save(tmp_path / "all", {"model": weights(TWICE), **other})
-    refused(tmp_path, "old name")
+    refused(tmp_path, "old key")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_text_that_holds_a_name_with_one_wrapper_or_none(
     tmp_path: Path, policy: Policy, prefix: str, other: dict[str, Any]
 ) -> None:
     save(tmp_path / "all", {"model": weights(prefix), **other})
-    refused(tmp_path, "old name", policy)
+    refused(tmp_path, "old key", policy)
 
 
 def test_a_text_too_long_to_be_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,16 +236,14 @@ def test_a_module_called_state_beside_a_flattened_optimizer(tmp_path: Path) -> N
     one = {f"{TWICE}state.weight": torch.ones(2), f"{TWICE}head.weight": torch.ones(2)}
     options = {f"param_groups.{name}.lr": 0.1 for name in one}
     save(tmp_path / "all", {**one, **{f"state.{name}.exp_avg": torch.ones(2) for name in one}, **options})
-    refused(
-        tmp_path, "'state.weight' would no longer be taken for a name of the model of all/.metadata", BARE
-    )
+    refused(tmp_path, "'state.weight' would no longer be taken for a key of the model of all/.metadata", BARE)
     assert repair(tmp_path).status == 0
 
 
 def test_a_module_called_as_the_groups_of_an_optimizer(tmp_path: Path) -> None:
     one = {f"{TWICE}param_groups.weight": torch.ones(2), f"{TWICE}head.weight": torch.ones(2)}
     save(tmp_path / "all", {"model": one})
-    refused(tmp_path, "'param_groups.weight' would no longer be taken for a name of ['model']", BARE)
+    refused(tmp_path, "'param_groups.weight' would no longer be taken for a key of ['model']", BARE)
     assert repair(tmp_path).status == 0
 
 

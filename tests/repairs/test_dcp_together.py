@@ -89,7 +89,7 @@ def test_an_optimizer_does_not_change_alone(tmp_path: Path) -> None:
     """A tensor of somebody's own beside the names: they no longer look wrapped, those of the optimizer do."""
     folder = tmp_path / "step-5"
     save(folder, {**weights(TWICE), "seen": torch.tensor(3), "optimizer": optimizer(TWICE)})
-    refused(folder, "would still hold the old name")
+    refused(folder, "would still contain the old key")
 
 
 def test_a_flattened_optimizer_is_no_model(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_copy_under_other_keys_is_not_left_behind(tmp_path: Path) -> None:
     """An average whose names the scan does not take for wrapped: some carry a key of its own."""
     average = {f"shadow.{name}": value for name, value in weights(TWICE).items()}
     save(tmp_path / "all", {"model": weights(TWICE), "ema": average})
-    refused(tmp_path, "would still hold the old name")
+    refused(tmp_path, "would still contain the old key")
 
 
 def test_other_tensors_beside_a_model_are_no_reason(tmp_path: Path) -> None:

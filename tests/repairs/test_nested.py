@@ -162,7 +162,7 @@ def test_the_other_container_of_an_entry_is_evidence(tmp_path: Path, chain: str,
     torch.save(
         {f"{chain}{name}": torch.ones(len(data)) for name, data in NET.items()}, folder / "pytorch_model.bin"
     )
-    assert "pytorch_model.bin has these names" in str(check(folder).findings[0])
+    assert "pytorch_model.bin has these keys" in str(check(folder).findings[0])
     receipt = repair(folder)
     assert read_safetensors_bytes(path) == wrapped(NET, target)
     assert "itself called 'module'" not in str(receipt)  # proven, not assumed

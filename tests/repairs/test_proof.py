@@ -47,11 +47,11 @@ def test_a_right_edit_is_proven(nested: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"module.a": b"12345678"}, "names"),
-        ({"module.a": b"12345678", "module.c": b"abcd"}, "names"),
-        ({"module.b": b"12345678", "module.a": b"abcd"}, "names"),
+        ({"module.a": b"12345678"}, "keys"),
+        ({"module.a": b"12345678", "module.c": b"abcd"}, "keys"),
+        ({"module.b": b"12345678", "module.a": b"abcd"}, "keys"),
         ({"module.a": b"1234", "module.b": b"5678abcd"}, "was U8"),
-        ({"module.module.a": b"12345678", "module.module.b": b"abcd"}, "names"),
+        ({"module.module.a": b"12345678", "module.module.b": b"abcd"}, "keys"),
     ],
 )
 def test_a_wrong_result_is_found(nested: Path, tensors: dict[str, bytes], words: str) -> None:

@@ -501,7 +501,7 @@ def test_the_strict_policy_names_this_one(tmp_path: Path) -> None:
     folder = trained(tmp_path / "c")
     run = make_run(seeded(New, 2), custom=1)
     before = run.digest()
-    match = r'policy=LoadPolicy\(models="partial"\) loads the 9 of its 13 keys that match in name and shape'
+    match = r'policy=LoadPolicy\(models="partial"\) loads the 9 of its 13 keys that match in key and shape'
     with pytest.raises(LoadError, match=match):
         load_state_tolerant(run.accelerator, folder)
     with pytest.raises(LoadError, match=match):

@@ -153,7 +153,7 @@ def test_a_module_of_the_users_own_is_no_wrapper() -> None:
         dict.fromkeys(["l.w"], tensor), dict.fromkeys(["l._checkpoint_wrapped_module.w"], tensor)
     )
     assert [(one.name, one.b) for one in matched] == [("l.w", "l._checkpoint_wrapped_module.w")]
-    assert words == "without the wrappers inside of names in B"
+    assert words == "without the wrappers inside of keys in B"
 
 
 def test_models_are_paired_by_position() -> None:

@@ -194,7 +194,7 @@ def names_in_words(
     prefix = "".join(f"{segment}." for segment in chain)
     if prefix and missing and {name.removeprefix(prefix) for name in unexpected} >= set(missing):
         return [
-            f"every name in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
+            f"every key in {weights.label} begins with {prefix!r}, and none in the model does: nothing would be "
             f"loaded; next: {command('repair', weights.root)} --keys bare"
         ]
     problems = []

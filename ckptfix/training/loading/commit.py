@@ -431,7 +431,7 @@ def _load_model(action: LoadModel) -> None:
     missing = set(result.missing_keys) - action.fit.absent - action.fit.kept - set(values)
     if missing or result.unexpected_keys:
         raise RuntimeError(
-            f"missing names {sorted(missing)}, unexpected names {sorted(result.unexpected_keys)}"
+            f"missing keys {sorted(missing)}, unexpected keys {sorted(result.unexpected_keys)}"
         )
     for name, value in values.items():
         action.slots[name].write(value)

@@ -109,7 +109,7 @@ def _set_random_and_step(draft: Draft, accelerator: Any, before: Any, step: _Ste
 
 
 def _report(draft: Draft, accelerator: Any, kind: str) -> None:
-    reason = f"by accelerator.load_state ({kind}); its files were looked at, its names were not mapped"
+    reason = f"by accelerator.load_state ({kind}); its files were looked at, its keys were not mapped"
 
     registries = (
         (Part.MODELS, accelerator._models),

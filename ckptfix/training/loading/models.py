@@ -139,7 +139,7 @@ def _partial_advice(entries: Sequence[Entry], target: ModelTarget) -> str:
         return ""
     return (
         f'; next: policy=LoadPolicy(models="partial") loads the {max(counts)} of its '
-        f"{count_of(len(target.state), 'key')} that match in name and shape"
+        f"{count_of(len(target.state), 'key')} that match in key and shape"
     )
 
 
@@ -252,4 +252,4 @@ def _metadata(weights: Any, state: Any, found: Fit) -> None:
 def _renamed(entry: Entry, found: Fit) -> str:
     old, new = next((old, new) for old, new in found.names.items() if old != new)
     count = sum(1 for old, new in found.names.items() if old != new)
-    return f"{count} of {len(found.names)} names mapped ({old} -> {new})" if entry.shapes else ""
+    return f"{count} of {len(found.names)} keys mapped ({old} -> {new})" if entry.shapes else ""

@@ -175,7 +175,7 @@ def fit(shapes: Shapes, target: ModelTarget) -> Fit | str:
 
 
 def partial_fit(shapes: Shapes, target: ModelTarget) -> Fit:
-    """Return the fit of all keys that match in name and shape, under the names that ``fit`` tries."""
+    """Return the fit of all keys that match in key and shape, under the names that ``fit`` tries."""
     ways = [({name: name for name in shapes if name in target.state}, KeyMap(remove=()))]
     bare = _without_wrappers(shapes, target)
     if not isinstance(bare, str):
@@ -233,7 +233,7 @@ def _bare(names: Iterable[str]) -> dict[str, str] | str:
     for name in names:
         other = found.setdefault(strip(name), name)
         if other != name:
-            return f"{other!r} and {name!r} are one name once wrappers are taken off"
+            return f"{other!r} and {name!r} are one key once wrappers are removed"
     return found
 
 
