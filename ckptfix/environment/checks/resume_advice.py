@@ -57,7 +57,7 @@ def scheduler_not_prepared(facts: Facts) -> Iterator[Advice]:
 
 
 def loader_not_prepared(facts: Facts) -> Iterator[Advice]:
-    """Of a loader that is not prepared accelerate divides nothing, and skips nothing."""
+    """``prepare`` divides the data of a loader among the processes, and only such a loader can skip batches."""
     found = _resuming(facts)
     if found.saves and found.loaders:
         yield LOADER.advice(
@@ -88,7 +88,7 @@ def epoch_not_set(facts: Facts) -> Iterator[Advice]:
             "the order of the data depends on the epoch, and accelerate counts epochs from 0 after load_state: the run "
             "gets the order of epoch 0 again",
             evidence=_shown(found.order, found.loads),
-            fix="loader.set_epoch(epoch) at the begin of each epoch; or start it with: ckptfix run SCRIPT",
+            fix="loader.set_epoch(epoch) at the start of each epoch; or start it with: ckptfix run SCRIPT",
         )
 
 

@@ -2,6 +2,7 @@
 
 A batch loop is an innermost ``for`` with a ``backward`` in it. A scheduler or loader counts as not prepared only while
 its variable is used for nothing but its own methods, and loops: one that is handed to a function may be prepared there.
+An attribute is not judged where ``setattr`` may replace it by its prepared self.
 """
 
 import ast
@@ -16,7 +17,21 @@ _SCHEDULER = re.compile(r"torch\.optim\.lr_scheduler\.\w+|(.*\.)?get_(\w+_)?(sch
 _LOADER = "torch.utils.data.DataLoader"
 _LOADS = ("load_state", "load_state_tolerant", "load_checkpoint_tolerant")
 _READS = re.compile(r"load|load_(?!dataset).*")
-_SKIPS = frozenset({"skip_first_batches", "resume_dataloader", "use_stateful_dataloader", "islice"})
+_SKIPS = frozenset(
+    [
+        "skip",
+        "skip_first_batches",
+        "resume_dataloader",
+        "use_stateful_dataloader",
+        "StatefulDataLoader",
+        "islice",
+    ]
+)
+"""Calls and options with which a script passes over used batches: ``skip`` is that of a streamed dataset."""
+
+_OPTION = re.compile(r"(?!.*(?:wandb|mlflow|comet|[-_]id\b)).*resume.*")
+"""Options that resume a training, not the record of a tracker."""
+
 _AROUND = frozenset({"enumerate", "tqdm", "trange", "len", "iter", "zip", "range", "track"})
 """Functions to which a loader may be handed without being prepared there."""
 
@@ -85,11 +100,15 @@ class ResumeScan:
 
     def result(self) -> Resuming:
         """Return what was read so far."""
+        is_dynamic = "setattr" in self._words
         unprepared = {
             kind: tuple(
                 place
                 for name, (made, place) in self._made.items()
-                if made == kind and name in used and name not in self._elsewhere
+                if made == kind
+                and name in used
+                and name not in self._elsewhere
+                and not (is_dynamic and "." in name)
             )
             for kind, used in (("schedulers", self._stepped), ("loaders", self._iterated))
         }
@@ -139,7 +158,7 @@ class ResumeScan:
             self._add("loads", place)
         elif name == "step" and owner is not None:
             self._stepped.add(ast.unparse(owner))
-        elif name in ("add_argument", "option") and any("resume" in text for text in texts(node.args)):
+        elif name in ("add_argument", "option") and any(map(_OPTION.fullmatch, texts(node.args))):
             self._add("options", place)
 
     def _note_name(self, node: ast.Name | ast.Attribute, parents: tuple[ast.AST, ...]) -> None:

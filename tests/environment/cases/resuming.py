@@ -12,7 +12,7 @@ TRAIN = """
     from transformers import get_linear_schedule_with_warmup
     from {library} import Accelerator{imports}
     parser = argparse.ArgumentParser()
-    parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("{option}")
     args = parser.parse_args()
     accelerator = Accelerator({arguments})
     loader = DataLoader(dataset, batch_size=8, shuffle=True)
@@ -33,6 +33,7 @@ TRAIN = """
     """
 GOOD = {
     "library": "accelerate",
+    "option": "--resume_from_checkpoint",
     "imports": "",
     "arguments": "",
     "scheduler": "scheduler = get_linear_schedule_with_warmup(optimizer, 10, 100)",
@@ -48,6 +49,7 @@ SEEDABLE = "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
 TORCHS = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)"
 UNPREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 NO_LOADER = "model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)"
+BY_NAME = 'for name in ("loader", "scheduler"): setattr(self, name, accelerator.prepare(getattr(self, name)))'
 NO_SKIP = {"epoch": "pass", "loop": "enumerate(loader)"}
 
 
@@ -67,6 +69,13 @@ TOLERANT = {
     "imports": ", load_state_tolerant",
     "load": "load_state_tolerant(accelerator, path)",
 }
+OF_SELF = {
+    "scheduler": "self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)",
+    "prepare": "self.loader = DataLoader(dataset)\n" + BY_NAME,
+    "epoch": "pass",
+    "loop": "self.loader",
+    "skip": "self.scheduler.step()",
+}
 
 RESUMING = (
     case("scheduler-not-prepared", "transformers'", found=True, prepare=UNPREPARED),
@@ -78,10 +87,14 @@ RESUMING = (
     case("loader-not-prepared", "trained on", found=True, prepare=NO_LOADER, **NO_SKIP),
     case("loader-not-prepared", "prepared", found=False, **NO_SKIP),
     case("loader-not-prepared", "skipped", found=False),
+    case("loader-not-prepared", "prepared by name", found=False, **OF_SELF),
+    case("scheduler-not-prepared", "prepared by name", found=False, **OF_SELF),
     case("batches-not-skipped", "saved inside the epoch", found=True, **NO_SKIP),
     case("batches-not-skipped", "skipped", found=False),
     case("batches-not-skipped", "passed over", found=False, skip="if step < done: continue", **NO_SKIP),
     case("batches-not-skipped", "stateful", found=False, arguments=STATEFUL, **NO_SKIP),
+    case("batches-not-skipped", "streamed", found=False, **{**NO_SKIP, "epoch": "data = data.skip(done)"}),
+    case("batches-not-skipped", "torchdata's", found=False, skip="StatefulDataLoader(data)", **NO_SKIP),
     case("batches-not-skipped", "never loaded", found=False, load="", **NO_SKIP),
     case("epoch-not-set", "seedable", found=True, arguments=SEEDABLE),
     case("epoch-not-set", "set", found=False, arguments=SEEDABLE, skip="loader.set_epoch(epoch)"),
@@ -93,5 +106,6 @@ RESUMING = (
     case("save-inside-accumulation", "guarded run", found=False, arguments=ACCUMULATES, command="ckptfix run train.py"),
     case("resume-never-loads", "option alone", found=True, load=""),
     case("resume-never-loads", "tolerant", found=False, **TOLERANT),
+    case("resume-never-loads", "a tracker's", found=False, load="", option="--wandb_resume_id"),
     case("resume-never-loads", "own loader", found=False, load="model.load_state_dict(torch.load(path))"),
 )  # fmt: skip
