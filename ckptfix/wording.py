@@ -110,8 +110,9 @@ def human_size(count: int) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 file, 2 files."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return a number with its noun: 1 file, 2 files, 2 processes."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def layer_of(name: str) -> Layer:

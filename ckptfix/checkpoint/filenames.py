@@ -408,7 +408,10 @@ def parse_deepspeed_name(name: str) -> DeepSpeedName | None:
 ACCELERATE = "checkpoint_{}"
 """Names of folders that ``save_state`` numbers itself (accelerate 1.0 to 1.15). ``{}`` is the number."""
 
-FAMILIES = (ACCELERATE, "checkpoint-{}", "step_{}", "epoch_{}")
+TRAINER = "checkpoint-{}"
+"""Names of the checkpoint folders of transformers' Trainer."""
+
+FAMILIES = (ACCELERATE, TRAINER, "step_{}", "epoch_{}")
 """Names of checkpoint folders of the Trainer, of diffusers' scripts and of accelerate's examples."""
 
 _ONE_OF_SEVERAL = re.compile(r"(checkpoint|step|epoch)[-_]?[0-9]+")

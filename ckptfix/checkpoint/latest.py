@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptfix.checkpoint.filenames import (
     ACCELERATE,
     FAMILIES,
+    TRAINER,
     TRAINER_STATE,
     FileName,
     Role,
@@ -20,6 +21,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
 from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import without_weights
+from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
@@ -27,8 +29,6 @@ from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.paths import JOURNAL, described, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
-_TRAINERS = FAMILIES[1]
-_MAX_STATE = 256 << 20
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
 _LAST_WRITTEN = (_STATES, TRAINER_STATE)
@@ -131,9 +131,9 @@ def incomplete(checkpoint: Path) -> str | None:
     With the manifest of a save, every file of that save must exist with its size; a folder that was repaired since
     counts as complete. Without one, as stock accelerate leaves it, sealed or not, there must be weights of a model and
     the main process's state of the generators, which it writes after all but the custom objects; no file may be empty,
-    and those of the weights must be intact by their headers. A folder that ``salvage`` wrote with losses is
-    incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``, which it writes last, with the
-    step of the folder's name.
+    and those of the weights and the Trainer's states must be intact by their headers. A folder that ``salvage`` wrote
+    with losses is incomplete. A folder of the Trainer needs weights, too, and ``trainer_state.json``, which it writes
+    last, with the step of the folder's name.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -148,49 +148,25 @@ def incomplete(checkpoint: Path) -> str | None:
         return described(error)
     if losses is not None:
         return f"it was salvaged: {losses}"
-    if not any(_is_model(checkpoint, name) for name in names):
+    if not any(_is_model(checkpoint, name, of_trainer=TRAINER_STATE in names) for name in names):
         return "no weights of a model"
     if _STATES not in names:
-        is_numbered = (
-            checkpoint_number(checkpoint.name) is not None
-        )  # load_state takes it, so it must be Accelerate's
-        if is_numbered or (problem := _trainer_problem(checkpoint)) == _NO_STATES:
+        if checkpoint_number(checkpoint.name) is not None:  # load_state takes it, so it must be Accelerate's
             return _NO_STATES
+        try:
+            problem = trainer_problem(checkpoint)
+        except FileNotFoundError:
+            if checkpoint_number(checkpoint.name, TRAINER) is None:
+                return _NO_STATES
+            return (
+                f"neither {_STATES}, which save_state writes near its end, nor the Trainer's {TRAINER_STATE}"
+            )
         if problem is not None:
             return problem
     try:
         return _damage(checkpoint, names)
     except OSError as error:
         return described(error)
-
-
-def _trainer_problem(checkpoint: Path) -> str | None:
-    """Return why a folder without random states of ``save_state`` is not a complete checkpoint of the Trainer."""
-    number = checkpoint_number(checkpoint.name, _TRAINERS)
-    try:
-        with (checkpoint / TRAINER_STATE).open("rb") as file:
-            step = json.loads(file.read(_MAX_STATE))["global_step"]
-    except FileNotFoundError:
-        if number is None:
-            return _NO_STATES
-        return f"neither {_STATES}, which save_state writes near its end, nor the Trainer's {TRAINER_STATE}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        return f"{TRAINER_STATE} cannot be read: {error!r}"
-    if number is not None and step != number:
-        return f"{TRAINER_STATE} is of step {step}"
-    names = set(os.listdir(checkpoint))
-    if (
-        "scheduler.pt" in names
-        and not names & {"optimizer.pt", "optimizer.bin"}
-        and not _has_folder(checkpoint)
-    ):
-        return "scheduler.pt without optimizer.pt, which the Trainer writes before it"
-    return None
-
-
-def _has_folder(checkpoint: Path) -> bool:
-    """Return whether a folder exists, such as the optimizer's folder of DCP or DeepSpeed."""
-    return any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
 
 
 def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
@@ -200,10 +176,14 @@ def _damage(checkpoint: Path, names: Collection[str]) -> str | None:
             return f"{name} is empty"
         if parse_folder_name(name) is not None and not (checkpoint / name / METADATA_NAME).exists():
             return f"{name} has no {METADATA_NAME}, which is written last"
-    folder = scan_folder(checkpoint, wanted=_holds_weights)
+    folder = scan_folder(checkpoint, wanted=_is_loaded_whole)
     for config, model in without_weights(checkpoint, folder.subfolders, names):
         return f"{config.parent}/ has no weights, and its {config.name} is of {model}"
     return next((why for component in folder.components if (why := _unsound(checkpoint, component))), None)
+
+
+def _is_loaded_whole(name: FileName) -> bool:
+    return _holds_weights(name) or (name.is_of_trainer and name.role is not Role.TRAINING_ARGUMENTS)
 
 
 def _holds_weights(name: FileName) -> bool:
@@ -224,11 +204,14 @@ def _unsound(checkpoint: Path, component: Component) -> str | None:
     return None
 
 
-def _is_model(checkpoint: Path, name: str) -> bool:
-    """Return whether a name is of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a script's hook."""
+def _is_model(checkpoint: Path, name: str, *, of_trainer: bool) -> bool:
+    """Return whether a name is of a model's weights: a file, or a folder of FSDP, DeepSpeed, or a script's hook.
+
+    ``of_trainer``: subclasses of the Trainer write weights under names of their own.
+    """
     parsed = parse_file_name(name)
     if parsed is not None:
-        return _holds_weights(parsed)
+        return _holds_weights(parsed) or (of_trainer and parsed.role is Role.UNKNOWN)
     return (checkpoint / name).is_dir() and name != JOURNAL
 
 

@@ -43,7 +43,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     },
     "Convert": {"migrate": "Write a checkpoint in another format."},
     "Train": {
-        "run": "Run a training script with every Accelerator in it guarded.",
+        "run": "Run a script with every Accelerator and Trainer guarded.",
         "prove-resume": "Prove that a killed and resumed run goes on bit for bit.",
     },
     "Environment": {"doctor": "Find problems of this machine, its libraries and a script."},

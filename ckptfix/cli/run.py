@@ -1,6 +1,5 @@
 """``ckptfix run``."""
 
-import functools
 from collections.abc import Callable
 
 import click
@@ -26,6 +25,11 @@ import click
     metavar="SECONDS",
     help="End a save that waits for other processes with an error after SECONDS (default: 540).",
 )
+@click.option(
+    "--missing-states",
+    type=click.Choice(["require", "warn", "ignore"]),
+    help="What a Trainer does when it resumes without an optimizer, scheduler or random states (default: require).",
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
@@ -33,15 +37,17 @@ def run_command(
     no_check_backward: bool,
     save_together: bool,
     save_timeout: float | None,
+    missing_states: str | None,
     script: str,
     arguments: tuple[str, ...],
 ) -> Callable[[], None]:
-    """Run a training script with every Accelerator in it guarded.
+    """Run a script with every Accelerator and Trainer guarded.
 
     Runs it as `python SCRIPT` does. All that follows SCRIPT is the script's own. Under several processes:
     torchrun --nproc_per_node 2 --module ckptfix run SCRIPT, or accelerate launch -m ckptfix run SCRIPT.
     """
     from ckptfix.training.running import run_script
+    from ckptfix.training.trainer.trainer_patch import patch_trainer
 
     def guard() -> None:
         from ckptfix.training.accelerator import patch_accelerate
@@ -51,7 +57,13 @@ def run_command(
             check_backward=not no_check_backward,
             save_together=save_together,
             save_timeout=save_timeout,
+            missing_states=missing_states,
         )
 
+    def start() -> None:
+        # Before anything of transformers is imported: it imports accelerate while its Trainer is half defined.
+        patch_trainer()
+        run_script(script, arguments, guard)
+
     # Returned, not called: the script runs outside of this command line, which would catch what it raises.
-    return functools.partial(run_script, script, arguments, guard)
+    return start

@@ -14,6 +14,7 @@ TOPICS = (
     "doctor",
     "guard",
     "saving",
+    "trainer",
     "loading",
     "exact-resume",
     "splits",

@@ -11,9 +11,12 @@ from ckptfix.devices.dispatching import patch_dispatch, unpatch_dispatch
 from ckptfix.devices.transfers import Mode, mode_named
 from ckptfix.training import guard
 from ckptfix.training.guard import OnReprepare, Settings, guard_of
+from ckptfix.training.loading.load_report import LoadPolicy, Requirement
 from ckptfix.training.ranks import timeout_of
 from ckptfix.training.resuming.guarded_load import load_state
 from ckptfix.training.saving.save_state import save_model, save_state
+from ckptfix.training.trainer.trainer_patch import patch_trainer, unpatch_trainer
+from ckptfix.training.trainer.trainer_resumes import require_states
 
 _GUARDED: dict[str, Callable[..., Any]] = {
     "prepare": guard.prepare,
@@ -116,8 +119,11 @@ def patch_accelerate(
     save_together: bool = False,
     save_timeout: float | None = None,
     safe_transfers: Mode | str = Mode.AUTO,
+    missing_states: Requirement | str | LoadPolicy | None = None,
 ) -> None:
     """Guard every ``accelerate.Accelerator`` of this process, those made earlier too. A second call changes settings.
+
+    So is every ``transformers.Trainer``, whether transformers has been imported or is imported later.
 
     For code that makes its own Accelerator: transformers' Trainer, third-party loops. The settings are those of
     ``Accelerator``, but ``save_together`` is off: code that knows nothing of it may save on some processes only.
@@ -126,8 +132,13 @@ def patch_accelerate(
     ``safe_transfers``: "auto", "always" or "never", as ``ckptfix.devices.dispatch_model`` takes it, for every model
     that accelerate dispatches from now on, transformers' ``from_pretrained(device_map="auto")`` included. The
     environment variable CKPTFIX_SAFE_TRANSFERS says what "auto" means.
+
+    ``missing_states``: "require", "warn" or "ignore", what a Trainer does that resumes from a checkpoint without its
+    optimizer, scheduler or random states; a ``LoadPolicy`` says it for each. By default what CKPTFIX_MISSING_STATES
+    says, else "require".
     """
     mode = mode_named(safe_transfers)
+    require_states(missing_states)
     timeout_of(save_timeout)
     guard.DEFAULTS.on_reprepare = OnReprepare(on_reprepare)
     guard.DEFAULTS.check_backward = check_backward
@@ -140,6 +151,7 @@ def patch_accelerate(
             _ORIGINALS[name] = original
             setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))
     patch_dispatch(mode)
+    patch_trainer()
 
 
 def unpatch_accelerate() -> None:
@@ -147,6 +159,7 @@ def unpatch_accelerate() -> None:
 
     Models that were dispatched meanwhile keep their safe transfers until ``remove_safe_transfers`` or their end.
     """
+    unpatch_trainer()
     unpatch_dispatch()
     for name, original in _ORIGINALS.items():
         if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:

@@ -106,8 +106,10 @@ def timeout_of(given: float | None) -> float:
     return seconds
 
 
-def meet(rank: int, processes: int, word: str, timeout: float, *, can_save_alone: bool) -> list[str]:
-    """Return what every process says, by rank, once all are here.
+def meet(
+    rank: int, processes: int, word: str, timeout: float, *, can_save_alone: bool, what: str = "save_state"
+) -> list[str]:
+    """Return what every process says, by rank, once all are here. ``what``: the name of the call, for messages.
 
     Raises OperationError after ``timeout`` seconds, naming who did not come. Either all are said to be here or the
     meeting is given up, whichever is written first; who comes late passes over what was given up.
@@ -133,14 +135,14 @@ def meet(rank: int, processes: int, word: str, timeout: float, *, can_save_alone
                 verdict = store.compare_set(_VERDICT, "", f"given up by {rank}")
             elif waited >= PATIENCE and not is_said:
                 is_said = True
-                text = _why(PATIENCE, _missing(store, processes), can_save_alone)
+                text = _why(what, PATIENCE, _missing(store, processes), can_save_alone)
                 _log.warning("%s; after %g s this save ends with an error", text, timeout)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
         _number += 1
         if verdict != _ALL and time.monotonic() - begin >= timeout:
             raise OperationError(
-                f"{_why(timeout, _missing(store, processes), can_save_alone)}; nothing was written"
+                f"{_why(what, timeout, _missing(store, processes), can_save_alone)}; nothing was written"
             )
     words = [store.get(str(other)).decode() for other in range(processes)]
     with suppress(
@@ -158,9 +160,9 @@ def _missing(store: Any, processes: int) -> list[int]:
     return [rank for rank in range(processes) if not store.check([str(rank)])]
 
 
-def _why(seconds: float, missing: list[int], can_save_alone: bool) -> str:
+def _why(what: str, seconds: float, missing: list[int], can_save_alone: bool) -> str:
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     who = f"{count_of(len(missing), 'process')} (rank {shown})" if missing else "the other processes"
     alone = as_given("pass save_together=False", "leave out --save-together")
     remedy = f"; if only the main process saves, {alone}: then it waits for none" if can_save_alone else ""
-    return f"save_state has waited {seconds:g} s for {who}: every process must call it{remedy}"
+    return f"{what} has waited {seconds:g} s for {who}: every process must call it{remedy}"

@@ -170,11 +170,7 @@ def no_config(facts: Facts) -> Iterator[Advice]:
     if facts.launch is not None and (not facts.launch.is_accelerate or facts.launch.given("num_processes")):
         return  # the processes are counted on the command line
     start = start_of(facts)
-    many = (
-        f" {count_of(start.count, 'process').replace('processs', 'processes')}"
-        if start
-        else " one process a device"
-    )
+    many = f" {count_of(start.count, 'process')}" if start else " one process a device"
     yield NO_CONFIG.advice(
         f"there is no Accelerate config: accelerate launch starts{many} here, and `python SCRIPT` one",
         evidence=(f"{config.path} does not exist", f"torch sees {count_of(count, 'device')}"),

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from ckptfix.training.prepared import innermost
 StateDict = dict[str, Any]
 
 _PACKAGES = ("ckptfix", "accelerate", "torch", "safetensors")
+_TRAINERS = "transformers"
 
 
 def separate_views(state: StateDict) -> None:
@@ -100,8 +102,9 @@ def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[Manifest
     }
     # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
     linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
+    packages = (*_PACKAGES, _TRAINERS) if _TRAINERS in sys.modules else _PACKAGES
     return Manifest(
-        versions={package: importlib.metadata.version(package) for package in _PACKAGES}
+        versions={package: importlib.metadata.version(package) for package in packages}
         | {"python": platform.python_version()},
         world_size=accelerator.num_processes,
         step=accelerator.step,

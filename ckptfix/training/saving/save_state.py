@@ -18,7 +18,8 @@ from accelerate import Accelerator
 from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, model_file, parse_file_name
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.training.guard import Method, guard_of
-from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree, meet, timeout_of
+from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
+from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.staged_saves import StagedSave, abandon, add, begin, commit, plan_staging, rotate
 
@@ -86,7 +87,6 @@ class _Save:
         self._write = write
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
-        self._ranks = Ranks(accelerator)
         self._models: tuple[ManifestEntry, ...] = ()
         self._staging: StagedSave
         self._owns = False
@@ -117,47 +117,33 @@ class _Save:
             self._owns = begin(self._staging)
             self._write_all(safetensors)
             if leads:
-                self._commit()
+                commit(self._staging, self._manifest())
                 self._rotate()
             else:
                 add(self._staging)
         except BaseException:
-            self._config.iteration = self._iteration
-            self._abandon()
+            self._renumber()
+            if self._owns:
+                abandon(self._staging)
             raise
         return target
 
     def together(self, target: Path, safetensors: bool) -> Path:
         """Save as one with all other processes; return the target, which the main process decides."""
-        self._staging = self._ranks.on_main(lambda: plan_staging(target), WHAT)
-        self._begin()
-        with self._on_all():
+
+        def write(staging: StagedSave) -> None:
+            self._staging = staging
             self._write_all(safetensors)
-        is_main = self._accelerator.is_main_process
-        with self._on_all():
-            if is_main:
-                self._commit()
-        with self._on_all():
-            if self._owns and not is_main:
-                self._commit()
-            if self._owns:
-                self._rotate()
-        self._ranks.wait()
-        return self._staging.target
 
-    def _begin(self) -> None:
-        """Make the staging folder, and find out who answers for a disk.
-
-        The main process does for that of the target, the first process of another node for its own, if it has one: on
-        one disk the folder is there by then, and nobody else can make it.
-        """
-        accelerator = self._accelerator
-        with self._on_all():
-            if accelerator.is_main_process:
-                self._owns = begin(self._staging)
-        with self._on_all():
-            if accelerator.is_local_main_process and not accelerator.is_main_process:
-                self._owns = begin(self._staging)
+        joint = JointSave(
+            self._accelerator,
+            WHAT,
+            write=write,
+            describe=lambda staging: self._manifest(),
+            rotate=lambda staging: self._rotate(),
+            undo=self._renumber,
+        )
+        return joint.run(lambda: plan_staging(target))
 
     def _write_all(self, safetensors: bool) -> None:
         if self._config.automatic_checkpoint_naming:
@@ -172,35 +158,15 @@ class _Save:
                 self._accelerator, models, weights, safetensors=safetensors, digests=digests
             )
 
-    def _commit(self) -> None:
-        manifest = make_manifest(self._accelerator, self._staging.folder, self._models)
-        commit(self._staging, manifest.to_bytes())
+    def _manifest(self) -> bytes:
+        return make_manifest(self._accelerator, self._staging.folder, self._models).to_bytes()
 
     def _rotate(self) -> None:
         if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:
             rotate(self._staging.target.parent, self._config.total_limit)
 
-    @contextmanager
-    def _on_all(self) -> Iterator[None]:
-        """Run a part of the save on every process; when one fails, all raise, and nothing stays behind."""
-        error: BaseException | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        except BaseException:  # interrupted: the others may be gone as well, so nobody is waited for
-            self._abandon()
-            raise
-        try:
-            self._ranks.agree(error, WHAT)
-        except BaseException:
-            self._config.iteration = self._iteration
-            self._abandon()
-            raise
-
-    def _abandon(self) -> None:
-        if self._owns:
-            abandon(self._staging)
+    def _renumber(self) -> None:
+        self._config.iteration = self._iteration
 
 
 def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:

@@ -22,7 +22,10 @@ from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
     LOADED_MODELS,
+    TRAINER,
+    TRAINER_STATE,
     Role,
+    checkpoint_number,
     index_name,
     model_file,
     parse_deepspeed_folder_name,
@@ -49,17 +52,31 @@ from ckptfix.storage.staged import (
 
 _STEMS = tuple(stem for stem, _ in LOADED_MODELS)
 _INDEXES = tuple(index_name(stem, suffix) for stem, suffix in LOADED_MODELS[:2])
+_TRAINERS = (Role.MODEL, Role.WEIGHTS_INDEX, Role.GRAD_SCALER)
 _FIRST, _FALLBACK = str(model_file(".safetensors")), str(model_file(".bin"))
 
 
-def replaced_files(target: Path) -> set[str]:
-    """Return the files, relative, that the next save into a folder replaces or removes."""
+def replaced_files(target: Path, *, trainer: bool = False) -> set[str]:
+    """Return the files, relative, that the next save into a folder replaces or removes.
+
+    ``trainer``: that save is one of transformers' Trainer, and nothing may stay that it would load instead.
+    """
     existing = files_in(target)
     known = _recorded(target)
     components = set(_components(target, existing))
+    if trainer:
+        return known | components | {name for name in existing if "/" not in name and _is_loaded(name)}
     if known or _is_save_state(components):
         known |= components - _of_the_user(components, known)
     return known
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether the Trainer loads a file of this name, or one of its shards."""
+    parsed = parse_file_name(name)
+    return name == TRAINER_STATE or (
+        parsed is not None and (parsed.is_of_trainer or parsed.is_of_library or parsed.role in _TRAINERS)
+    )
 
 
 def files_in(folder: Path) -> set[str]:
@@ -180,12 +197,19 @@ class StagedSave:
     """A save on its way: ``folder`` is written, ``target`` is what it becomes.
 
     ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
+    ``trainer``: a save of transformers' Trainer. The folder is its own: files that callbacks added are linked into the
+    new one, so that it replaces the old one in one step.
     """
 
     target: Path
     folder: Path
     how: How
     processes: int = 1
+    trainer: bool = False
+
+    def replaced(self) -> set[str]:
+        """Return the files, relative, of the target that this save replaces or removes."""
+        return replaced_files(self.target, trainer=self.trainer)
 
     def keeps(self, name: str) -> bool:
         """Return whether another process of this run may have written a file: its random states."""
@@ -193,13 +217,13 @@ class StagedSave:
         return rank is not None and rank < self.processes
 
 
-def plan_staging(target: Path, *, processes: int = 1) -> StagedSave:
-    """Return where a save of ``target`` is staged. Looks only."""
+def plan_staging(target: Path, *, processes: int = 1, hidden: str = "", trainer: bool = False) -> StagedSave:
+    """Return where a save of ``target`` is staged. Looks only. ``hidden``: in this folder next to the target."""
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
-    beside = outside_checkpoints(given) / temporary_name(given, SAVING)
+    beside = outside_checkpoints(given) / hidden / temporary_name(given, SAVING)
     if not _can_rename(beside.parent, target):
-        return StagedSave(target, target / JOURNAL / beside.name, How.INSIDE, processes)
-    staging = StagedSave(target, beside, How.NEW, processes)
+        return StagedSave(target, target / JOURNAL / beside.name, How.INSIDE, processes, trainer)
+    staging = StagedSave(target, beside, How.NEW, processes, trainer)
     return replace(staging, how=_how(staging))
 
 
@@ -209,7 +233,8 @@ def begin(staging: StagedSave) -> bool:
     Its name is of this save alone, so a folder of that name is on the same disk and not left over.
     """
     parent = staging.folder.parent
-    sweep(parent)
+    for place in {parent, outside_checkpoints(staging.target)}:
+        sweep(place)
     parent.mkdir(parents=True, exist_ok=True)
     try:
         staging.folder.mkdir()
@@ -227,6 +252,14 @@ def abandon(staging: StagedSave) -> None:
     if staging.folder.parent == staging.target / JOURNAL:
         with suppress(OSError):  # somebody else's things are in there
             staging.folder.parent.rmdir()
+
+
+def lift(staging: StagedSave) -> None:
+    """Move what a library wrote below the target's name up into the staging folder itself."""
+    below = staging.folder / staging.target.name
+    for name in os.listdir(below):
+        os.rename(below / name, staging.folder / name)
+    below.rmdir()
 
 
 def commit(staging: StagedSave, manifest: bytes) -> None:
@@ -265,17 +298,17 @@ def _how(staging: StagedSave) -> How:
     names = os.listdir(target) if target.is_dir() else []
     if not names:
         return How.NEW
-    known = replaced_files(target)
+    known = staging.replaced()
     if not known and JOURNAL in names:
         return How.INSIDE  # a journal alone is not ours to replace
     strange = files_in(target) - known
-    return How.SWAP if all(map(staging.keeps, strange)) else How.INSIDE
+    return How.SWAP if staging.trainer or all(map(staging.keeps, strange)) else How.INSIDE
 
 
 def _put_in_place(staging: StagedSave, how: How, manifest: bytes) -> bool:
     """Do it by one rename or exchange; False when it has to be done in another way."""
     folder, target = staging.folder, staging.target
-    known = replaced_files(target)
+    known = staging.replaced()
     (folder / JOURNAL).mkdir()
     create_file(folder / MANIFEST, manifest)
     sync_folder(folder / JOURNAL)
@@ -287,10 +320,14 @@ def _put_in_place(staging: StagedSave, how: How, manifest: bytes) -> bool:
             return False
     else:
         copied = _copy_random_states(staging)
+        linked: list[str] = []
+        can_swap = not staging.trainer or _link_others(staging, known, linked)
         sync_folder(folder)
-        if exchange(folder, target):
+        if can_swap and exchange(folder, target):
             _carry_over(staging, known, copied)
         else:
+            for name in linked:
+                _remove_with_parents(folder, name)  # the file that is linked stays in the target
             shutil.rmtree(folder / JOURNAL)
             _move_in(staging, manifest)
     sync_folder(target.parent)
@@ -320,6 +357,25 @@ def _copy_random_states(staging: StagedSave) -> dict[str, int]:
     return copied
 
 
+def _link_others(staging: StagedSave, known: set[str], linked: list[str]) -> bool:
+    """Link the files of others into the staging folder, and add their names to a list; False where that fails."""
+    try:
+        for name in sorted(files_in(staging.target) - known):
+            source, place = staging.target / name, staging.folder / name
+            if os.path.lexists(place):
+                continue  # the save has written one of this name
+            linked.append(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir() and not source.is_symlink():
+                place.mkdir()
+            else:
+                os.link(source, place, follow_symlinks=False)
+            sync_folder(place.parent)
+    except OSError:  # a file system without links
+        return False
+    return True
+
+
 def _carry_over(staging: StagedSave, known: set[str], copied: dict[str, int]) -> None:
     """After an exchange, take from the old folder what came there since our last look."""
     for name in files_in(staging.folder):
@@ -334,7 +390,7 @@ def _carry_over(staging: StagedSave, known: set[str], copied: dict[str, int]) ->
 
 def _move_in(staging: StagedSave, manifest: bytes) -> None:
     folder, target = staging.folder, staging.target
-    known, new = replaced_files(target), files_in(folder)
+    known, new = staging.replaced(), files_in(folder)
     journal = target / JOURNAL
     journal.mkdir(parents=True, exist_ok=True)
     keep_while(folder, journal / UNFINISHED)
@@ -347,10 +403,7 @@ def _move_in(staging: StagedSave, manifest: bytes) -> None:
         sync_folder(journal)
         for name in (known & files_in(target)) - new:
             if not staging.keeps(name):
-                _remove(target / name)
-                with suppress(OSError):  # the folder of others' files, or the target itself
-                    for parent in (target / name).parents:
-                        os.rmdir(parent)
+                _remove_with_parents(target, name)
         for name in sorted(new):
             _replace(folder / name, target / name)
         sync_folder(target)
@@ -406,47 +459,72 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+def _remove_with_parents(folder: Path, name: str) -> None:
+    """Remove a file and the folders above it that are empty then."""
+    with suppress(FileNotFoundError):
+        _remove(folder / name)
+    with suppress(OSError):  # the folder of others' files, or the target itself
+        for parent in (folder / name).parents:
+            os.rmdir(parent)
+
+
 def _widen_modes(folder: Path) -> None:
     """Give files of accelerate the mode that the umask asks for: safetensors 0.8 makes them 0600 whatever it says."""
     probe = folder / ".mode"
     create_file(probe, b"")
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
-    for name in os.listdir(folder):
+    for name in files_in(folder):
         path = folder / name
-        is_accelerates = parse_file_name(name) is not None and path.is_file()
+        is_accelerates = parse_file_name(path.name) is not None and path.is_file()
         if is_accelerates and path.stat().st_mode & 0o777 == 0o600 != mode:
             path.chmod(mode)
 
 
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
-    """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those that stay.
-
-    Each is renamed out of ``checkpoints`` first, so that no half-deleted folder is ever taken for a checkpoint.
-    """
+    """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those that stay."""
     sweep(outside_checkpoints(checkpoints / "any"))
     found = candidates(checkpoints)
     whole = [candidate for candidate in found if candidate.problem is None]
     if len(whole) <= max(1, limit):
         return []
     oldest_kept = whole[max(1, limit) - 1].number
-    removed = []
-    for candidate in found:
-        path = candidate.path
-        if candidate.number >= oldest_kept or path.is_symlink() or not _was_saved(path):
-            continue
-        trash = name = outside_checkpoints(path) / temporary_name(path, SAVING)
-        try:
-            os.rename(path, trash)
-        except OSError:  # another disk, or a parent that we may not write to
-            (path / MANIFEST).unlink(missing_ok=True)
-            for states in path.glob("random_states_*.pkl"):
-                states.unlink()  # from here on nothing takes it for complete
-            trash = path
-        shutil.rmtree(trash)
-        release(name)
-        removed.append(path)
-    return removed
+    old = (one.path for one in found if one.number < oldest_kept)
+    return [path for path in old if not path.is_symlink() and _was_saved(path) and _discard(path)]
+
+
+def rotate_steps(saved: Path, limit: int, *, best: Path | None) -> list[Path]:
+    """Remove the Trainer's oldest complete checkpoints, by step, until ``limit`` are left up to the one just saved.
+
+    That one and the best model stay, so two may be left of one. Incomplete folders stay, and are not counted: nothing
+    proves that a save of ours left them. So do those of a later step: they are of another run in the same folder.
+    """
+    found = candidates(saved.parent, TRAINER)
+    step = checkpoint_number(saved.name, TRAINER)
+    ours = [one.path for one in found if one.problem is None and step is not None and one.number <= step]
+    kept = {path for path in ours if best is not None and _is_same(path, best)} | {saved}
+    others = [path for path in ours if path not in kept]
+    old = others[max(0, limit - len(kept)) :]
+    return [path for path in old if not path.is_symlink() and _discard(path)]
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _discard(path: Path) -> bool:
+    """Remove a checkpoint. It gets a temporary name first: no half-deleted folder is ever taken for a checkpoint."""
+    trash = name = outside_checkpoints(path) / temporary_name(path, SAVING)
+    try:
+        os.rename(path, trash)
+    except OSError:  # another disk, or a parent that we may not write to
+        (path / MANIFEST).unlink(missing_ok=True)
+        for states in (*path.glob("random_states_*.pkl"), path / TRAINER_STATE):
+            states.unlink(missing_ok=True)  # from here on nothing takes it for complete
+        trash = path
+    shutil.rmtree(trash)
+    release(name)
+    return True
 
 
 def _was_saved(path: Path) -> bool:

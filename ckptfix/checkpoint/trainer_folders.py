@@ -1,0 +1,145 @@
+"""The checkpoint folders of transformers' Trainer: what it writes last, and the states that it goes on without.
+
+The Trainer loads an optimizer only together with a scheduler, and random states only where their file exists. Without
+them it starts new ones and says nothing, so the resumed run is another one.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.checkpoint.filenames import (
+    TRAINER,
+    TRAINER_STATE,
+    Role,
+    checkpoint_number,
+    parse_file_name,
+)
+from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.storage.paths import JOURNAL
+from ckptfix.wording import count_of
+
+_MAX_STATE = 256 << 20
+_OF_DEEPSPEED = re.compile("global_step[0-9]+")
+"""Folder of DeepSpeed's own checkpoint, which holds optimizer and scheduler."""
+
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+NO_OPTIMIZER = f"{_SCHEDULER} without {_OPTIMIZER}, which the Trainer writes before it"
+"""The problem of a folder that lacks nothing but a state which the Trainer can start anew."""
+
+
+class MissingState(NamedTuple):
+    """A state that a checkpoint lacks: its role, and the name of its file, or of several."""
+
+    role: Role
+    name: str
+
+
+def trainer_problem(checkpoint: Path) -> str | None:
+    """Return why the Trainer did not finish a checkpoint, None for a complete one.
+
+    Raises FileNotFoundError when there is no ``trainer_state.json``, which it writes last.
+    """
+    number = checkpoint_number(checkpoint.name, TRAINER)
+    try:
+        with (checkpoint / TRAINER_STATE).open("rb") as file:
+            step = json.loads(file.read(_MAX_STATE))["global_step"]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return f"{TRAINER_STATE} cannot be read: {error!r}"
+    if number is not None and step != number:
+        return f"{TRAINER_STATE} is of step {step}"
+    names = set(os.listdir(checkpoint))
+    if (
+        _SCHEDULER in names
+        and not names & {_OPTIMIZER, "optimizer.bin"}
+        and not any(path.is_dir() and path.name != JOURNAL for path in checkpoint.iterdir())
+    ):
+        return NO_OPTIMIZER
+    return None
+
+
+def missing_states(
+    checkpoint: Path, *, processes: int, ranks: Collection[int], siblings: Collection[Path] = ()
+) -> tuple[MissingState, ...]:
+    """Return the states that a complete checkpoint lacks for the same number of processes to go on exactly.
+
+    ``processes``: of the run that loads it. ``ranks``: those whose random states must be on this disk. ``siblings``:
+    other checkpoints of the run, newest first. Files that only another number of processes needs are not missing.
+    Raises OSError.
+    """
+    names = os.listdir(checkpoint)
+    has_deepspeed = any(map(_OF_DEEPSPEED.fullmatch, names))
+    found = []
+    if not has_deepspeed and not any("optimizer" in name for name in names):
+        found.append(MissingState(Role.OPTIMIZER, _OPTIMIZER))
+    if not has_deepspeed and _SCHEDULER not in names:
+        found.append(MissingState(Role.SCHEDULER, _SCHEDULER))
+    lost = _lost_ranks(checkpoint, processes, ranks, siblings)
+    if lost:
+        states = [_random_states(rank if processes > 1 else None) for rank in lost]
+        more = f" and {len(states) - 3} more" if len(states) > 3 else ""
+        found.append(MissingState(Role.RNG_STATE, f"{', '.join(states[:3])}{more}"))
+    return tuple(found)
+
+
+def is_model_alone(missing: Collection[MissingState]) -> bool:
+    """Return whether a checkpoint lacks what one saved with ``save_only_model=True`` lacks."""
+    return {one.role for one in missing} == {Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE}
+
+
+def other_processes(checkpoint: Path, processes: int) -> str | None:
+    """Return in words that another number of processes saved a checkpoint, None when it was as many or is not known."""
+    saved = _processes_of(checkpoint)
+    if saved in (None, processes):
+        return None
+    return f"saved with {count_of(saved or 0, 'process')}, now {processes}"
+
+
+def _processes_of(checkpoint: Path) -> int | None:
+    manifest = usable_manifest(checkpoint)
+    if manifest is not None and manifest.is_of_a_save:
+        return manifest.world_size
+    ranks = _ranks_in(checkpoint)
+    numbers = [rank for rank in ranks if rank is not None]
+    return max(numbers) + 1 if numbers else 1 if ranks else None
+
+
+def _lost_ranks(
+    checkpoint: Path, processes: int, ranks: Collection[int], siblings: Collection[Path]
+) -> list[int]:
+    """Return the ranks whose random states are lost; another number of processes at the save explains their absence."""
+    own = _ranks_in(checkpoint)
+    if processes == 1:
+        return [] if own else [0]
+    lost = [rank for rank in ranks if rank not in own]
+    manifest = usable_manifest(checkpoint)
+    if manifest is not None and manifest.is_of_a_save:
+        return lost if manifest.world_size == processes else []
+    numbers = {rank for rank in own if rank is not None}
+    if not lost or (own and not numbers):  # of a single process
+        return []
+    if len(numbers) < 2 or min(lost) < max(numbers):  # one alone has no number, and none is left out
+        return lost
+    before = next((one for one in siblings if _is_older(one, checkpoint)), None)
+    return lost if before is not None and set(ranks) <= _ranks_in(before) else []
+
+
+def _is_older(one: Path, other: Path) -> bool:
+    numbers = (checkpoint_number(one.name, TRAINER), checkpoint_number(other.name, TRAINER))
+    return numbers[0] is not None and numbers[1] is not None and numbers[0] < numbers[1]
+
+
+def _ranks_in(checkpoint: Path) -> set[int | None]:
+    """Return the ranks whose random states exist; None is for a run of one process."""
+    parsed = filter(None, map(parse_file_name, os.listdir(checkpoint)))
+    return {one.rank for one in parsed if one.role is Role.RNG_STATE and one.is_of_trainer}
+
+
+def _random_states(rank: int | None) -> str:
+    return "rng_state.pth" if rank is None else f"rng_state_{rank}.pth"

@@ -1,0 +1,244 @@
+"""Resumes of transformers' Trainer: from the newest complete checkpoint, with all states that the run needs.
+
+The Trainer takes the highest number, fails for a folder that a killed save left, and starts an optimizer, a scheduler
+or random states anew, in silence, when their file is missing.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import PartialState
+
+from ckptfix.checkpoint.filenames import TRAINER, TRAINER_STATE, Role, checkpoint_number, parse_file_name
+from ckptfix.checkpoint.latest import Candidate, candidates, incomplete, mixed, newest_complete
+from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
+from ckptfix.checkpoint.trainer_folders import (
+    NO_OPTIMIZER,
+    MissingState,
+    is_model_alone,
+    missing_states,
+    other_processes,
+)
+from ckptfix.devices.callers import warn_caller
+from ckptfix.errors import UsageError
+from ckptfix.storage.paths import command
+from ckptfix.training.guard import Method
+from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
+from ckptfix.training.ranks import Ranks, cannot_agree
+from ckptfix.training.running import as_given
+
+VARIABLE = "CKPTFIX_MISSING_STATES"
+
+_NO_STATE = f"no {TRAINER_STATE}, which the Trainer writes last"
+
+_PARTS = {Role.OPTIMIZER: Part.OPTIMIZERS, Role.SCHEDULER: Part.SCHEDULERS, Role.RNG_STATE: Part.RNG}
+_settings: dict[str, LoadPolicy] = {}
+
+
+def require_states(requirement: Requirement | str | LoadPolicy | None) -> None:
+    """Set what a resume insists on: one requirement for all states, or a policy that has one for each.
+
+    None: what the environment variable CKPTFIX_MISSING_STATES says, else "require". Raises UsageError for other words.
+    """
+    if isinstance(requirement, LoadPolicy):
+        _settings["policy"] = requirement
+        return
+    word = requirement if requirement is not None else os.environ.get(VARIABLE) or Requirement.REQUIRE
+    what = "missing_states" if requirement is not None else VARIABLE
+    known = [one for one in Requirement if one is not Requirement.PARTIAL]
+    found = next((one for one in known if word in (one, one.value)), None)
+    if found is None:
+        raise UsageError(f"{what}={word!r}: expected 'require', 'warn' or 'ignore'")
+    _settings["policy"] = LoadPolicy(optimizers=found, schedulers=found, rng=found)
+
+
+def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest complete checkpoint of the Trainer in a folder, None where there is no checkpoint at all.
+
+    Warns of every newer one that is passed over. Raises UsageError when none is complete, OSError.
+    """
+    found = _candidates(Path(folder))
+    if not found:
+        return None
+    best = _newest(Path(folder), found)
+    return os.path.join(folder, best.path.name)
+
+
+def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Guard ``Trainer.train``: every process resumes from one checkpoint, which is complete on each.
+
+    Raises UsageError for a path that is incomplete, and where the processes name different ones.
+    """
+    accelerator = trainer.accelerator
+    given = None if resume_from_checkpoint is False else resume_from_checkpoint
+    if cannot_agree(accelerator) or trainer.args.world_size != accelerator.num_processes:
+        return method(resume_from_checkpoint, *args, **kwargs)
+    folder = Path(trainer.args.output_dir)
+    # Every process looks at its own disk, and all hear what the others found.
+    own = _found(folder, given)
+    wanted = "none" if given is None else "the newest" if given is True else Path(given).name
+    views = Ranks(accelerator).gather((wanted, own))
+    if len({name for name, _ in views}) > 1:
+        said = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(views))
+        raise UsageError(
+            f"the processes resume from different checkpoints ({said}); next: pass resume_from_checkpoint=True, which "
+            "takes the newest that is complete for all of them"
+        )
+    if not own:
+        return method(resume_from_checkpoint, *args, **kwargs)
+    together = [_together(one, [view for _, view in views]) for one in own]
+    if given is True:
+        best = _newest(folder, together)
+        given = os.path.join(trainer.args.output_dir, best.path.name)
+    elif (problem := together[0].problem) is not None:
+        raise UsageError(
+            f"{together[0].path} is not resumed from: {problem}; next: {_instead(together[0].path)}"
+        )
+    _warn_of_inexact(Path(str(given)))
+    return method(given, *args, **kwargs)
+
+
+def _found(folder: Path, given: Any) -> list[Candidate]:
+    """Return the checkpoints that a resume can take: those of the folder, or the one that was asked for."""
+    if given is None:
+        return []
+    if given is True:
+        return list(_candidates(folder)) if folder.is_dir() else []
+    path = Path(given)
+    if not path.is_dir():
+        return []  # the Trainer's own error says what is not there
+    number = checkpoint_number(path.name, TRAINER) or 0
+    siblings = [one.path for one in candidates(path.absolute().parent, TRAINER)]
+    problem = incomplete(path) if (path / TRAINER_STATE).exists() else _NO_STATE
+    return [_for_this_run(Candidate(path=path, number=number, problem=problem), siblings)]
+
+
+def _candidates(folder: Path) -> tuple[Candidate, ...]:
+    """Return the checkpoints in a folder, newest first; what this process must have and lacks is a problem, too."""
+    found = candidates(folder, TRAINER)
+    paths = [one.path for one in found]
+    return tuple(_for_this_run(one, paths) for one in found)
+
+
+def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
+    """Return a checkpoint with what this run lacks in it; states that were removed since the save may be allowed."""
+    problem = candidate.problem
+    if problem == NO_OPTIMIZER or (problem is not None and _lacks_states_alone(candidate.path)):
+        problem = None
+    return replace(candidate, problem=problem or _lacking(candidate.path, siblings))
+
+
+def _lacks_states_alone(path: Path) -> bool:
+    """Return whether all that is missing of a save are states that the Trainer can start anew."""
+    manifest = usable_manifest(path)
+    if manifest is None or not manifest.is_of_a_save or mixed(path):
+        return False
+    gone = [(one, parse_file_name(one.name)) for one in not_as_saved(path, manifest)]
+    return all(one.have is None and name is not None and name.role in _PARTS for one, name in gone)
+
+
+def _lacking(path: Path, siblings: Sequence[Path]) -> str | None:
+    """Return in words the required states that are missing, None when there are none."""
+    required = [one for one in _missing(path, siblings) if _requirement(one) is Requirement.REQUIRE]
+    if not required:
+        return None
+    option = as_given("patch_accelerate(missing_states='warn')", "--missing-states warn")
+    return f"{_in_words(required)} ({option} allows it)"
+
+
+def _missing(path: Path, siblings: Sequence[Path]) -> tuple[MissingState, ...]:
+    processes, ranks = _processes()
+    try:
+        return missing_states(path, processes=processes, ranks=ranks, siblings=siblings)
+    except OSError:  # removed meanwhile: no longer a checkpoint
+        return ()
+
+
+def _requirement(state: MissingState) -> Requirement:
+    if not _settings:
+        require_states(None)
+    return _settings["policy"].requirement(_PARTS[state.role])
+
+
+def _in_words(missing: Sequence[MissingState]) -> str:
+    if is_model_alone(missing):
+        return "it holds a model alone, as save_only_model=True saves it, and the rest would start anew"
+    are = "is" if len(missing) == 1 and " " not in missing[0].name else "are"
+    return f"{', '.join(one.name for one in missing)} {are} missing, which the Trainer would start anew in silence"
+
+
+def _together(own: Candidate, views: Sequence[Sequence[Candidate]]) -> Candidate:
+    """Return a checkpoint with its first problem on any process."""
+    for rank, view in enumerate(views):
+        other = next((one for one in view if one.path.name == own.path.name), None)
+        problem = "it is not on this disk" if other is None else other.problem
+        if problem is not None:
+            where = f"rank {rank}: " if problem != own.problem else ""
+            return replace(own, problem=f"{where}{problem}")
+    return own
+
+
+def _newest(folder: Path, found: Sequence[Candidate]) -> Candidate:
+    best = newest_complete(found)
+    if best is None:
+        said = "; ".join(f"{one.path.name}: {one.problem}" for one in found)
+        raise UsageError(
+            f"no complete checkpoint in {folder} ({said}); next: {command('check', folder, '', '-r')}; to start anew, "
+            "move these folders away"
+        )
+    broken = [one for one in found if one.number > best.number]
+    if broken and _is_first():
+        passed = "; ".join(f"{one.path.name}: {one.problem}" for one in broken)
+        warn_caller(f"{folder}: took {best.path.name} and passed over {passed}")
+    return best
+
+
+def _instead(path: Path) -> str:
+    folder = path.absolute().parent
+    others = [one for one in _candidates(folder) if one.path.name != path.name]
+    other = newest_complete(others)
+    if other is None:
+        return command("check", path)
+    return f"resume_from_checkpoint={str(folder / other.path.name)!r}, which is complete"
+
+
+def _warn_of_inexact(path: Path) -> None:
+    """Warn of what makes a resumed run another one, though the policy allows it."""
+    if not _is_first():
+        return
+    siblings = [one.path for one in candidates(path.absolute().parent, TRAINER)]
+    warned = [one for one in _missing(path, siblings) if _requirement(one) is Requirement.WARN]
+    reasons = [_in_words(warned)] if warned else []
+    if (other := other_processes(path, _processes()[0])) is not None:
+        reasons.append(other)
+    if reasons:
+        warn_caller(f"{path}: the resumed run is not bit-exact: {'; '.join(reasons)}")
+
+
+def _processes() -> tuple[int, range]:
+    """Return the number of processes, and the ranks of this node: their random states must lie on its disk."""
+    if PartialState._shared_state:
+        state = PartialState()
+        processes, rank, local = state.num_processes, state.process_index, state.local_process_index
+    else:
+        processes, rank, local = (_number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+        processes = max(1, processes)
+    if processes == 1:
+        return 1, range(1)
+    here = _number("LOCAL_WORLD_SIZE")
+    first = rank - local
+    return processes, range(first, min(first + here, processes)) if here > local else range(rank, rank + 1)
+
+
+def _is_first() -> bool:
+    if PartialState._shared_state:
+        return bool(PartialState().is_main_process)
+    return _number("RANK") == 0
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,59 @@
+"""A transformers Trainer that is killed at every file of a save goes on from a complete checkpoint, to the same end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST = ROOT / ".venv/transformers-4.44"
+"""Where the oldest transformers that is supported was installed; without it the tests of it are skipped."""
+
+pytestmark = pytest.mark.slow
+
+ADAPTED = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+"""transformers 4.44 does not read its own random states with torch 2.6 and later, which has this switch for it."""
+
+
+def sweep(folder: Path, processes: int, victim: int, environment: dict[str, str]) -> list[dict[str, Any]]:
+    module = ["-m", "tests.training.trainer_kills"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *module, str(folder), str(processes), str(victim)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("processes", "victim"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("version", ["newest", "oldest"])
+def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim: int) -> None:
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install ckptfix[transformers]"
+    )
+    environment = {}
+    if version == "oldest":
+        if not OLDEST.is_dir():
+            pytest.skip(f"no {OLDEST}: transformers 4.44.2 is installed there by the README's test command")
+        environment = {**ADAPTED, "PYTHONPATH": str(OLDEST)}
+    first, *killed = sweep(tmp_path, processes, victim, environment)
+    assert first["transformers"].startswith("4.44.") == (version == "oldest")
+    assert first["names"] == ["checkpoint-6", "checkpoint-8"]
+    assert first["as stock"], "the losses and weights of a run without ckptfix"
+    assert first["steps"] > (60 if victim == 0 else 12)
+    assert killed
+    for one in killed:
+        assert one["killed"]
+        assert one["problems"] == {}, "a killed save leaves nothing that looks like a checkpoint"
+        assert one["newest"] in (4, 6)
+        assert one["same"], "it resumed, and has the losses and weights of the run that was not killed"
+        assert one["after"] == first["names"]
+        assert one["left"] == [], "the next save removes what the killed one left"

@@ -1,0 +1,214 @@
+"""Resumes of a transformers Trainer: from the newest complete checkpoint, and from none that would go on in silence."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix.errors import UsageError
+from ckptfix.training import LoadPolicy, Requirement
+from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
+import transformers.trainer
+import transformers.trainer_utils
+
+from tests.training.trainer_kills import build, losses
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def guarded() -> Iterator[None]:
+    patch_accelerate()
+    yield
+    unpatch_accelerate()
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run without the guard: the folder with its checkpoints, and its losses."""
+    folder = tmp_path_factory.mktemp("stock")
+    trainer = build(folder, [], save_total_limit=None)
+    trainer.train()
+    return folder, losses(trainer)
+
+
+@pytest.fixture(params=["stock", "ours"])
+def run(request: pytest.FixtureRequest, stock: Any, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    folder, expected = stock
+    if request.param == "stock":
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    else:
+        build(tmp_path, [], save_total_limit=None).train()
+    return tmp_path, expected
+
+
+WEIGHTS = "model.safetensors"
+HALVES = (WEIGHTS, "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+def in_words(name: str) -> str:
+    return f"{name}|no weights of a model" if name == WEIGHTS else name
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["gone", "half"])
+@pytest.mark.parametrize("name", HALVES)
+def test_the_newest_complete_one_is_taken(run: Any, name: str, cut: bool) -> None:
+    folder, expected = run
+    shutil.rmtree(folder / "checkpoint-8")
+    broken = folder / "checkpoint-6" / name
+    data = broken.read_bytes()
+    broken.unlink()
+    if cut:
+        broken.write_bytes(data[: len(data) // 2])
+    said = rf"took checkpoint-4 and passed over checkpoint-6: .*({in_words(name)})"
+    with pytest.warns(UserWarning, match=said):
+        last = transformers.trainer.get_last_checkpoint(folder)
+    assert last == str(folder / "checkpoint-4")
+    trainer = build(folder, [])
+    with pytest.warns(UserWarning, match=said):
+        trainer.train(resume_from_checkpoint=True)
+    assert losses(trainer) == expected
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_an_incomplete_path_is_refused(run: Any, name: str) -> None:
+    folder, _ = run
+    (folder / "checkpoint-6" / name).unlink()
+    trainer = build(folder, [])
+    with pytest.raises(
+        UsageError, match=f"checkpoint-6 is not resumed from: .*({in_words(name)}).*/checkpoint-8', which is"
+    ):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-6/")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_what_is_missing_may_be_allowed(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = run
+    shutil.rmtree(folder / "checkpoint-8")
+    (folder / "checkpoint-6" / name).unlink()
+    given = str(folder / "checkpoint-6")
+    with pytest.raises(UsageError, match=r"missing_states='warn'|--missing-states warn"):
+        build(folder, []).train(resume_from_checkpoint=given)
+    patch_accelerate(missing_states="warn")
+    with pytest.warns(UserWarning, match=f"not bit-exact: {name} is missing"):
+        build(folder, [], save_strategy="no").train(resume_from_checkpoint=given)
+    strict = LoadPolicy(rng=Requirement.REQUIRE)
+    policies = {
+        "optimizer.pt": replace(strict, optimizers=Requirement.IGNORE),
+        "scheduler.pt": replace(strict, schedulers=Requirement.IGNORE),
+        "rng_state.pth": replace(strict, rng=Requirement.IGNORE),
+    }
+    patch_accelerate(missing_states=policies[name])
+    build(folder, [], save_strategy="no").train(resume_from_checkpoint=True)
+    patch_accelerate(missing_states=strict)
+    with pytest.raises(UsageError, match=name):
+        build(folder, []).train(resume_from_checkpoint=given)
+    monkeypatch.setenv("CKPTFIX_MISSING_STATES", "ignore")
+    patch_accelerate()
+    build(folder, [], save_strategy="no").train(resume_from_checkpoint=given)
+    monkeypatch.setenv("CKPTFIX_MISSING_STATES", "wran")
+    with pytest.raises(UsageError, match="CKPTFIX_MISSING_STATES='wran': expected"):
+        patch_accelerate()
+
+
+def test_a_model_alone_is_not_resumed_from(tmp_path: Path) -> None:
+    build(tmp_path, [], save_only_model=True).train()
+    with pytest.raises(UsageError, match=r"no complete checkpoint in .*save_only_model=True"):
+        build(tmp_path, []).train(resume_from_checkpoint=True)
+    patch_accelerate(missing_states="warn")
+    with pytest.warns(UserWarning, match="save_only_model=True"):
+        build(tmp_path, [], max_steps=9).train(resume_from_checkpoint=True)
+
+
+def test_another_number_of_processes_is_said(stock: Any, tmp_path: Path) -> None:
+    shutil.copytree(stock[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    states = tmp_path / "checkpoint-4/rng_state.pth"
+    shutil.copy(states, states.with_name("rng_state_0.pth"))
+    states.rename(states.with_name("rng_state_1.pth"))
+    with pytest.warns(UserWarning, match="not bit-exact: saved with 2 processes, now 1"):
+        build(tmp_path, []).train(resume_from_checkpoint=True)
+
+
+def test_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    assert transformers.trainer.get_last_checkpoint(str(tmp_path)) is None
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        build(tmp_path, []).train(resume_from_checkpoint=True)
+    with pytest.raises(FileNotFoundError):
+        transformers.trainer.get_last_checkpoint(str(tmp_path / "none"))
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4/model.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"no complete checkpoint in .*checkpoint-4.*next: ckptfix check -r"):
+        transformers.trainer.get_last_checkpoint(str(tmp_path))
+    trainer = build(tmp_path / "new", [])
+    trainer.train(resume_from_checkpoint=False)
+    trainer = build(tmp_path / "newer", [])
+    trainer.train()
+    assert len(losses(trainer)) == 8
+
+
+def test_the_patch_is_undone(tmp_path: Path) -> None:
+    ours = transformers.trainer.get_last_checkpoint
+    assert transformers.trainer_utils.get_last_checkpoint is ours
+    kept = transformers.Trainer.train
+    unpatch_accelerate()
+    assert transformers.trainer_utils.get_last_checkpoint is not ours
+    assert transformers.trainer.get_last_checkpoint.__module__ == "transformers.trainer_utils"
+    for name in ("train", "_save_checkpoint"):
+        assert not hasattr(getattr(transformers.Trainer, name), "__wrapped__")
+    trainer = build(tmp_path, [])
+    kept(trainer)  # a name that was taken before goes on to the Trainer's own
+    assert not list(tmp_path.rglob(".ckptfix"))
+    patch_accelerate()
+    patch_accelerate()
+    assert transformers.trainer.get_last_checkpoint is ours
+    assert hasattr(transformers.Trainer.train, "__wrapped__")
+    assert not hasattr(transformers.Trainer.train.__wrapped__, "__wrapped__")
+
+
+BEFORE = """
+import sys
+from ckptfix import patch_accelerate
+patch_accelerate()
+assert "transformers" not in sys.modules, "it is the script's to import"
+from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer
+import transformers.trainer
+assert get_last_checkpoint.__module__ == transformers.trainer.get_last_checkpoint.__module__ == {module!r}
+assert hasattr(Trainer.train, "__wrapped__") and hasattr(Trainer._save_checkpoint, "__wrapped__")
+"""
+UNDER_RUN = """
+import sys
+assert not {"torch", "accelerate", "transformers", "numpy"} & set(sys.modules)
+from transformers.trainer_utils import get_last_checkpoint as last
+assert last.__module__ == {module!r}
+import transformers
+assert hasattr(transformers.Trainer.train, "__wrapped__")
+import transformers.trainer
+assert transformers.trainer.get_last_checkpoint is last
+"""
+WITHOUT = "import sys, accelerate; assert 'transformers' not in sys.modules"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_run"), [(BEFORE, False), (UNDER_RUN, True), (WITHOUT, True)], ids=["patch", "run", "without"]
+)
+def test_transformers_is_patched_when_the_script_imports_it(tmp_path: Path, code: str, is_run: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code.replace("{module!r}", repr("ckptfix.training.trainer.trainer_patch")))
+    command = [sys.executable, *(("-m", "ckptfix", "run") if is_run else ()), str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,281 @@
+"""Saves of a transformers Trainer, in one process: what they leave, replace, remove and push."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix import check, verify
+from ckptfix.checkpoint.filenames import TRAINER
+from ckptfix.checkpoint.latest import candidates
+from ckptfix.checkpoint.manifest import read_manifest
+from ckptfix.errors import OperationError
+from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
+import transformers
+
+from tests.training.trainer_kills import build
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def guarded() -> Iterator[None]:
+    patch_accelerate()
+    yield
+    unpatch_accelerate()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    return state
+
+
+def test_a_save_has_all_files_of_a_stock_save_and_a_manifest(tmp_path: Path) -> None:
+    unpatch_accelerate()
+    build(tmp_path / "stock", []).train()
+    patch_accelerate()
+    build(tmp_path / "guarded", []).train()
+    assert names(tmp_path / "guarded") == names(tmp_path / "stock") == ["checkpoint-6", "checkpoint-8"]
+    stock, made = tmp_path / "stock/checkpoint-8", tmp_path / "guarded/checkpoint-8"
+    assert names(made) == sorted([".ckptfix", *names(stock)])
+    manifest = read_manifest(made)
+    assert manifest is not None
+    assert sorted(manifest.files) == names(stock)
+    assert manifest.versions["transformers"] == transformers.__version__
+    assert manifest.world_size == 1
+    assert [one.file for one in manifest.optimizers] == ["optimizer.pt"]
+    assert check(made).status == check(stock).status
+    first, second = state_of(stock), state_of(made)
+    for state in (first, second):  # times and speeds differ
+        state["log_history"] = [entry.get("loss") for entry in state["log_history"]]
+    assert first == second
+
+
+class Adds(transformers.TrainerCallback):  # type: ignore[misc]
+    """Adds a file to each checkpoint, as callbacks do that export adapters."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        checkpoint = Path(arguments.output_dir) / f"checkpoint-{state.global_step}"
+        self.seen.append(names(checkpoint))
+        (checkpoint / "notes").mkdir(exist_ok=True)
+        (checkpoint / "notes/mine.txt").write_text(str(state.global_step))
+
+
+def test_callbacks_see_the_final_folder_and_may_add_files(tmp_path: Path) -> None:
+    adds = Adds()
+    build(tmp_path, [adds]).train()
+    assert all("trainer_state.json" in seen and ".ckptfix" in seen for seen in adds.seen)
+    assert len(adds.seen) == 4
+    for one in candidates(tmp_path, TRAINER):
+        assert one.problem is None
+        assert check(one.path).status == 0
+        assert "differ" not in str(verify(one.path))
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_the_same_step_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr("ckptfix.training.saving.staged_saves.exchange", lambda one, other: False)
+    trainer = build(tmp_path, [Adds()])
+    trainer.train()
+    made = tmp_path / "checkpoint-8"
+    (made / "rng_state_3.pth").write_bytes(b"of more processes")
+    (made / "model-00001-of-00002.safetensors").write_bytes(b"of another model")
+    (made / "config.json").write_text("old")
+    trainer._save_checkpoint(trainer.model, None)
+    assert (made / "notes/mine.txt").read_text() == "8"
+    assert not (made / "rng_state_3.pth").exists()
+    assert not (made / "model-00001-of-00002.safetensors").exists()
+    assert (made / "config.json").read_text() != "old"
+    assert candidates(tmp_path, TRAINER)[0].problem is None
+    assert names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_a_stock_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    unpatch_accelerate()
+    build(tmp_path, [Adds()]).train()
+    (tmp_path / "checkpoint-8/trainer_state.json").unlink()
+    patch_accelerate()
+    build(tmp_path, []).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert candidates(tmp_path, TRAINER)[0].problem is None
+    assert (tmp_path / "checkpoint-8/notes/mine.txt").read_text() == "8"
+
+
+@pytest.mark.parametrize("point", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_a_save_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    trainer = build(tmp_path, [])
+    trainer.train()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    trainer.state.best_model_checkpoint = "best"
+
+    def fails(folder: str) -> None:
+        (Path(folder) / "half").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, point, fails)
+    for step in (8, 10):
+        trainer.state.global_step = step
+        with pytest.raises(OSError, match="No space left"):
+            trainer._save_checkpoint(trainer.model, None)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert trainer.state.best_model_checkpoint == "best"
+    assert "_get_output_dir" not in vars(trainer)
+    assert trainer._get_output_dir(None) == str(tmp_path)
+
+
+def best_of(tmp_path: Path, scores: list[float], **arguments: Any) -> Any:
+    class Scores(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_evaluate(self, a: Any, s: Any, c: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_score"] = scores.pop(0)
+
+    return build(
+        tmp_path, [Scores()], metric_for_best_model="score", greater_is_better=True, load_best_model_at_end=True,
+        eval_steps=2, eval_strategy="steps", **arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scores", "limit", "left", "best"),
+    [
+        ([1.0, 4.0, 2.0, 3.0], 2, [4, 8], 4),
+        ([1.0, 2.0, 3.0, 4.0], 2, [6, 8], 8),
+        (
+            [4.0, 1.0, 2.0, 3.0],
+            1,
+            [2],
+            2,
+        ),  # the Trainer itself removes the last one at the end, as it does in stock
+        ([1.0, 4.0, 2.0, 3.0], 3, [4, 6, 8], 4),
+        ([1.0, 4.0, 2.0, 3.0], None, [2, 4, 6, 8], 4),
+    ],
+)
+def test_the_best_model_is_found_at_its_final_path_and_kept(
+    tmp_path: Path, scores: list[float], limit: int | None, left: list[int], best: int
+) -> None:
+    stock = tmp_path / "stock"
+    unpatch_accelerate()
+    reference = best_of(stock, list(scores), save_total_limit=limit)
+    reference.train()
+    patch_accelerate()
+    trainer = best_of(tmp_path / "guarded", list(scores), save_total_limit=limit)
+    trainer.train()
+    expected = [f"checkpoint-{step}" for step in left]
+    assert names(tmp_path / "guarded") == expected == names(stock)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"guarded/checkpoint-{best}")
+    for one in candidates(tmp_path / "guarded", TRAINER):
+        said, of_stock = (
+            state_of(root / one.path.name)["best_model_checkpoint"] for root in (tmp_path / "guarded", stock)
+        )
+        assert said == of_stock.replace(str(stock), str(tmp_path / "guarded"))
+
+
+def test_old_checkpoints_go_by_step_and_incomplete_ones_neither_count_nor_go(tmp_path: Path) -> None:
+    build(tmp_path, [], save_total_limit=None).train()
+    (tmp_path / "checkpoint-4/trainer_state.json").unlink()
+    shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "checkpoint-100")
+    (tmp_path / "checkpoint-100/trainer_state.json").write_text('{"global_step": 100}')
+    shutil.rmtree(tmp_path / "checkpoint-100/.ckptfix")
+    trainer = build(tmp_path, [], max_steps=10)
+    with pytest.warns(UserWarning, match="checkpoint-100, of another run") as seen:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert len([one for one in seen if "of another run" in str(one.message)]) == 1
+    expected = {"checkpoint-4", "checkpoint-8", "checkpoint-10", "checkpoint-100"}
+    assert set(names(tmp_path)) == expected, (
+        "4 is incomplete, 100 of another run, and two complete ones are left"
+    )
+
+
+def test_a_push_begins_when_the_checkpoint_is_in_its_place(tmp_path: Path) -> None:
+    trainer = build(tmp_path, [])
+    trainer.args.push_to_hub = True
+    pushed, staged = [], []
+    save = trainer._save_rng_state
+
+    def push(folder: str) -> None:
+        pushed.append((folder, names(Path(folder))))
+
+    def look_and_save(folder: str) -> None:
+        staged.append(Path(folder).relative_to(tmp_path))
+        save(folder)
+
+    trainer._push_from_checkpoint, trainer._save_rng_state = push, look_and_save
+    trainer.state.global_step = 3
+    trainer.create_optimizer_and_scheduler(8)
+    trainer._save_checkpoint(trainer.model, None)
+    ((folder, files),) = pushed
+    assert folder == str(tmp_path / "checkpoint-3")
+    assert {".ckptfix", "trainer_state.json", "model.safetensors"} <= set(files)
+    assert staged[0].parts[:2] == (".cache", "huggingface"), "what is half written is never part of an upload"
+    from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS  # type: ignore[attr-defined]
+
+    assert ".cache/huggingface/*" in DEFAULT_IGNORE_PATTERNS
+
+
+def test_only_the_model(tmp_path: Path) -> None:
+    build(tmp_path, [], save_only_model=True).train()
+    assert [one.problem for one in candidates(tmp_path, TRAINER)] == [None, None]
+    assert not [name for name in names(tmp_path / "checkpoint-8") if name.startswith(("optimizer", "rng"))]
+
+
+def test_a_subclass_rotates_by_its_own_rules(tmp_path: Path) -> None:
+    trainer = build(tmp_path, [])
+    told = []
+
+    class Keeps(type(trainer)):  # type: ignore[misc]
+        def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+            told.append(output_dir)
+
+    trainer.__class__ = Keeps
+    trainer.train()
+    if not hasattr(transformers.Trainer, "_rotate_checkpoints"):
+        assert told == [str(tmp_path)] * 4
+    assert len(names(tmp_path)) == 4
+
+
+def test_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = build(tmp_path / "none", [])
+    model = peft.get_peft_model(
+        trainer.model, peft.LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True)
+    )
+    trainer = transformers.Trainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset)
+    trainer.args.output_dir = str(tmp_path / "out")
+    trainer.train()
+    found = candidates(tmp_path / "out", TRAINER)
+    assert [one.problem for one in found] == [None, None]
+    assert "adapter_model.safetensors" in names(found[0].path)
+    after = {name: value.clone() for name, value in model.state_dict().items() if "lora" in name}
+    trainer.train(resume_from_checkpoint=str(found[1].path))
+    assert all(value.equal(model.state_dict()[name]) for name, value in after.items())
+
+
+def test_processes_that_save_different_steps_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ckptfix.training.trainer import trainer_saves
+
+    trainer = build(tmp_path, [])
+    monkeypatch.setattr(trainer_saves, "meet", lambda *_, **__: ["checkpoint-4", "checkpoint-6"])
+    monkeypatch.setattr(trainer_saves, "_is_left_to_transformers", lambda trainer: False)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(OperationError, match="rank 0: checkpoint-4, rank 1: checkpoint-6"):
+        trainer._save_checkpoint(trainer.model, None)

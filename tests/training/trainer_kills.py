@@ -1,0 +1,212 @@
+"""Runs of a transformers Trainer, each killed at another file operation of a save and then resumed.
+
+    python -m tests.training.trainer_kills FOLDER PROCESSES RANK
+
+Prints one line of JSON for each point at which RANK was killed, and one for a run that was not. transformers is
+imported once; every run is a fork, so that hundreds of them take seconds each and not a start of torch.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from ckptfix.training.ranks import Ranks
+from tests.sampling import sampled
+from tests.training.killing import Steps
+
+STEPS, EVERY, ARMED = 8, 2, 6
+"""Steps of a run, steps between two saves, and the save in which processes are killed: old ones are removed then."""
+
+ALONE = 20.0
+"""Seconds for the other process to end by itself, when one was killed."""
+
+
+class Tokens(torch.utils.data.Dataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def build(output: Path, callbacks: list[Any], **arguments: Any) -> Any:
+    shape = dict.fromkeys(("bos_token_id", "eos_token_id"), 0) | {
+        "vocab_size": 50, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2
+    }  # fmt: skip
+    set_seed(0)
+    given = {
+        "output_dir": str(output), "max_steps": STEPS, "save_steps": EVERY, "logging_steps": 1, "use_cpu": True,
+        "report_to": [], "per_device_train_batch_size": 2, "save_total_limit": 2, "disable_tqdm": True, **arguments,
+    }  # fmt: skip
+    return Trainer(
+        model=GPT2LMHeadModel(GPT2Config(**shape)),
+        args=TrainingArguments(**given),
+        train_dataset=Tokens(),
+        eval_dataset=[Tokens()[index] for index in range(2)],
+        callbacks=callbacks,
+    )
+
+
+def on_any_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Read for the CPU whatever number transformers 4.44 gives it in a distributed run: torch knows no cpu:0."""
+
+    def loading(file: Any, map_location: Any = None, **options: Any) -> Any:
+        is_cpu = isinstance(map_location, torch.device) and map_location.type == "cpu"
+        return load(file, map_location="cpu" if is_cpu else map_location, **options)
+
+    return loading
+
+
+def losses(trainer: Any) -> dict[str, Any]:
+    return {str(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+class Arms(TrainerCallback):  # type: ignore[misc]
+    """Begins to count file operations when the save comes in which a process is killed, and ends after it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.armed = state.global_step == ARMED
+
+    def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.armed = False
+
+
+def run(
+    output: Path, result: Path | None, *, guard: bool, resume: bool, kill_at: int | None, victim: int
+) -> None:
+    """Train in this process, and write what it saw."""
+    transformers.logging.set_verbosity_error()
+    if guard:
+        from ckptfix import patch_accelerate
+
+        patch_accelerate()
+    rank = int(os.environ.get("RANK", "0"))
+    steps = Steps(str(output), kill_at if rank == victim else None)
+    torch.save = steps.around(torch.save)  # it writes without an audit event, and so does safetensors
+    torch.load = on_any_cpu(torch.load)
+    transformers.modeling_utils.safe_save_file = steps.around(transformers.modeling_utils.safe_save_file)
+    if guard:  # killed before and after each meeting of the processes, too
+        Ranks.agree = steps.around(Ranks.agree)  # type: ignore[method-assign]
+    trainer = build(output, [Arms(steps)])
+    trainer.train(resume_from_checkpoint=True if resume else None)
+    if result is not None:
+        weights = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
+        seen = {"losses": losses(trainer), "weights": weights, "count": steps.count}
+        result.with_name(f"{result.name}.{rank}").write_text(json.dumps(seen))
+    if trainer.args.world_size > 1:
+        torch.distributed.barrier()
+
+
+def in_processes(processes: int, work: Callable[[], None], log: Path) -> list[int]:
+    """Run work in forked processes of one run, and return their wait statuses. None outlives a killed one for long."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            with log.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            if processes > 1:
+                one, all_of_them = str(rank), str(processes)
+                os.environ.update(
+                    RANK=one, LOCAL_RANK=one, WORLD_SIZE=all_of_them, LOCAL_WORLD_SIZE=all_of_them
+                )
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            code = 1
+            try:
+                work()
+                code = 0
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    statuses: dict[int, int] = {}
+    end = time.monotonic() + 120
+    while len(statuses) < processes:
+        for pid in pids:
+            if pid not in statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    statuses[pid] = status
+                    if status:
+                        end = min(end, time.monotonic() + ALONE)
+        if time.monotonic() > end:
+            for pid in pids:
+                if pid not in statuses:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return [statuses[pid] for pid in pids]
+
+
+def read(result: Path, processes: int) -> list[Any]:
+    return [json.loads(result.with_name(f"{result.name}.{rank}").read_text()) for rank in range(processes)]
+
+
+def main(folder: Path, processes: int, victim: int) -> None:
+    from ckptfix.checkpoint.latest import candidates
+
+    def train(output: Path, result: Path | None = None, *, guard: bool = True, resume: bool = False,
+              kill_at: int | None = None) -> list[int]:  # fmt: skip
+        return in_processes(
+            processes,
+            lambda: run(output, result, guard=guard, resume=resume, kill_at=kill_at, victim=victim),
+            folder / "log",
+        )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    assert train(folder / "stock", folder / "stock.json", guard=False) == [0] * processes, (
+        folder / "log"
+    ).read_text()
+    expected = read(folder / "stock.json", processes)
+    assert train(folder / "whole", folder / "whole.json") == [0] * processes, (folder / "log").read_text()
+    whole = read(folder / "whole.json", processes)
+    steps = whole[victim]["count"]
+    names = sorted(path.name for path in (folder / "whole").iterdir())
+    print(json.dumps({"steps": steps, "names": names, "as stock": strip(whole) == strip(expected),
+                      "transformers": transformers.__version__}), flush=True)  # fmt: skip
+    for point in sampled(range(steps)):
+        output = folder / f"killed-{point}"
+        statuses = train(output, kill_at=point)
+        found = candidates(output, "checkpoint-{}")
+        line: dict[str, Any] = {
+            "point": point,
+            "killed": statuses[victim] == signal.SIGKILL,
+            "problems": {one.path.name: one.problem for one in found if one.problem},
+            "newest": found[0].number if found else None,
+        }
+        result = folder / f"resumed-{point}"
+        line["resumed"] = train(output, result, resume=True) == [0] * processes
+        line["same"] = line["resumed"] and strip(read(result, processes)) == strip(expected)
+        line["left"] = [path.name for path in output.iterdir() if not path.name.startswith("checkpoint-")]
+        line["after"] = sorted(path.name for path in output.iterdir() if path.name not in line["left"])
+        print(json.dumps(line), flush=True)
+        shutil.rmtree(output)
+
+
+def strip(seen: list[Any]) -> list[Any]:
+    return [{"losses": one["losses"], "weights": one["weights"]} for one in seen]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
