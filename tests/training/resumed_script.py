@@ -47,6 +47,7 @@ class Variant:
     optimizer: str = "prepared"  # prepared, raw
     kind: str = "adamw"  # adamw, sgd, adagrad
     two: bool = False
+    turns: bool = False
     loader: str = "prepared"  # prepared, raw
     order: str = "list"  # list, turned
     custom: str = ""  # own, same
@@ -57,6 +58,7 @@ class Variant:
     forget: str = ""
     clip: bool = False
     evaluate: bool = False
+    late: bool = False
     zeros: bool = False
     direct: bool = False
     bf16: bool = False
@@ -203,6 +205,8 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 for one in optimizers:
                     one.step()
+                    if v.turns and one is not optimizers[-1]:
+                        accelerator.backward(model(batch["x"]).abs().mean())
                 shared = (
                     accelerator.reduce(loss.detach(), "mean") if v.schedule == "plateau" else loss.detach()
                 )
@@ -223,6 +227,8 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
             model.train()
         if v.save < 0 and number == -v.save - 1:
             save()
+            if v.late:
+                list(evaluation)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def step(number: int, rank: int = 0) -> Step:
 
 
 def entry(number: int) -> Entry:
-    return Entry(number, {state: {f"a.{state}": f"{state}{number}"} for state in TENSORS})
+    return Entry(number, {state: {f"a.{state}": f"{state}{number}"} for state in TENSORS}, rows=number)
 
 
 def run(first: int, last: int, *, rank: int = 0, world: int = 1, end: str = "script") -> RankRun:
@@ -97,7 +97,7 @@ def with_other(state: str) -> Callable[[Step], Step]:
 def test_runs_that_agree_are_exact(world: int) -> None:
     found = verdict(three(world))
     assert (found.control, found.differences, found.first_steps) == (None, (), {})
-    assert (found.saved_at, found.steps, found.ranks, found.passes_ended) == (
+    assert (found.saved_at, found.steps, found.ranks, found.passes_begun) == (
         SAVED_AT,
         (4, 5, 6, 7, 8),
         world,
@@ -200,7 +200,8 @@ def test_a_save_inside_a_step_compares_what_follows_it() -> None:
             lambda one: replace(one, batches=(first, *one.batches), losses=(loss, *one.losses)),
         )
         save = replace(runs[at][0].saves[0], batches=1, losses=1)
-        entries = (*runs[at][0].entries[:1], replace(entry(SAVED_AT), states={}), entry(SAVED_AT))
+        early, late = replace(entry(SAVED_AT), states={}), replace(entry(SAVED_AT), losses=1)
+        entries = (*runs[at][0].entries[:1], replace(early, rows=SAVED_AT - 1), early, late)
         runs[at][0] = replace(runs[at][0], saves=(save,), entries=entries)
     assert verdict(runs).differences == ()
 

@@ -323,8 +323,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "generators-drawn-from",
         lambda one: one.state == "generators",
-        "the script draws random numbers between load_state and the first batch, or seeds the generators again",
-        "seed before load_state, and draw nothing between it and the training loop",
+        "one run draws random numbers or seeds between the save (or load_state) and the next batch, the other does not",
+        "evaluate before the save, not after it; seed before load_state, and draw nothing after it",
     ),
 )
 """Every known cause, the most specific ones first."""

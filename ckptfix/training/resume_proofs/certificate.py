@@ -185,7 +185,7 @@ def _not_compared(comparison: Comparison, reference: RankRuns, stopped: bool) ->
         yield f"{what}: it differs between two uninterrupted runs, too"
     if stopped and comparison.steps:
         yield f"what follows step {comparison.steps[-1]}: --steps ended the runs there"
-    if comparison.steps and not comparison.passes_ended and "batch" in strips:
+    if comparison.steps and not comparison.passes_begun and "batch" in strips:
         yield "the order of the next epoch: no epoch begins in the compared steps; raise --steps"
     if any("sampled" in one.notes for one in reference):
         yield "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared"

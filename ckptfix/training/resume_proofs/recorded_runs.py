@@ -107,10 +107,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Entry:
-    """States of a process when a loss arrives, before its ``backward``."""
+    """States of a process when a loss arrives, before its ``backward``.
+
+    ``rows``: steps before it; ``losses``: those before it in the same step.
+    """
 
     number: int
     states: Mapping[str, Named]
+    rows: int = 0
+    losses: int = 0
 
 
 @dataclass(frozen=True)

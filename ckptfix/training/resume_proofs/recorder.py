@@ -331,7 +331,8 @@ class Recorder:
         if not self._entries or (settings.entry_at is not None and self._number == settings.entry_at):
             states = self._states()
             states["gradients"] = self._gradients_now(leave_out_zeros=True)
-            self._write("entry", number=self._number, states=states)
+            at = {"rows": self._rows, "losses": len(self._losses)}
+            self._write("entry", number=self._number, states=states, **at)
             self._entries += 1
 
     def _prepared_step(self, original: Callable[..., Any]) -> Callable[..., Any]:

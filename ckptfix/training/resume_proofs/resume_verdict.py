@@ -76,7 +76,7 @@ class Comparison:
     first_steps: Mapping[str, int] = field(default_factory=dict)
     strips: Mapping[str, tuple[bool | None, ...]] = field(default_factory=dict)
     ignored: Ignored = frozenset()
-    passes_ended: int = 0
+    passes_begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,19 @@ def compare(
         return replace(nothing, differences=(Difference(saved_at + 1, 0, "counters", words),))
     found: list[Difference] = []
     agreement: dict[str, dict[int, bool]] = {}
-    ended = 0
+    begun = 0
     for rank, (killed, one, again) in enumerate(zip(interrupted, reference, resumed, strict=True)):
         pair = _Pair(
             saved_at, killed, one, again, reference, _case(one, again, killed, saves, files, len(reference))
         )
         found += pair.differences(ignored, agreement)
         if rank == 0:
-            rows = [step for step in one.steps if step.number > saved_at]
-            ended = len({batch.passing for step in rows for batch in step.batches}) - 1
+            at = _rows_before(one, saved_at)
+            before_save, after_save = (
+                {batch.passing for step in steps for batch in step.batches}
+                for steps in (one.steps[:at], one.steps[at:])
+            )
+            begun = len(after_save - before_save)
     found.sort(key=lambda one: (one.step, STATES.index(one.state), one.rank))
     steps = tuple(sorted({step for per_step in agreement.values() for step in per_step}))
     strips = {
@@ -182,7 +186,7 @@ def compare(
             roots.append(later)
     return replace(
         nothing, steps=steps, differences=tuple(roots), first_steps=first_steps, strips=strips, ignored=ignored,
-        passes_ended=max(ended, 0),
+        passes_begun=begun,
     )  # fmt: skip
 
 
@@ -269,10 +273,10 @@ class _Pair:
         self._entry = self._entry_of(one, save)
 
     def _entry_of(self, one: RankRun, save: Save | None) -> Entry | None:
-        entries = [entry for entry in one.entries if entry.number == self._saved_at]
-        if not entries or (self._saved_at == 0):
-            return entries[-1] if entries else None
-        return entries[min(save.losses, len(entries) - 1)] if save is not None else entries[0]
+        # Two optimizers count as one step: a loss of the second one may come after the step and before the save.
+        at = (_rows_before(one, self._saved_at), save.losses if save is not None else 0)
+        entries = (entry for entry in one.entries if entry.number == self._saved_at)
+        return next((entry for entry in entries if (entry.rows, entry.losses) >= at), None)
 
     def differences(self, ignored: Ignored, agreement: dict[str, dict[int, bool]]) -> Iterator[Difference]:
         """Yield the differences of the first step that differs, and later ones that cannot follow from it.
@@ -357,7 +361,7 @@ class _Pair:
         before, after = self._facts(self._one, self._steps, at), self._facts(self._again, self._after, at)
         passes = [batch.passing for step in self._after[:1] for batch in step.batches]
         now = [batch.passing for step in self._after[at : at + 1] for batch in step.batches]
-        rank_0 = next((entry for entry in self._all[0].entries if entry.number == self._saved_at), None)
+        rank_0 = self._entry_of(self._all[0], _save_at(self._all[0], self._saved_at))
         rank_0s = rank_0.states.get(one.state, {}) if rank_0 is not None and self._one.rank else {}
         changed = [value for value in one.found.values() if value is not None]
         evidence = replace(
