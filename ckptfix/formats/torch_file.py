@@ -6,6 +6,7 @@ the list of storage keys; then for each key eight bytes with the number of eleme
 aligned and the next pickle follows at once, so nothing can move.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import NamedTuple, Protocol
@@ -389,13 +390,32 @@ def same_storages(
     return tuple(ranges)
 
 
+_VERSION = re.compile(rb"\s*\+?(\d{1,9})")
+_VERSIONS = range(1, 11)
+"""The versions that torch 2.13 reads (``kMinSupportedFileFormatVersion`` and its maximum)."""
+
+
+def _ensure_version(reader: FileReader, archive: TorchZip) -> None:
+    """Raise FormatError for an archive without a version, or with one that torch.load refuses."""
+    records = {record.name.lower(): record for record in archive.records}
+    root = archive.root.lower()
+    record = records.get(f"{root}/.data/version") or records.get(f"{root}/version")
+    if record is None:
+        raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
+    text = torch_zip.read_record(reader, record)
+    version = _VERSION.match(text)
+    if version is None or int(version[1]) not in _VERSIONS:
+        raise FormatError(
+            f"the record version is {text[:16]!r}, which torch.load refuses (expected {_VERSIONS[0]} to "
+            f"{_VERSIONS[-1]})"
+        )
+
+
 def _read_zip(reader: FileReader) -> TorchFile:
     archive = torch_zip.read_zip(reader)
     if archive.is_torchscript:
         raise UnsupportedFormat("a TorchScript archive: it holds code next to its state")
-    names = {record.name.lower() for record in archive.records}
-    if not names & {f"{archive.root}/{name}".lower() for name in ("version", ".data/version")}:
-        raise FormatError("the zip archive has no record 'version', without which torch.load refuses it")
+    _ensure_version(reader, archive)
     outside = [one.name for one in archive.records if not one.name.startswith(f"{archive.root}/")]
     if outside:  # PyTorchStreamReader::getAllRecords
         raise FormatError(

@@ -232,6 +232,9 @@ def test_other_kinds_of_archive(tmp_path: Path) -> None:
         parsed(tmp_path, rezipped(data, add={"archive/constants.pkl": b""}))
     for changed, says in (
         (rezipped(data, skip="version"), "no record 'version'"),
+        (rezipped(data, add={"archive/version": b"11\n"}), "version is b'11"),
+        (rezipped(data, add={"archive/version": b"0"}), "version is b'0'"),
+        (rezipped(data, add={"archive/.data/version": b"\0\0"}), "version is b"),
         (rezipped(data, add={"archive/byteorder": b"grr"}), "byteorder is b'grr'"),
         (rezipped(data, add={"other/data": b"1"}), "'other/data' is not in archive/"),
         (rezipped(data, add={"archive/data/0": bytes(24)}), "takes 8 bytes and has a record of 24 bytes"),
@@ -353,7 +356,7 @@ def test_a_name_that_torch_finds_without_regard_to_case_is_refused(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     with pytest.raises(FormatError, match=r"case|no data\.pkl"):
-        parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names]))
+        parsed(tmp_path, zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names]))
 
 
 def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
@@ -364,7 +367,12 @@ def test_case_counts_only_for_a_to_z(tmp_path: Path) -> None:
         "archive/data/\u00c9",
         "archive/other/Data.pkl",
     )
-    assert parsed(tmp_path, zipped(*[(name, b"\x80\x02}.") for name in names])).kind == "a torch zip file"
+    assert (
+        parsed(
+            tmp_path, zipped(*[(name, b"3" if "version" in name else b"\x80\x02}.") for name in names])
+        ).kind
+        == "a torch zip file"
+    )
 
 
 def test_headers_around_the_directory(tmp_path: Path) -> None:
