@@ -43,10 +43,11 @@ class Variant:
     normalize: bool = False
     accumulate: int = 1
     scheduler: str = "prepared"  # prepared, raw, none
-    schedule: str = "step"  # step, cosine, cycle, plateau
+    schedule: str = "step"  # step, cosine, cycle, warm, sequence, plateau
     optimizer: str = "prepared"  # prepared, raw
     kind: str = "adamw"  # adamw, sgd, adagrad
     two: bool = False
+    compiled: bool = False
     turns: bool = False
     loader: str = "prepared"  # prepared, raw
     order: str = "list"  # list, turned
@@ -138,6 +139,15 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
         "step": lambda one: torch.optim.lr_scheduler.StepLR(one, 3, 0.5),
         "cosine": lambda one: torch.optim.lr_scheduler.CosineAnnealingLR(one, 40),
         "cycle": lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 1e-2, total_steps=100),
+        "warm": lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 5),
+        "sequence": lambda one: torch.optim.lr_scheduler.SequentialLR(
+            one,
+            [
+                torch.optim.lr_scheduler.LinearLR(one, 0.1, total_iters=4),
+                torch.optim.lr_scheduler.ExponentialLR(one, 0.9),
+            ],
+            milestones=[4],
+        ),
         "plateau": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=2),
     }
     schedulers: list[Any] = (
@@ -148,7 +158,7 @@ def train(variant: Variant, folder: Path, *, resume: bool) -> None:
     how = {} if v.iterable else {"shuffle": v.shuffle}
     loader: Any = DataLoader(data, batch_size=BATCH, num_workers=v.workers, **how)
     evaluation: Any = DataLoader(Samples(False), batch_size=BATCH)
-    model = accelerator.prepare(model)
+    model = accelerator.prepare(torch.compile(model, backend="eager") if v.compiled else model)
     if v.loader == "prepared":
         loader, evaluation = accelerator.prepare(loader, evaluation)
     if v.optimizer == "prepared":

@@ -669,7 +669,7 @@ def _sampled(tensor: torch.Tensor, size: int) -> str:
     picked = flat[(starts[:, None] + torch.arange(_BLOCK, device=flat.device)[None, :]).reshape(-1)]
     width = next(
         kind
-        for kind in (torch.int32, torch.int16, torch.uint8)
+        for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)
         if flat.numel() % kind.itemsize == 0 and flat.storage_offset() % kind.itemsize == 0
     )
     total = flat.view(width).sum(dtype=torch.int64)
