@@ -196,7 +196,7 @@ class Siblings:
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
         self._paths: defaultdict[tuple[Path, str], list[tuple[int, Path]]] = defaultdict(list)
-        for path in map(Path, paths):
+        for path in dict.fromkeys(map(Path, paths)):
             if match := _NUMBERED.fullmatch(path.name):
                 self._paths[path.parent, match[1]].append((int(match[2]), path))
         self._runs: dict[tuple[Path, str], _Run] = {}

@@ -114,6 +114,14 @@ def test_a_sibling_has_it(tmp_path: Path, lost: str, capsys: pytest.CaptureFixtu
         assert "2 of 2 checkpoints next to it have it" in finding["message"]
 
 
+def test_a_checkpoint_given_twice_counts_once(tmp_path: Path) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}", "custom-object") for number in range(2)]
+    (roots[1] / "custom_checkpoint_0.pkl").unlink()
+    assert incomplete(roots[1], [*roots, roots[1], *roots]) == [
+        "custom_checkpoint_0.pkl is missing: 1 of 1 checkpoints next to it have it"
+    ]
+
+
 def test_all_but_the_model_is_gone(tmp_path: Path) -> None:
     roots = [make(tmp_path / f"epoch_{number}") for number in range(2)]
     lost = ["optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
