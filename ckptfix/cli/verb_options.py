@@ -76,7 +76,11 @@ def write_examples(formatter: click.HelpFormatter, examples: Sequence[Example]) 
 
 
 def asked_form(arguments: Sequence[str]) -> Form:
-    """Return the format that a command line asks for, before it is parsed: it may be one that cannot be."""
+    """Return the format that a command line asks for, before it is parsed: it may be one that cannot be.
+
+    What follows ``--`` belongs to a script, or is a path.
+    """
+    arguments = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "--json" in arguments:
         return Form.JSON
     named = [value for option, value in pairwise(arguments) if option == "--format"]

@@ -57,6 +57,11 @@ def test_wrong_usage_says_what_to_write(
     assert (tmp_path / "taken" / "file").exists()
 
 
+def test_an_option_of_the_script_is_not_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = said(capsys, "--", "train.py", "--json")
+    assert text.startswith("ckptfix: train.py: each run needs an output folder of its own")
+
+
 def test_a_script_that_fails_or_never_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fails.py").write_text("import sys\nraise ValueError('no data in ' + sys.argv[1][:0])")
     status, text = said(capsys, "--", "fails.py", "{dir}")
