@@ -58,8 +58,8 @@ class SavedPlan:
                     f"undo it: {command('undo', self.path)}"
                 )
             raise ChangedError(
-                f"{difference}, since {self.file} was written; {done} was changed; next: plan again with "
-                f"--plan-out and a new file"
+                f"{difference}, since {self.file} was written; {done} was changed; next, with the options of "
+                f"that plan: {command('repair', self.path)} --plan-out NEW_FILE"
             )
         return plan
 

@@ -269,7 +269,7 @@ class VerifyReport(Printable, Serialized):
                 words = ", ".join(f"{number} {outcome.value}" for outcome, number in known.items() if number)
                 yield line(f"{kind.value}s: {words}", colour="red" if known[Outcome.DIFFER] else "green")
         if self.read_values:
-            what = "no problem in" if not self.values else "read those of"
+            what = "no problem in" if not self.values else "read in"
             yield line(f"values: {what} {count_of(self.read_values, 'tensor')}")
         if self.status == 0 and not self.no_digest:
             yield line("no difference found in what was checked", colour="green")

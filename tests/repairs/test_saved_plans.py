@@ -101,6 +101,7 @@ def test_the_command_line_saves_and_applies(folder: Path, capsys: pytest.Capture
     told = capsys.readouterr().err
     assert "already applied" not in told
     assert "changed" in told
+    assert f"next, with the options of that plan: ckptfix repair {folder} --plan-out NEW_FILE" in told
 
 
 def test_no_plan_is_written_where_there_is_nothing_to_repair(
@@ -159,7 +160,7 @@ def test_a_folder_that_changed_is_refused(folder: Path, change: Callable[[Path],
     save_plan(plan_repair(folder), file)
     change(folder)
     before = snapshot(folder)
-    with pytest.raises(ChangedError, match=f"{words}.*nothing was changed; next: plan again"):
+    with pytest.raises(ChangedError, match=f"{words}.*nothing was changed; next, with the options"):
         read_plan(file).plan(recover=True)
     assert snapshot(folder) == before
 
