@@ -379,3 +379,13 @@ def test_another_checkpoint_than_the_saved_one() -> None:
         runs[2][0] = replace(runs[2][0], loads=(Load(0, folder),))
         cause = verdict(runs).differences[0].cause
         assert (cause.code if cause and cause.code == "other-checkpoint" else None) == code
+
+
+def test_what_a_recorder_could_not_see_is_said() -> None:
+    runs = three()
+    runs[1][0] = replace(runs[1][0], notes=("sampled", "tensors of type Odd: their bytes cannot be read"))
+    made = certificate(verdict(runs), runs[1])
+    assert made.not_compared == (
+        "every byte of large tensors: evenly spaced blocks and the sum of all bits were compared",
+        "tensors of type Odd: their bytes cannot be read",
+    )

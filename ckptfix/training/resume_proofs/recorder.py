@@ -6,6 +6,7 @@ that the script computes changes: no random number is drawn, no tensor is writte
 
 import atexit
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ _SAMPLES = 64
 
 _BLOCK = 4096
 _LEAST = 16 * _BLOCK  # bytes of a tensor that are always read whole
+_WHOLE_LEAF = 64 << 20  # bytes of a tensor of a batch
 _PATIENCE = 120.0
 """Seconds that a finished recorder waits for the end that its parent gives it."""
 
@@ -133,9 +135,10 @@ class Recorder:
         self._gradients: dict[str, str] = {}
         self._entries = 0
         self._has_losses = False
+        self._collected_at = -1
         self._end = ""
         self._notes: set[str] = set()
-        self._share = settings.whole_bytes
+        self._share = _WHOLE_LEAF
 
     # Hooks.
 
@@ -288,7 +291,10 @@ class Recorder:
         size = len(tensors[0]) if tensors else 0
         rows = [one for one in tensors if len(one) == size]
         samples = [fingerprint([one[at] for one in rows])[:12] for at in range(min(size, _SAMPLES))]
-        return {"leaves": {path: self._digest(value) for path, value in leaves.items()}, "samples": samples}
+        return {
+            "leaves": {path: self._digest(value, _WHOLE_LEAF) for path, value in leaves.items()},
+            "samples": samples,
+        }
 
     def _loader_facts(self, loader: Any) -> dict[str, Any]:
         names = [type(one).__name__ for one in _samplers(loader)]
@@ -329,6 +335,10 @@ class Recorder:
         """Write the states with which a loss is met, where the run begins and where it is saved."""
         settings = self._settings
         if not self._entries or (settings.entry_at is not None and self._number == settings.entry_at):
+            # An optimizer that was replaced is part of a cycle, and lives until the collector comes by: not by chance.
+            if self._collected_at != self._number:
+                gc.collect()
+                self._collected_at = self._number
             states = self._states()
             states["gradients"] = self._gradients_now(leave_out_zeros=True)
             at = {"rows": self._rows, "losses": len(self._losses)}
@@ -412,7 +422,7 @@ class Recorder:
         counts = {"rows": self._rows, "batches": len(self._batches), "losses": len(self._losses)}
         self._write("save", number=self._number, folder=folder, **counts, facts=self._save_facts())
         if settings.kill_at is not None and self._number >= max(settings.kill_at, 1):
-            (Path(settings.folder) / "saved").touch()
+            (Path(settings.folder) / "saved").write_text(f"{self._number} {len(self._batches)}")
             self._end = "saved"
 
     def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -431,15 +441,36 @@ class Recorder:
         if not self._end:
             if settings.last_step is not None and self._number >= settings.last_step:
                 self._end = "last step"
-            elif settings.kill_at is not None and (Path(settings.folder) / "saved").exists():
-                self._end = "saved"  # by another rank, the only one that saves
+            elif settings.kill_at is not None and self._has_been_saved():
+                self._end = "saved"
         if self._end:
             if self._file is not None:
                 self._write("end", end=self._end)
                 (Path(settings.folder) / f"ended-{_rank()}").touch()
             self._rest(settings)
 
+    def _has_been_saved(self) -> bool:
+        """Return whether another rank, perhaps the only one that saves, saved at this place or at one before it."""
+        try:
+            text = (Path(self._settings.folder) / "saved").read_text()
+        except OSError:
+            return False
+        place = [int(number) for number in text.split()]
+        return len(place) == 2 and [self._number, len(self._batches)] >= place
+
     # States.
+
+    def _find_prepared(self) -> None:
+        """Add what accelerate holds and no constructor of torch made: optimizers and schedulers of other classes."""
+        for _, accelerator in self._living(self._accelerators):
+            for things, found in (
+                (self._optimizers, [getattr(one, "optimizer", None) for one in accelerator._optimizers]),
+                (self._schedulers, [getattr(one, "scheduler", None) for one in accelerator._schedulers]),
+            ):
+                for one in found:
+                    if one is not None and all(known() is not one for known in things):
+                        with suppress(TypeError):  # it takes no weak reference
+                            things.append(weakref.ref(one))
 
     def _living(self, things: list[weakref.ref[Any]]) -> list[tuple[int, Any]]:
         return [(at, thing) for at, known in enumerate(things) if (thing := known()) is not None]
@@ -452,26 +483,31 @@ class Recorder:
 
     def _parameters(self) -> dict[int, tuple[str, Any]]:
         """Return the parameters of prepared models and of optimizers by their identity, each with its name."""
+        self._find_prepared()
         found: dict[int, tuple[str, Any]] = {}
         models = self._models()
         for at, model in enumerate(models):
             for name, one in model.named_parameters():
                 found.setdefault(id(one), (_name(name, at if len(models) > 1 else None), one))
         for at, optimizer in self._living(self._optimizers):
-            for group_at, group in enumerate(optimizer.param_groups):
+            for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for place, one in enumerate(group["params"]):
                     words = f"parameter {place} of group {group_at} of optimizer {at}"
                     found.setdefault(id(one), (words, one))
         # Weights, gradients and two moments: four tensors a parameter share what is read in a step.
-        self._share = max(self._settings.whole_bytes // max(4 * len(found), 1), _LEAST)
+        sizes = [
+            4 * local.numel() * local.element_size() for local in (_local(one) for _, one in found.values())
+        ]
+        limit = self._settings.whole_bytes
+        self._share = limit if sum(sizes) <= limit else max(limit // (4 * len(sizes)), _LEAST)
         return found
 
     def _gradients_now(self, *, leave_out_zeros: bool = False) -> dict[str, str]:
         found = {}
         for name, one in self._parameters().values():
             gradient = one.grad
-            if gradient is not None and not (leave_out_zeros and not _local(gradient).any()):
-                found[name] = self._digest(gradient)
+            if gradient is not None and not (leave_out_zeros and _is_zero(_local(gradient))):
+                found[name] = self._digest(gradient, self._share)
         return found
 
     def _states(self) -> dict[str, dict[str, str]]:
@@ -479,9 +515,9 @@ class Recorder:
         names = {key: name for key, (name, _) in parameters.items()}
         models = self._models()
         states: dict[str, dict[str, str]] = {
-            "weights": {name: self._digest(one) for name, one in parameters.values()},
+            "weights": {name: self._digest(one, self._share) for name, one in parameters.values()},
             "buffers": {
-                _name(name, at if len(models) > 1 else None): self._digest(one)
+                _name(name, at if len(models) > 1 else None): self._digest(one, self._share)
                 for at, model in enumerate(models)
                 for name, one in model.named_buffers()
             },
@@ -491,12 +527,13 @@ class Recorder:
         }
         for at, optimizer in self._living(self._optimizers):
             of = f" of optimizer {at}" if len(self._optimizers) > 1 else ""
-            for parameter, moments in optimizer.state.items():
+            for parameter, moments in getattr(optimizer, "state", {}).items():
                 for key, value in moments.items() if isinstance(moments, dict) else ():
                     if value is not None:
                         name = names.get(id(parameter), "?")
-                        states["moments"][f"{key} of {name}{of if name == '?' else ''}"] = self._digest(value)
-            for group_at, group in enumerate(optimizer.param_groups):
+                        moment = f"{key} of {name}{of if name == '?' else ''}"
+                        states["moments"][moment] = self._digest(value, self._share)
+            for group_at, group in enumerate(getattr(optimizer, "param_groups", ())):
                 for key in ("lr", "momentum", "betas", "weight_decay"):
                     if key in group:
                         states["learning rate"][f"{key} of group {group_at}{of}"] = _value(group[key])
@@ -552,16 +589,23 @@ class Recorder:
             "distributed": str(accelerators[-1].distributed_type).rpartition(".")[2] if accelerators else "",
         }
 
-    def _digest(self, value: Any) -> str:
-        """Return a digest of a tensor's bytes, or of any other value; a large tensor is sampled, and this is noted."""
+    def _digest(self, value: Any, limit: int) -> str:
+        """Return a digest of a tensor's bytes, or of any other value; a tensor above ``limit`` bytes is sampled."""
         if not isinstance(value, torch.Tensor):
             return fingerprint(value)[:12]
         local = _local(value.detach())
-        size = local.numel() * local.element_size()
-        if size <= self._share or local.layout is not torch.strided:
-            return fingerprint(value)[:12]
-        self._note("sampled")
-        return _sampled(local, self._share)
+        try:
+            if local.numel() * local.element_size() <= limit or local.layout is not torch.strided:
+                return fingerprint(value)[:12]
+            self._note("sampled")
+            return _sampled(local, limit)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+        ):  # a class of tensors whose bytes cannot be seen
+            self._note(f"tensors of type {type(value).__name__}: their bytes cannot be read")
+            return "?"
 
     # Rows.
 
@@ -609,6 +653,10 @@ def _name(name: str, model: int | None) -> str:
     """Return a parameter's name without what wrappers put into it."""
     parts = [one for one in name.removeprefix("module.").split(".") if one not in PRIVATE_WRAPPERS]
     return ".".join(parts) if model is None else f"{'.'.join(parts)} of model {model}"
+
+
+def _is_zero(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.any()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
