@@ -8,6 +8,7 @@ Every library's names are here, and only here:
 - Weights of transformers, peft and diffusers, their variants (``model.fp16.safetensors``), their shards and indexes.
 - The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and of DeepSpeed 0.18
   (``runtime/engine.py``).
+- ``run_state_0.pt``, in which the guarded Accelerator keeps what a rank needs to go on exactly.
 - Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``, ``epoch_2``.
 
 ``str()`` of a parsed name is the name again, and parsing the ``str()`` of a meaning gives that meaning.
@@ -32,6 +33,7 @@ class Role(Enum):
     GRAD_SCALER = "grad scaler"
     RNG_STATE = "rng states"
     CUSTOM = "custom"
+    RUN_STATE = "run states"
     TRAINING_ARGUMENTS = "training arguments"
     WEIGHTS_INDEX = "weights index"
     UNKNOWN = "unknown"
@@ -39,6 +41,9 @@ class Role(Enum):
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pth.tar", ".th")
 """Every file with one of these suffixes is a component, whatever its name."""
+
+OF_ONE_RANK = (Role.RNG_STATE, Role.RUN_STATE)
+"""Roles of files that each rank has for itself."""
 
 NOT_STATES = (Role.MODEL, Role.WEIGHTS_INDEX, Role.UNKNOWN)
 """Roles of files that may hold weights of a model. Every other role is a state that a library saves by that name."""
@@ -69,7 +74,8 @@ _LIBRARY_STEMS = {
 class FileName:
     """A parsed name. ``stem`` and ``suffix`` belong to the family: files of one family are one list of entries.
 
-    ``shard`` is (number, total), both from 1, for one file of a sharded model. ``rank`` is set for RNG states.
+    ``shard`` is (number, total), both from 1, for one file of a sharded model. ``rank`` is set for what each
+    rank has for itself.
     ``variant`` is set where it follows the number of a shard, as diffusers wrote it before 0.30.
     """
 
@@ -170,6 +176,7 @@ _FAMILIES = {
     ("dl_state_dict", ".bin"): (Role.DATALOADER, _FROM_ONE),
     ("random_states", ".pkl"): (Role.RNG_STATE, _FROM_ZERO),
     ("custom_checkpoint", ".pkl"): (Role.CUSTOM, _FROM_ZERO),
+    ("run_state", ".pt"): (Role.RUN_STATE, _FROM_ZERO),
     ("scaler", ".pt"): (Role.GRAD_SCALER, _LONE),
     ("optimizer", ".pt"): (Role.OPTIMIZER, _LONE),
     ("scheduler", ".pt"): (Role.SCHEDULER, _LONE),
@@ -208,7 +215,7 @@ def parse_file_name(name: str) -> FileName | None:
             or (numbering == _FROM_ONE and number != 0)
             or (numbering == _FROM_ZERO and number is not None)
         ):
-            if role is Role.RNG_STATE:
+            if role in OF_ONE_RANK:
                 return FileName(role=role, stem=match[1], suffix=match[3], rank=number)
             return FileName(role=role, stem=match[1], suffix=match[3], index=number or 0)
     if match := _SHARD.fullmatch(name):
@@ -244,6 +251,11 @@ def shard_name(stem: str, suffix: str, number: int, total: int) -> str:
 def random_states_name(rank: int) -> str:
     """Return the name of the file in which ``save_state`` keeps the RNG states of a rank."""
     return str(FileName(role=Role.RNG_STATE, stem="random_states", suffix=".pkl", rank=rank))
+
+
+def run_state_name(rank: int) -> str:
+    """Return the name of the file in which the guarded Accelerator keeps what a rank needs to go on exactly."""
+    return str(FileName(role=Role.RUN_STATE, stem="run_state", suffix=".pt", rank=rank))
 
 
 TRAINER_STATE = "trainer_state.json"

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.dataclass import dataclass
@@ -87,9 +87,7 @@ class CheckReport(Printable, Serialized):
     def counts(self) -> str:
         """The numbers of files, tensors and bytes that were read, in words."""
         components = self.folder.components
-        tensors = sum(
-            len(component.tensors) for component in components if component.role is not Role.RNG_STATE
-        )
+        tensors = sum(len(component.tensors) for component in components if component.role not in OF_ONE_RANK)
         tensors += sum(len(state.metadata.tensors) for state in self.sharded if state.metadata is not None)
         tensors += sum(state.tensors for state in self.deepspeed if state.files)
         files = len(components) + sum(len(state.files) for state in self.sharded)

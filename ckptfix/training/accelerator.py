@@ -13,6 +13,7 @@ from ckptfix.training import guard
 from ckptfix.training.guard import OnReprepare, Settings, guard_of
 from ckptfix.training.loading.load_report import LoadPolicy, Requirement
 from ckptfix.training.ranks import timeout_of
+from ckptfix.training.resuming import positions
 from ckptfix.training.resuming.guarded_load import load_state
 from ckptfix.training.saving.save_state import save_model, save_state
 from ckptfix.training.trainer.trainer_patch import patch_trainer, unpatch_trainer
@@ -95,6 +96,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         )
         super().__init__(*args, **kwargs)
 
+    def resume_dataloader(self, dataloader: Any) -> Any:
+        """Return what is left of the epoch in which the loaded checkpoint was saved; iterate it in that epoch.
+
+        Between epochs, and for a loader with ``use_stateful_dataloader``, it is the loader itself. ``dataloader``: what
+        ``prepare`` returned. Its ``iteration`` is the number of that epoch.
+        """
+        return positions.resume_dataloader(self, dataloader)
+
 
 def _of_the_base(name: str) -> Callable[[accelerate.Accelerator], Callable[..., Any]]:
     # Looked up at each call: a patch of the base class, ours or another's, stays in the chain.
@@ -150,6 +159,7 @@ def patch_accelerate(
             original = getattr(accelerate.Accelerator, name)
             _ORIGINALS[name] = original
             setattr(accelerate.Accelerator, name, _in_front(name, original, _of_the_patch(name, original)))
+    accelerate.Accelerator.resume_dataloader = positions.resume_dataloader
     patch_dispatch(mode)
     patch_trainer()
 
@@ -165,7 +175,10 @@ def unpatch_accelerate() -> None:
         if getattr(getattr(accelerate.Accelerator, name), "__wrapped__", None) is original:
             setattr(accelerate.Accelerator, name, original)
     _ORIGINALS.clear()
+    if vars(accelerate.Accelerator).get("resume_dataloader") is positions.resume_dataloader:
+        del accelerate.Accelerator.resume_dataloader
     for accelerator, its_guard in list(guard.GUARDS.items()):
         if not isinstance(accelerator, Accelerator):
             its_guard.backward.stop()
+            positions.forget(accelerator)
             del guard.GUARDS[accelerator]

@@ -33,6 +33,7 @@ from ckptfix.training.prepared import (
     made_here,
     wrapper_of,
 )
+from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.running import as_given
 
 Method = Callable[..., Any]
@@ -75,6 +76,7 @@ class Guard:
         self._running = threading.local()
         self._accelerator = weakref.ref(accelerator)
         self._registered: frozenset[int] | None = None
+        run_state.watch(accelerator)
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
@@ -219,6 +221,7 @@ def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
 def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any) -> Any:
     """Guard ``Accelerator.backward``: count it."""
     count_backward()
+    positions.training_goes_on()
     guard_of(accelerator).follow_the_registries()
     return method(loss, **kwargs)
 
@@ -401,6 +404,7 @@ def _hook(check: "weakref.ref[BackwardCheck]") -> Callable[..., None]:
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
+        positions.training_goes_on()
         watching = check()
         if watching is not None and seen == _latest:
             watching.stepped(optimizer)

@@ -293,12 +293,12 @@ def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> I
 def _changes_a_load(name: str) -> bool:
     """Return whether a file that no save listed is read by ``load_state``.
 
-    Other processes add their random states late.
+    Other processes add their random states and run states late.
     """
     parsed = parse_file_name(name)
     if parsed is None or parsed.is_of_trainer:
         return False
-    return parsed.role not in (Role.RNG_STATE, Role.UNKNOWN)
+    return parsed.role not in (Role.RNG_STATE, Role.RUN_STATE, Role.UNKNOWN)
 
 
 def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:

@@ -87,7 +87,12 @@ def test_a_save_has_a_manifest_and_stock_accelerate_loads_it(tmp_path: Path) -> 
     assert manifest is not None
     assert [entry.type for entry in manifest.models] == ["torch.nn.modules.linear.Linear"]
     assert [entry.type for entry in manifest.optimizers] == ["torch.optim.adamw.AdamW"]
-    assert set(manifest.files) == {"model.safetensors", "optimizer.bin", "random_states_0.pkl"}
+    assert set(manifest.files) == {
+        "model.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "run_state_0.pt",
+    }
     assert incomplete(saved) is None
     assert check(saved).findings == ()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -171,12 +171,16 @@ class ComponentReport(_Plain):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LoadReport(_Plain):
-    """The components that one process loaded. ``str()`` is one line for each component."""
+    """The components that one process loaded. ``str()`` is one line for each component.
 
-    json_keys: ClassVar = "path complete=is_complete components"
+    ``inexact``: why the run does not continue bit for bit; empty where it does.
+    """
+
+    json_keys: ClassVar = "path complete=is_complete components inexact"
 
     path: Path
     components: tuple[ComponentReport, ...]
+    inexact: tuple[str, ...] = ()
 
     def of(self, part: Part | str) -> tuple[ComponentReport, ...]:
         """Return the components of one part, for instance ``report.of("models")``."""
@@ -202,7 +206,8 @@ class LoadReport(_Plain):
         return f"<LoadReport {self.path}: {', '.join(f'{counts[one]} {one}' for one in counts)}>"
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.path}:", *(f"  {component}" for component in self.components)])
+        inexact = [f"  not bit-exact: {'; '.join(self.inexact)}"] if self.inexact else []
+        return "\n".join([f"{self.path}:", *(f"  {component}" for component in self.components), *inexact])
 
 
 class LoadError(OperationError):

@@ -5,13 +5,14 @@ A load restores what ``load_report.Part`` lists, in the order of ``commit``.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, believed, model_entries, state_entries
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
@@ -20,7 +21,15 @@ from ckptfix.training.loading.checking import custom_problem, optimizer_problem,
 from ckptfix.training.loading.commit import Tensors, agree, commit_on_all, go_on_numbering, outline
 from ckptfix.training.loading.delegated import load_delegated
 from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
-from ckptfix.training.loading.load_report import LoadError, LoadPolicy, LoadReport, Part, Requirement
+from ckptfix.training.loading.load_report import (
+    ComponentReport,
+    LoadError,
+    LoadPolicy,
+    LoadReport,
+    Part,
+    Requirement,
+    Status,
+)
 from ckptfix.training.loading.models import plan_models, run_hooks
 from ckptfix.training.loading.states import (
     SavedStates,
@@ -36,6 +45,7 @@ from ckptfix.training.loading.states import (
 )
 from ckptfix.training.loading.targets import distinct, model_targets
 from ckptfix.training.ranks import SHARDED, Ranks, cannot_agree
+from ckptfix.training.resuming import run_state
 from ckptfix.training.saving.save_manifest import driven_optimizer, held_models
 
 
@@ -61,11 +71,36 @@ def load_state_tolerant(
             "several XLA processes cannot agree on a load here; next: accelerator.load_state(path)"
         )
     root = Path(path).expanduser()
-    if accelerator.distributed_type in SHARDED:
-        return load_delegated(accelerator, root, policy)
-    report = _load(accelerator, root, policy, Ranks(accelerator))
-    go_on_numbering(accelerator, root)
-    return report
+    is_delegated = accelerator.distributed_type in SHARDED
+    if is_delegated:
+        report = load_delegated(accelerator, root, policy)
+    else:
+        report = _load(accelerator, root, policy, Ranks(accelerator))
+        go_on_numbering(accelerator, root)
+    inexact = run_state.go_on_and_report(accelerator, root, left=left_by(report))
+    missing = (str(one) for one in report.components if one.part.value in left_by(report) and is_left(one))
+    return replace(report, inexact=(*missing, *inexact))
+
+
+def left_by(report: LoadReport) -> frozenset[str]:
+    """Return the parts that a run state must leave as a load made them.
+
+    A run state lists states by number. Where a load gave them to objects with other numbers, it would undo that.
+    """
+    left = {one.part.value for one in report.components if is_left(one)}
+    for one in report.components:
+        numbers = {parsed.index for name in one.files if (parsed := parse_file_name(name)) is not None}
+        is_numbered = one.part in (Part.OPTIMIZERS, Part.SCHEDULERS, Part.CUSTOM) and one.index is not None
+        if is_numbered and numbers and numbers != {one.index}:
+            left.add(one.part.value)
+    return frozenset(left)
+
+
+def is_left(component: ComponentReport) -> bool:
+    """Return whether an object of the run was left as it was."""
+    return component.status in (Status.SKIPPED, Status.FAILED) and bool(
+        component.what or component.index is not None
+    )
 
 
 def load_here(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from ckptfix.checkpoint.entries import Entry, component_at, single_entry
-from ckptfix.checkpoint.filenames import FileName, Role, parse_file_name, random_states_name
+from ckptfix.checkpoint.filenames import OF_ONE_RANK, FileName, Role, parse_file_name, random_states_name
 from ckptfix.checkpoint.folder import CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.dataclass import dataclass
@@ -345,14 +345,14 @@ def not_of_a_rank(name: FileName) -> bool:
 
     A scan by each of 1,000 ranks must not open 1,000 files of random states.
     """
-    return name.role is not Role.RNG_STATE or name.is_of_trainer
+    return name.role not in OF_ONE_RANK or name.is_of_trainer
 
 
 def ranks_in(root: Path) -> list[int]:
     """Return the ranks whose random states a folder holds."""
     names = (parse_file_name(name) for name in os.listdir(root))
     found = (name for name in names if name is not None and not name.is_of_trainer)
-    return sorted(name.rank for name in found if name.rank is not None)
+    return sorted(name.rank for name in found if name.rank is not None and name.role is Role.RNG_STATE)
 
 
 def plan_random(draft: Draft, root: Path, manifest: Manifest | None, rank: int, world_size: int) -> None:

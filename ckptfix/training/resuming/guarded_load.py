@@ -23,9 +23,10 @@ from ckptfix.errors import UsageError
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
-from ckptfix.training.loading.load_state import load_here
+from ckptfix.training.loading.load_state import left_by, load_here
 from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
+from ckptfix.training.resuming import run_state
 
 _STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
 
@@ -113,9 +114,11 @@ def load_state(
             input_dir = _choose(accelerator, folder)
         elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
             raise UsageError(problem)
-        result = None
-        if not is_outermost or not input_dir or not _undoubled(accelerator, input_dir, *args, **kwargs):
-            result = method(input_dir, *args, **kwargs)
+        report = _undoubled(accelerator, input_dir, *args, **kwargs) if is_outermost and input_dir else None
+        result = method(input_dir, *args, **kwargs) if report is None else None
+        if is_outermost and input_dir:
+            left = frozenset() if report is None else left_by(report)
+            run_state.go_on_and_report(accelerator, Path(os.path.expanduser(str(input_dir))), left=left)
         if is_outermost and input_dir is not None and config.automatic_checkpoint_naming:
             number = checkpoint_number(Path(input_dir).name)
             if number is not None:
@@ -131,27 +134,27 @@ def _undoubled(
     strict: bool = True,
     map_location: object = None,
     **kwargs: Any,
-) -> bool:
-    """Load a folder that an unguarded run doubled, or whose names a repair changed; False for any other folder.
+) -> LoadReport | None:
+    """Load a folder that an unguarded run doubled, or whose names a repair changed; None for any other folder.
 
     ``strict=False`` and arguments that nobody here knows are left to accelerate, whatever comes of it.
     """
     root = Path(os.path.expanduser(str(input_dir)))
     if not strict or kwargs or not is_shifted(accelerator, root):
-        return False
+        return None
     dataloaders = dataloaders_requirement(accelerator, root)
     trust = (load_kwargs or {}).get("weights_only") is False
     report = load_here(accelerator, root, LoadPolicy(dataloaders=dataloaders, trust=trust))
     elsewhere = moved(report)
     if not elsewhere and dataloaders is not Requirement.IGNORE:
-        return True  # a tie that the file lacks looked like another wrapper: all is where its number says
+        return report  # a tie that the file lacks looked like another wrapper: all is where its number says
     left = "; data loaders start anew: which of their states is current is not known"
     warn_caller(
         f"{root} does not hold what this run registers, number by number: objects were prepared twice when it was "
         f"saved, or a repair renamed keys. Loaded by content: {'; '.join(elsewhere)}"
         f"{left if dataloaders is Requirement.IGNORE else ''}; next: {command('check', root)}"
     )
-    return True
+    return report
 
 
 def _choose(accelerator: Accelerator, folder: Path) -> str:

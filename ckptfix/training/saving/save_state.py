@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ckptfix.checkpoint.filenames import Role, checkpoint_number, index_name, model_file, parse_file_name
+from ckptfix.checkpoint.filenames import (
+    FileName,
+    Role,
+    checkpoint_number,
+    index_name,
+    model_file,
+    parse_file_name,
+)
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
+from ckptfix.training.resuming import run_state
+from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
 from ckptfix.training.saving.staged_saves import StagedSave, abandon, add, begin, commit, plan_staging, rotate
@@ -42,12 +51,16 @@ def save_state(
     with guard.entered() as is_outermost:
         if not is_outermost or _is_left_to_accelerate(accelerator, output_dir):
             return method(output_dir, safe_serialization, **kwargs)
-        save = _Save(accelerator, lambda folder: method(folder, safe_serialization, **kwargs))
+        random = capture()
+        save = _Save(accelerator, random, lambda folder: method(folder, safe_serialization, **kwargs))
         target = _target(accelerator, output_dir)
-        if _together(accelerator) and save.is_of_all(target):
-            name = save.together(target, safe_serialization).name
-        else:
-            name = save.alone(target, safe_serialization).name
+        try:
+            if _together(accelerator) and save.is_of_all(target):
+                name = save.together(target, safe_serialization).name
+            else:
+                name = save.alone(target, safe_serialization).name
+        finally:
+            restore(random)  # a save does not change what the run draws next
         if accelerator.project_configuration.automatic_checkpoint_naming:
             return Path(accelerator.project_dir) / "checkpoints" / name
         return Path(str(output_dir))
@@ -80,10 +93,16 @@ def _is_left_to_accelerate(accelerator: Accelerator, output_dir: object) -> bool
 
 
 class _Save:
-    """One save. ``write`` is accelerate's part of it: all its files into a folder."""
+    """One save. ``write`` is accelerate's part of it: all its files into a folder.
 
-    def __init__(self, accelerator: Accelerator, write: Callable[[str], Any]) -> None:
+    ``random``: the random generators at its beginning.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, random: GeneratorStates, write: Callable[[str], Any]
+    ) -> None:
         self._accelerator = accelerator
+        self._random = random
         self._write = write
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
@@ -120,6 +139,8 @@ class _Save:
                 commit(self._staging, self._manifest())
                 self._rotate()
             else:
+                for name in _of_the_last_writer(accelerator):
+                    (self._staging.folder / name).unlink(missing_ok=True)
                 add(self._staging)
         except BaseException:
             self._renumber()
@@ -148,8 +169,14 @@ class _Save:
     def _write_all(self, safetensors: bool) -> None:
         if self._config.automatic_checkpoint_naming:
             self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
-        with _unnamed(self._accelerator), _recorded(self._accelerator, self._record, safetensors):
+        accelerator = self._accelerator
+        with (
+            _unnamed(accelerator),
+            _recorded(accelerator, self._record, safetensors),
+            run_state.seen_states() as states,
+        ):
             self._write(str(self._staging.folder))
+        run_state.save(accelerator, self._staging.folder, self._random, states)
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
@@ -159,6 +186,10 @@ class _Save:
             )
 
     def _manifest(self) -> bytes:
+        """Return the manifest of what is staged, once the files that every process writes are those of this one."""
+        if self._accelerator.num_processes > 1:
+            for name, state in _of_the_last_writer(self._accelerator).items():
+                torch.save(state(), self._staging.folder / name)
         return make_manifest(self._accelerator, self._staging.folder, self._models).to_bytes()
 
     def _rotate(self) -> None:
@@ -167,6 +198,23 @@ class _Save:
 
     def _renumber(self) -> None:
         self._config.iteration = self._iteration
+
+
+def _of_the_last_writer(accelerator: Accelerator) -> dict[str, Callable[[], Any]]:
+    """Return the files that accelerate has every process write, with the state that each of them writes.
+
+    Of a dispatcher only the main process knows the position (accelerate#4165): what it writes must stay.
+    """
+    found: dict[str, Callable[[], Any]] = {
+        str(FileName(role=Role.DATALOADER, stem="dl_state_dict", suffix=".bin", index=number)): one.state_dict
+        for number, one in enumerate(accelerator._dataloaders)
+        if getattr(one, "use_stateful_dataloader", False)
+    }
+    if accelerator.scaler is not None:
+        found[str(FileName(role=Role.GRAD_SCALER, stem="scaler", suffix=".pt"))] = (
+            accelerator.scaler.state_dict
+        )
+    return found
 
 
 def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:

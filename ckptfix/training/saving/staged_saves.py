@@ -22,6 +22,7 @@ from ckptfix.checkpoint.dcp import belongs
 from ckptfix.checkpoint.deepspeed_files import BESIDE, is_deepspeed_file
 from ckptfix.checkpoint.filenames import (
     LOADED_MODELS,
+    OF_ONE_RANK,
     TRAINER,
     TRAINER_STATE,
     Role,
@@ -32,6 +33,7 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
     random_states_name,
+    run_state_name,
 )
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of
 from ckptfix.checkpoint.manifest import read_manifest
@@ -96,10 +98,10 @@ def files_in(folder: Path) -> set[str]:
 
 
 def rank_of_states(name: str) -> int | None:
-    """Return the rank whose random states a file holds, None for any other file."""
+    """Return the rank whose random states or run state a file holds, None for any other file."""
     parsed = parse_file_name(name)
-    is_accelerates = parsed is not None and parsed.role is Role.RNG_STATE and not parsed.is_of_trainer
-    return parsed.rank if parsed is not None and is_accelerates else None
+    is_of_a_rank = parsed is not None and parsed.role in OF_ONE_RANK and not parsed.is_of_trainer
+    return parsed.rank if parsed is not None and is_of_a_rank else None
 
 
 def role_of(name: str) -> Role | None:
@@ -111,7 +113,7 @@ def role_of(name: str) -> Role | None:
         return Role.MODEL if parsed.stem in _STEMS and not parsed.variant else None
     if parsed.role is Role.WEIGHTS_INDEX:
         return Role.WEIGHTS_INDEX if name in _INDEXES else None
-    return None if parsed.role in (Role.UNKNOWN, Role.RNG_STATE) else parsed.role
+    return None if parsed.role is Role.UNKNOWN or parsed.role in OF_ONE_RANK else parsed.role
 
 
 def _components(target: Path, existing: set[str]) -> Iterator[str]:
@@ -150,7 +152,7 @@ def _of_the_user(components: set[str], recorded: set[str]) -> set[str]:
         for name in components - recorded - {_FIRST}
         if (parsed := parse_file_name(name)) is not None
         and not parsed.index
-        and parsed.role is not Role.RNG_STATE
+        and parsed.role not in OF_ONE_RANK
     }
 
 
@@ -178,7 +180,8 @@ def _recorded(target: Path) -> set[str]:
     with suppress(FormatError, OSError):
         manifest = read_manifest(target)
         if manifest is not None:  # and what other processes may have added
-            names = {*manifest.files, *(random_states_name(rank) for rank in range(manifest.world_size))}
+            ranks = range(manifest.world_size)
+            names = {*manifest.files, *map(random_states_name, ranks), *map(run_state_name, ranks)}
     with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
         names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
     return names

@@ -1,0 +1,783 @@
+"""Positions of data loaders: how far a pass over a prepared loader has come, and what its next batch depends on.
+
+A pass of accelerate's loaders fetches one batch ahead. What it yields depends on the random generators at three
+moments: when its iterator is made (the permutation, the seeds of workers), before the batch that is ahead is fetched
+(augmentation), and at the save. A position holds all three. On resume the same iterator is made, the batches that were
+used are passed over, and the generators are set at the same moments again.
+
+A loader that no watched accelerator holds is iterated by accelerate as before.
+"""
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from accelerate import data_loader as accelerate_loaders
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+
+from ckptfix.dataclass import dataclass
+from ckptfix.devices.callers import warn_caller
+from ckptfix.errors import UsageError
+from ckptfix.training.resuming.generators import (
+    Generator,
+    GeneratorStates,
+    capture,
+    from_plain,
+    generators_in,
+    plain,
+    restore,
+    set_state,
+    state_of,
+)
+from ckptfix.training.resuming.worker_states import Workers, WorkerStates
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """States of the global generators and of those that a loader, its sampler and its dataset hold."""
+
+    everywhere: GeneratorStates
+    held: Mapping[str, Any]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return values that ``from_plain`` reads."""
+        return {"everywhere": self.everywhere.as_plain(), "held": plain(self.held)}
+
+    @classmethod
+    def from_plain(cls, value: Mapping[str, Any]) -> "Moment":
+        """Return the moment that ``as_plain`` described."""
+        return cls(GeneratorStates.from_plain(value["everywhere"]), from_plain(value["held"]))
+
+
+@dataclass(slots=True)
+class SaveMoment:
+    """The global generators at a save. ``is_reached``: whether a loader has brought the run there again."""
+
+    generators: GeneratorStates
+    is_reached: bool = False
+
+
+@dataclass(slots=True)
+class Position:
+    """A loader at a save.
+
+    ``fetched`` counts batches of the base loader that the script has got in the pass under way, None between passes;
+    a dispatcher yields one batch for every ``per_batch`` of them. ``is_at_end``: the last batch has been yielded, and
+    the loop has not ended. ``was_made``: the iterator was older than the pass. ``problem``: why it is not exact.
+    """
+
+    signature: tuple[Any, ...]
+    iteration: int
+    held: Mapping[str, Any]
+    per_batch: int = 1
+    fetched: int | None = None
+    is_at_end: bool = False
+    start: Moment | None = None
+    ahead: Moment | None = None
+    seed: int | None = None
+    stateful: Any = None
+    is_fresh: bool = False
+    workers: WorkerStates | None = None
+    was_made: bool = False
+    problem: str = ""
+    save: SaveMoment | None = None
+
+    @property
+    def yielded(self) -> int:
+        """The number of batches that the script has got in the pass under way."""
+        return (self.fetched or 0) // self.per_batch
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return values that ``from_plain`` reads; ``save`` is written once for all loaders."""
+        return {
+            "signature": list(self.signature),
+            "iteration": self.iteration,
+            "held": plain(self.held),
+            "per_batch": self.per_batch,
+            "fetched": self.fetched,
+            "is_at_end": self.is_at_end,
+            "start": None if self.start is None else self.start.as_plain(),
+            "ahead": None if self.ahead is None else self.ahead.as_plain(),
+            "seed": self.seed,
+            "stateful": plain(self.stateful),
+            "is_fresh": self.is_fresh,
+            "workers": None if self.workers is None else plain(self.workers.as_plain()),
+            "was_made": self.was_made,
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_plain(cls, value: Mapping[str, Any]) -> "Position":
+        """Return the position that ``as_plain`` described."""
+        return cls(
+            signature=tuple(value["signature"]),
+            iteration=int(value["iteration"]),
+            held=from_plain(value["held"]),
+            per_batch=int(value["per_batch"]),
+            fetched=value["fetched"],
+            is_at_end=bool(value["is_at_end"]),
+            start=None if value["start"] is None else Moment.from_plain(value["start"]),
+            ahead=None if value["ahead"] is None else Moment.from_plain(value["ahead"]),
+            seed=value["seed"],
+            stateful=from_plain(value["stateful"]),
+            is_fresh=bool(value["is_fresh"]),
+            workers=None
+            if value["workers"] is None
+            else WorkerStates.from_plain(from_plain(value["workers"])),
+            was_made=bool(value["was_made"]),
+            problem=str(value["problem"]),
+        )
+
+
+# Which loaders are followed.
+
+_WATCHED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_PATCHED: set[type] = set()
+_FOLLOWED: "weakref.WeakKeyDictionary[Any, FollowedLoader]" = weakref.WeakKeyDictionary()
+_UNCLAIMED: "weakref.WeakKeyDictionary[Any, list[Position]]" = weakref.WeakKeyDictionary()
+"""Of an accelerator, positions within a pass whose loader the script prepares only after the load."""
+
+_COPIES_ITERATION = "iteration" in inspect.signature(DataLoaderShard.__init__).parameters
+"""``skip_first_batches`` of older versions of accelerate begins to count passes anew."""
+
+_expecting: set["FollowedLoader"] = set()
+"""Loaders for which the next training step shows whether the script passes over the batches that were used."""
+
+
+def watch(accelerator: Any) -> None:
+    """Follow the loaders that an accelerator holds, from their next pass on."""
+    _WATCHED.add(accelerator)
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        if kind not in _PATCHED:  # once: others may have patched it since
+            _PATCHED.add(kind)
+            kind.__iter__ = _following(kind.__iter__)
+
+
+def forget(accelerator: Any) -> None:
+    """Follow the loaders of an accelerator no longer."""
+    _WATCHED.discard(accelerator)
+
+
+def _following(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    def __iter__(self: Any) -> Iterator[Any]:
+        followed = _followed_by(self)
+        return original(self) if followed is None else _iterate(followed, self, original)
+
+    __iter__.__doc__ = original.__doc__
+    return __iter__
+
+
+def _followed_by(loader: Any) -> "FollowedLoader | None":
+    """Return the followed loader that a loader is, or passes over batches of."""
+    for accelerator in list(_WATCHED):
+        for registered in getattr(accelerator, "_dataloaders", ()):
+            if registered is loader or _is_rest_of(loader, registered):
+                return _follow(registered)
+    return None
+
+
+def _follow(loader: Any) -> "FollowedLoader":
+    if loader not in _FOLLOWED:
+        _FOLLOWED[loader] = FollowedLoader(loader)
+    return _FOLLOWED[loader]
+
+
+def _is_followable(loader: Any) -> bool:
+    return type(loader) in (DataLoaderShard, DataLoaderDispatcher)
+
+
+def _is_rest_of(loader: Any, parent: Any) -> bool:
+    """Return whether ``skip_first_batches`` made a loader of ``parent``, whichever copy of the function it was."""
+    if type(loader) is not type(parent) or not hasattr(loader, "base_dataloader"):
+        return False
+    inner = _skipping(loader)
+    if inner:
+        source = inner[-1].batch_sampler
+        return source is parent.batch_sampler or source is parent.sampler
+    return bool(
+        getattr(loader, "skip_batches", 0)
+        and loader.dataset is parent.dataset
+        and loader.batch_size == parent.batch_size
+    )
+
+
+def _skipping(loader: Any) -> list[Any]:
+    """Return the samplers of ``skip_first_batches`` in a loader, outermost first."""
+    sampler = loader.batch_sampler if isinstance(loader.batch_sampler, SkipBatchSampler) else loader.sampler
+    found = []
+    while isinstance(sampler, SkipBatchSampler):
+        found.append(sampler)
+        sampler = sampler.batch_sampler
+    return found
+
+
+def _per_batch(loader: Any) -> int:
+    """Return how many batches of the base loader make one that the script gets."""
+    if (
+        isinstance(loader, DataLoaderDispatcher)
+        and not loader.split_batches
+        and not getattr(loader, "submesh_tp", None)
+    ):
+        return int(loader.state.num_processes)
+    return 1
+
+
+def _fetches(loader: Any) -> bool:
+    return not isinstance(loader, DataLoaderDispatcher) or loader.state.process_index == 0
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _clear(base: Any) -> None:
+    """Let the next pass of a stateful loader be a new one."""
+    base.load_state_dict({})
+    base.next_iter_state = None
+
+
+def _signature(loader: Any) -> tuple[Any, ...]:
+    """Return what a loader must have in common with the one that was saved."""
+    size = None
+    with suppress(Exception):  # of the script's own class
+        size = len(loader.dataset)
+    return (type(loader).__name__, type(loader.dataset).__name__, size, loader.batch_sampler is not None)
+
+
+def _seedable(loader: Any) -> Any:
+    """Return the sampler of accelerate that draws each permutation from a seed and the number of the pass."""
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    for _ in range(8):
+        if sampler is None or isinstance(sampler, SeedableRandomSampler):
+            return sampler
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return None
+
+
+class FollowedLoader:
+    """A loader that a watched accelerator holds: its passes, and where it goes on after a load."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = weakref.ref(loader)
+        self.passes: list[Pass] = []
+        self.resumed: Position | None = None
+        self.workers = Workers()
+        self.name = "data loader"
+
+    @property
+    def loader(self) -> Any:
+        """The loader; it exists as long as it is registered."""
+        return self._loader()
+
+    def generators(self) -> list[tuple[str, Generator]]:
+        """Return the generators of which the batches of this loader depend, but for the global ones."""
+        base = self.loader.base_dataloader
+        roots = {
+            "generator": base.generator,
+            "sampler": base.batch_sampler if base.batch_sampler is not None else base.sampler,
+            "dataset": base.dataset,
+            "collate_fn": base.collate_fn,
+        }
+        return generators_in(roots)
+
+    def position(self) -> Position:
+        """Return where this loader is."""
+        loader = self.loader
+        seedable = _seedable(loader)
+        held = {path: state_of(one) for path, one in self.generators()}
+        here = Position(
+            signature=_signature(loader),
+            iteration=int(loader.iteration),
+            held=held,
+            per_batch=_per_batch(loader),
+            seed=None if seedable is None else int(seedable.initial_seed),
+        )
+        if _is_stateful(loader):
+            here.is_fresh = bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
+            here.stateful = loader.state_dict()
+        if len(self.passes) > 1:
+            here.problem = "several passes over it were under way"
+        if self.passes:
+            self.passes[-1].describe(here)
+        else:
+            here.workers = self.workers.between(loader.base_dataloader)
+        here.problem = here.problem or self.workers.problem(loader.base_dataloader)
+        return here
+
+    def go_on_from(self, position: Position) -> list[str]:
+        """Let the next pass go on where a loader was; return in words what cannot be as it was."""
+        loader, problems = self.loader, []
+        if position.problem:
+            problems.append(position.problem)
+        mine = dict(self.generators())
+        missing = [path for path in mine if path not in position.held]
+        for path, state in position.held.items():
+            if path in mine:
+                set_state(mine[path], state)
+        if missing:
+            problems.append(f"generator {missing[0]} is not in the checkpoint")
+        loader.iteration = position.iteration
+        seedable = _seedable(loader)
+        if seedable is not None and position.seed is not None:
+            seedable.initial_seed = position.seed
+        is_within = position.fetched is not None and not position.is_at_end
+        problems += self.workers.go_on_from(position.workers, loader.base_dataloader, is_within=is_within)
+        if _is_stateful(loader):
+            self._load_stateful(position)
+        if position.fetched is not None:
+            self.resumed = position
+            _expecting.add(self)
+            if position.is_at_end:
+                loader.iteration = position.iteration + 1
+        return problems
+
+    def _load_stateful(self, position: Position) -> None:
+        base = self.loader.base_dataloader
+        if position.fetched is not None and not position.is_at_end:
+            self.loader.load_state_dict(position.stateful)
+            return
+        _clear(base)  # the next pass is a new one: a state would cost it one draw more
+        if position.is_fresh:
+            before = capture()
+            base.state_dict()  # makes the first iterator, as prepare() does
+            restore(before)
+
+    def begin(self, loader: Any) -> "Pass":
+        """Return the pass that begins with a loader: this one, or one of ``skip_first_batches``."""
+        parent = self.loader
+        position, self.resumed = self.expected(), None
+        if loader is not parent and not _COPIES_ITERATION:
+            loader.iteration = parent.iteration
+        one = Pass(self, loader)
+        if position is not None:
+            one.go_on_from(position)
+        if one.unskipped is None:
+            _expecting.discard(self)
+        return one
+
+    def expected(self) -> Position | None:
+        """Return the position from which the next pass goes on, None for a pass from the beginning."""
+        if self.resumed is None:
+            self._claim()
+        return self.resumed
+
+    def _claim(self) -> None:
+        """Take the position of a loader that the checkpoint has and that was not there at the load."""
+        for accelerator, waiting in list(_UNCLAIMED.items()):
+            if any(one is self.loader for one in accelerator._dataloaders):
+                for position in waiting:
+                    if position.signature == _signature(self.loader):
+                        waiting.remove(position)
+                        if not waiting:
+                            del _UNCLAIMED[accelerator]
+                        self.go_on_from(position)
+                        return
+
+    def training_goes_on(self) -> None:
+        """Take note of a training step while the script has not passed over the batches that were used."""
+        _expecting.discard(self)
+        running = next((one for one in self.passes if one.unskipped is not None), None)
+        if running is not None and running.unskipped is not None:
+            position = running.unskipped
+            running.resumed, running.unskipped = None, None
+            if running.fetched_by_script > (position.fetched or 0):
+                return
+            warn_caller(
+                f"{self.name}: {_numbers(position.yielded)} used again, the checkpoint was saved after "
+                f"batch {position.yielded}: the run does not continue the one that was saved; "
+                "help: iterate accelerator.resume_dataloader(loader) in the first epoch after load_state"
+            )
+        elif self.resumed is not None:
+            position, self.resumed = self.resumed, None
+            if not position.is_at_end:
+                warn_caller(
+                    f"{self.name}: the checkpoint was saved after batch {position.yielded} of a pass over it, and the "
+                    "script trains on without going on with that pass; its next pass begins anew"
+                )
+
+
+def training_goes_on() -> None:
+    """Take note of a training step; it costs nothing once every loader has found its place again."""
+    for followed in list(_expecting) if _expecting else ():
+        followed.training_goes_on()
+    if _UNCLAIMED:
+        for waiting in _UNCLAIMED.values():
+            for position in waiting:
+                warn_caller(
+                    f"the checkpoint was saved after batch {position.yielded} of a pass over "
+                    f"{_in_words(position.signature)}, and no data loader of this run goes on with that pass"
+                )
+        _UNCLAIMED.clear()
+
+
+class Pass:
+    """One pass over a loader, from the making of its iterator to its end."""
+
+    def __init__(self, followed: FollowedLoader, loader: Any) -> None:
+        self.followed = followed
+        self.resumed: Position | None = None
+        self.unskipped: Position | None = None  # set while the script may use the first batches again
+        self.permutation: Moment | None = None
+        self.before: GeneratorStates
+        self.was_made = False
+        self.is_over = False
+        self.is_rest = False
+        self.per_batch = _per_batch(loader)
+        skipped = sum(int(sampler.skip_batches) for sampler in _skipping(loader))
+        self.first = skipped  # the first batch that the base loader fetches
+        self.fetched = skipped
+        self.fetched_by_script = skipped + self.per_batch * int(getattr(loader, "skip_batches", 0))
+        self.start: Moment | None = None
+        self.ahead: tuple[int, Moment] | None = None
+        self.iteration = int(loader.iteration)
+        self._loader = loader
+        self._generators = followed.generators()
+
+    def moment(self) -> Moment:
+        """Return the states of all generators now."""
+        return Moment(capture(), {path: state_of(one) for path, one in self._generators})
+
+    def _set(self, moment: Moment) -> None:
+        restore(moment.everywhere)
+        for path, one in self._generators:
+            if path in moment.held:
+                set_state(one, moment.held[path])
+
+    def go_on_from(self, position: Position) -> None:
+        """Find out how the script passes over the batches that were used, and arrange the rest of the pass."""
+        loader, parent, count = self._loader, self.followed.loader, position.fetched or 0
+        is_rest = self.is_rest = loader is not parent and self.fetched_by_script > 0
+        if position.is_at_end:
+            if is_rest and self.fetched_by_script in (position.yielded, count):
+                self._end_at_once(position)
+            elif (
+                not is_rest and loader.iteration == position.iteration
+            ):  # the script has set this epoch itself
+                if _is_stateful(loader):
+                    self._end_at_once(position)
+                else:
+                    self.resumed = self.unskipped = position
+            return
+        self.resumed = position
+        if is_rest:
+            if _is_stateful(parent):
+                _clear(parent.base_dataloader)
+            if self.fetched_by_script == count:
+                return
+            if (
+                self.first == self.fetched_by_script == position.yielded
+            ):  # of a dispatcher: too few base batches
+                _skipping(loader)[0].skip_batches += count - self.first
+                self.first = self.fetched = self.fetched_by_script = count
+                return
+            self.resumed, self.permutation = None, position.start
+            self._warn_of_other_count(position)
+        elif _is_stateful(loader):
+            self.first = self.fetched = self.fetched_by_script = count
+        elif count:
+            self.unskipped = position
+
+    def _warn_of_other_count(self, position: Position) -> None:
+        is_counted = isinstance(self._loader, DataLoaderDispatcher) and bool(_skipping(self._loader))
+        skipped = self.fetched_by_script // (1 if is_counted else self.per_batch)
+        warn_caller(
+            f"{self.followed.name}: the script skips to batch {skipped + 1}, and the checkpoint was saved after "
+            f"batch {position.yielded}: the run does not continue the one that was saved; help: iterate "
+            "accelerator.resume_dataloader(loader), which skips as many as were used"
+        )
+
+    def _end_at_once(self, position: Position) -> None:
+        self.is_over = True
+        self.followed.loader.iteration = position.iteration + 1
+
+    def make_iterator(self, base: Any) -> Iterator[Any]:
+        """Return the iterator of a base loader, made with the generators as they were when it was made first."""
+        position = self.resumed
+        self.before = before = capture()
+        if position is not None and position.start is not None:
+            self._set(position.start)
+        elif self.permutation is not None:
+            self._set(self.permutation)
+        self.start = self.moment()
+        self.was_made = bool(getattr(base, "_initial_iter_for_state_dict", False))
+        if self._loader is not self.followed.loader and position is not None:
+            seedable = _seedable(self._loader)
+            if seedable is not None:  # a dispatcher does not find it behind the sampler that skips
+                seedable.set_epoch(self._loader.iteration)
+        states = None if position is None else position.workers
+        with self.followed.workers.reporting(base, self.first, self.per_batch, states=states):
+            inner = type(base).__iter__(base)
+        if position is not None and position.was_made and position.start is not None:
+            self._set(position.start)  # prepare() had drawn what the making of an iterator draws
+            self.was_made = True
+        if self.first and not base.num_workers:
+            _draw_first(inner)
+        if self.permutation is not None:
+            restore(before)
+        if position is not None and not _fetches(self._loader):
+            self._reach(position)
+        return _Fetches(inner, self)
+
+    def before_fetch(self) -> None:
+        """Note the generators before the first batch of a group is fetched, or set them to what they were there."""
+        position = self.resumed
+        if position is not None and self.fetched == position.fetched and position.ahead is not None:
+            self._set(position.ahead)
+        if (self.fetched - self.first) % self.per_batch == 0:
+            self.ahead = (self.fetched, self.moment())
+
+    def after_fetch(self, *, is_end: bool) -> None:
+        """Set the generators to those of the save when the batch that was ahead then has been fetched again."""
+        position = self.resumed
+        if position is None or position.fetched is None:
+            return
+        if self.fetched == position.fetched + position.per_batch or is_end:
+            if self.fetched < position.fetched:
+                self.resumed = None
+                warn_caller(
+                    f"{self.followed.name}: it ended after batch {self.fetched // self.per_batch}, and "
+                    f"the checkpoint was saved after batch {position.yielded}: the data are not the same"
+                )
+            else:
+                self._reach(position)
+
+    def _reach(self, position: Position) -> None:
+        """Set the generators to those of the save, or of the loader that has reached it before this one."""
+        self.resumed = None
+        if position.save is not None:
+            reached = self.before if position.save.is_reached else position.save.generators
+            position.save.is_reached = True
+            self._set(Moment(reached, position.held))
+
+    def unwrap(self, data: Any) -> Any:
+        """Return a batch as the script expects it; what its worker reported is kept."""
+        return self.followed.workers.unwrap(data, self.fetched)
+
+    def describe(self, position: Position) -> None:
+        """Add to a position where this pass is."""
+        position.iteration = int(self._loader.iteration)
+        position.fetched = self.fetched_by_script
+        position.is_at_end = bool(self._loader.end_of_dataloader)
+        position.start = self.start
+        position.was_made = self.was_made
+        if self.ahead is not None and self.ahead[0] == self.fetched_by_script:
+            position.ahead = self.ahead[1]
+        elif _fetches(self._loader):
+            position.problem = position.problem or "its batches were not fetched one by one"
+        base = self._loader.base_dataloader
+        position.workers = self.followed.workers.within(base, self.fetched_by_script)
+
+    def end(self) -> None:
+        """Let the loader that the accelerator holds know that its pass has ended: accelerate counts on another one."""
+        parent, loader = self.followed.loader, self._loader
+        is_resumed = loader is not parent and self.fetched_by_script > 0
+        if is_resumed and loader.iteration == self.iteration:
+            loader.iteration += 1  # accelerate returns early when no batch is left
+        if loader is not parent:
+            parent.iteration = loader.iteration
+
+
+class _Fetches:
+    """Iterator of a base loader that notes and sets generators around each fetch."""
+
+    def __init__(self, inner: Iterator[Any], one: Pass) -> None:
+        self._inner = inner
+        self._pass = one
+
+    def __iter__(self) -> "_Fetches":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __next__(self) -> Any:
+        one = self._pass
+        one.before_fetch()
+        try:
+            data = next(self._inner)
+        except StopIteration:
+            one.after_fetch(is_end=True)
+            raise
+        data = one.unwrap(data)
+        one.fetched += 1
+        one.after_fetch(is_end=False)
+        return data
+
+
+def _numbers(count: int) -> str:
+    return "batch 1 of this pass is" if count == 1 else f"batches 1 to {count} of this pass are"
+
+
+def _draw_first(iterator: Any) -> None:
+    """Draw the first indices now: a permutation from the global generator is drawn where it was drawn first."""
+    indices = getattr(iterator, "_sampler_iter", None)
+    if indices is not None and not hasattr(indices, "state_dict"):
+        first = list(itertools.islice(indices, 1))
+        iterator._sampler_iter = itertools.chain(first, indices)
+
+
+def _iterate(
+    followed: FollowedLoader, loader: Any, original: Callable[[Any], Iterator[Any]]
+) -> Iterator[Any]:
+    one = followed.begin(loader)
+    if one.is_over:
+        return
+    attributes = loader.base_dataloader.__dict__
+
+    def make_iterator() -> Iterator[Any]:
+        del attributes["__iter__"]
+        return one.make_iterator(loader.base_dataloader)
+
+    attributes["__iter__"] = make_iterator
+    followed.passes.append(one)
+    is_complete = False
+    try:
+        for batch in original(loader):
+            one.fetched_by_script += one.per_batch
+            yield batch
+        is_complete = True
+    finally:
+        attributes.pop("__iter__", None)
+        followed.passes.remove(one)
+        followed.workers.ended(loader.base_dataloader, is_complete=is_complete, is_rest=one.is_rest)
+        if is_complete:
+            one.end()
+
+
+# What saves and loads ask for.
+
+
+def positions_of(accelerator: Any) -> list[Position | str]:
+    """Return the positions of the loaders that an accelerator holds; for one that is not followed, why."""
+    found: list[Position | str] = []
+    for loader in accelerator._dataloaders:
+        if not _is_followable(loader):
+            found.append(f"position not recorded: {type(loader).__name__} is iterated in its own way")
+            continue
+        try:
+            found.append(_follow(loader).position())
+        except Exception as error:  # of the script's sampler or dataset: a save must not fail for it
+            found.append(f"position not recorded: {type(error).__name__}: {error}")
+    return found
+
+
+def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
+    """Let the loaders of an accelerator go on from these positions; return in words what is not as it was.
+
+    Loaders are matched by number. Where there are more or fewer of them, as in a script that prepares one for every
+    epoch, a position within a pass goes to the loader of its kind that begins a pass first.
+    """
+    loaders = list(accelerator._dataloaders)
+    problems = []
+    _UNCLAIMED.pop(accelerator, None)
+    for followed in [one for one in _expecting if any(one.loader is loader for loader in loaders)]:
+        _expecting.discard(followed)
+        followed.resumed = None
+    pairs, waiting = _paired(loaders, saved)
+    for number, loader in enumerate(loaders):
+        name = f"data loader {number}" if len(loaders) > 1 else "the data loader"
+        position = pairs.get(number)
+        if position is None:
+            problems.append(f"{name}: its position is not in the checkpoint")
+        elif isinstance(position, str):
+            problems.append(f"{name}: {position}")
+        elif not _is_followable(loader):
+            problems.append(f"{name}: {type(loader).__name__} is iterated in its own way")
+        else:
+            followed = _follow(loader)
+            followed.name = name
+            problems += [f"{name}: {problem}" for problem in followed.go_on_from(position)]
+    if waiting:
+        _UNCLAIMED[accelerator] = waiting
+    return problems
+
+
+def _paired(
+    loaders: Sequence[Any], saved: Sequence[Position | str]
+) -> tuple[dict[int, Position | str], list[Position]]:
+    pairs: dict[int, Position | str] = {}
+    if len(loaders) == len(saved):
+        for number, (loader, position) in enumerate(zip(loaders, saved, strict=True)):
+            if (
+                isinstance(position, str)
+                or not _is_followable(loader)
+                or position.signature == _signature(loader)
+            ):
+                pairs[number] = position
+            else:
+                pairs[number] = (
+                    f"position not restored: its data are {_in_words(_signature(loader))}, in the checkpoint "
+                    f"{_in_words(position.signature)}"
+                )
+        return pairs, []
+    found = [one for one in saved if isinstance(one, Position)]
+    for number, loader in enumerate(loaders):
+        alike = [one for one in found if _is_followable(loader) and one.signature == _signature(loader)]
+        if alike:
+            last = alike[-1]
+            pairs[number] = last if last.fetched is None else replace(last, fetched=None, workers=None)
+    return pairs, [one for one in found if one.fetched is not None]
+
+
+def for_other_world(accelerator: Any, saved: Sequence[Position | str], world: int) -> list[Position | str]:
+    """Return positions saved by ``world`` processes as those of a run with another number: samples stay used.
+
+    Where the processes now use more samples at a time, the last of them may be used again.
+    """
+    found: list[Position | str] = []
+    for loader, position in zip(accelerator._dataloaders, saved, strict=False):
+        if isinstance(position, str) or not _is_followable(loader):
+            found.append(position)
+            continue
+        now, fetched = _per_batch(loader), position.fetched
+        is_of_each = isinstance(loader, DataLoaderShard) and not getattr(
+            loader.batch_sampler, "split_batches", False
+        )
+        if fetched is not None and is_of_each:
+            fetched = fetched * world // accelerator.num_processes
+        elif fetched is not None:
+            fetched = fetched // now * now
+        stateful = None if _is_stateful(loader) else position.stateful
+        found.append(
+            replace(
+                position,
+                signature=_signature(loader),
+                per_batch=now,
+                fetched=None if stateful is None and _is_stateful(loader) else fetched,
+                ahead=None,
+                save=None,
+                stateful=stateful,
+                workers=None,
+            )
+        )
+    return found
+
+
+def _in_words(signature: tuple[Any, ...]) -> str:
+    size = "" if signature[2] is None else f" of {signature[2]}"
+    return f"{signature[1]}{size}"
+
+
+def resume_dataloader(accelerator: Any, loader: Any) -> Any:
+    """Return what is left of the pass that a loader was in at the save; the loader itself between passes."""
+    if not any(one is loader for one in accelerator._dataloaders):
+        raise UsageError(
+            "resume_dataloader(): expected a data loader that this Accelerator has prepared, found "
+            f"{type(loader).__name__}; help: give it what prepare() returned"
+        )
+    if not _is_followable(loader):
+        return loader
+    followed = _follow(loader)
+    position = followed.expected()
+    if position is None or position.is_at_end or _is_stateful(loader):
+        return loader
+    return accelerate_loaders.skip_first_batches(loader, position.yielded)
