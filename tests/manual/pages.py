@@ -144,8 +144,11 @@ def _rows(options: Iterable[click.Parameter], context: click.Context) -> list[st
 
 
 def _causes(_: str) -> str:
-    rows = (f"| `{cause.code}` | {cause.words} | {cause.change} |" for cause in CAUSES)
-    return "\n".join(["| code | cause | change |", "|---|---|---|", *rows]) + "\n"
+    rows = (
+        f"| `{one.code}` | {one.words} | {one.change} | {'yes' if one.is_restored else ''} |"
+        for one in CAUSES
+    )
+    return "\n".join(["| code | cause | change | `ckptfix run` |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def _verbs(_: str) -> str:

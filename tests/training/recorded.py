@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from ckptfix.training.accelerator import patch_accelerate
 from ckptfix.training.resume_proofs.recorded_runs import Settings, read_run
 from ckptfix.training.resume_proofs.recorder import Recorder
 from ckptfix.training.resume_proofs.resume_verdict import Comparison, compare
@@ -77,12 +78,14 @@ def comparison(folder: Path) -> Comparison:
 
 
 def record_on_ranks(
-    scripts: Mapping[str, Script], folder: Path, ranks: int, *, patience: float = 300.0
+    scripts: Mapping[str, Script], folder: Path, ranks: int, *, patience: float = 300.0, guard: bool = False
 ) -> None:
     """Record every script in one set of processes."""
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)
+        if guard:
+            patch_accelerate()
         warnings.simplefilter("ignore")  # what libraries think of these scripts
         for name, train in scripts.items():
             (folder / name).mkdir(exist_ok=True)

@@ -141,6 +141,25 @@ def test_a_script_without_a_fault_is_exact(name: str, healthy: Path) -> None:
     assert len(found.steps) >= 4
 
 
+RESTORED = {cause.code for cause in CAUSES if cause.is_restored}
+GUARDED = dict(sampling.sampled([(name, one) for name, one in FAULTY.items() if name.strip() in RESTORED]))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guarded")
+    record_on_ranks(scripts(GUARDED), folder, 2, guard=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_the_guard_makes_a_script_exact_whose_fault_it_restores(name: str, guarded: Path) -> None:
+    if not (guarded / name).exists():
+        pytest.skip("torchdata is not installed")
+    found = comparison(guarded / name)
+    assert (found.control, found.differences) == (None, ())
+
+
 def test_a_script_that_no_seed_repeats_is_not_blamed_on_its_resume(tmp_path: Path) -> None:
     record_on_ranks(scripts({"unsteady": Variant(unsteady=True, seeds=False, save=4)}), tmp_path, 1)
     found = comparison(tmp_path / "unsteady")

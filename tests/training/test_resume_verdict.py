@@ -362,7 +362,7 @@ def test_the_keys_of_the_json_stay() -> None:
         "not_compared", "versions", "guarded", "seconds", "kept", "commands",
     ]  # fmt: skip
     assert list(made["differences"][0]) == [
-        "step", "rank", "state", "message", "names", "expected", "found", "code", "cause", "change",
+        "step", "rank", "state", "message", "names", "expected", "found", "code", "cause", "change", "guard",
     ]  # fmt: skip
 
 

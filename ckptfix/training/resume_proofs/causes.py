@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-GUARD = "or run the script with ckptfix run, which saves and restores this"
-
 
 class Relation(Enum):
     """Relation of a batch of the resumed run to those of the uninterrupted run."""
@@ -65,12 +63,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause. ``words``: the reason; ``change``: the line to change, or what else to do."""
+    """A cause. ``words``: the reason; ``change``: the line to change, or what else to do.
+
+    ``is_restored``: a run that ckptfix guards saves and restores this, so that the script can stay as it is.
+    """
 
     code: str
     applies: Callable[[Evidence], bool]
     words: str
     change: str
+    is_restored: bool = False
 
 
 def _of_data(one: Evidence) -> bool:
@@ -136,18 +138,21 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: one.state in ("scheduler", "learning rate") and bool(one.saved.get("unsaved_schedulers")),
         "the scheduler was not given to prepare(), so save_state leaves it out",
         "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler)",
+        is_restored=True,
     ),
     Cause(
         "scheduler-of-rank-0",
         lambda one: one.state in ("scheduler", "learning rate") and one.is_rank_0s,
         "the schedulers of the ranks differ, and save_state writes that of the main process alone",
         "step the scheduler with a value that all ranks share: accelerator.reduce(loss, 'mean')",
+        is_restored=True,
     ),
     Cause(
         "parameter-order",
         lambda one: one.state == "moments" and one.is_swapped,
         "the optimizer got its parameters in another order; its moments are restored by position",
         "give the optimizer its parameters in a fixed order: list(model.parameters()), never a set",
+        is_restored=True,
     ),
     Cause(
         "generator-file-missing",
@@ -158,12 +163,14 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "the checkpoint has no file with the generators of this rank; accelerate and transformers go on without",
         "call save_state on every process, not on the main process alone",
+        is_restored=True,
     ),
     Cause(
         "cut-accumulation",
         lambda one: one.state == "gradients" and bool(one.saved.get("is_cut")),
         "the save cut an accumulation cycle, and accumulated gradients are in no file",
-        f"save only where accelerator.sync_gradients is true, {GUARD}",
+        "save only where accelerator.sync_gradients is true",
+        is_restored=True,
     ),
     Cause(
         "scaler-stepped",
@@ -175,7 +182,8 @@ CAUSES: tuple[Cause, ...] = (
         "custom-objects-of-rank-0",
         lambda one: one.state == "custom objects" and one.is_rank_0s,
         "save_state writes the custom objects of the main process alone; every rank loads those",
-        f"gather what the ranks hold into one object before the save, {GUARD}",
+        "gather what the ranks hold into one object before the save",
+        is_restored=True,
     ),
     Cause(
         "data-not-skipped-by-trainer",
@@ -199,6 +207,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "every rank writes its own position to the one file dl_state_dict.bin, and the last writer wins",
         "DataLoaderConfiguration(dispatch_batches=False), or use_stateful_dataloader=False with skip_first_batches",
+        is_restored=True,
     ),
     Cause(
         "stateful-repeats-epoch",
@@ -206,7 +215,8 @@ CAUSES: tuple[Cause, ...] = (
             _of_data(one) and bool(one.before.get("stateful")) and bool(one.saved.get("last_of_pass"))
         ),
         "the save was in the last iteration of an epoch, and the stateful dataloader then repeats the epoch",
-        f"save after the loop over the epoch, {GUARD}",
+        "save after the loop over the epoch",
+        is_restored=True,
     ),
     Cause(
         "stateful-workers",
@@ -217,25 +227,29 @@ CAUSES: tuple[Cause, ...] = (
             and _is_shuffled(one)
         ),
         "the workers of a stateful dataloader draw the order of the data in prepare(), before load_state",
-        f"num_workers=0, {GUARD}",
+        "num_workers=0",
+        is_restored=True,
     ),
     Cause(
         "stateful-order",
         lambda one: _of_data(one) and bool(one.before.get("stateful")) and _is_shuffled(one),
         "the stateful dataloader saved its position, and not the order of the epoch",
-        f"DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch), {GUARD}",
+        "DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch)",
+        is_restored=True,
     ),
     Cause(
         "augmentation-in-workers",
         lambda one: _has_other_content(one) and bool(one.before.get("workers")),
         "random transforms in workers draw from seeds that are in no checkpoint",
         "seed the transform from the sample's index and the epoch",
+        is_restored=True,
     ),
     Cause(
         "augmentation",
         lambda one: _has_other_content(one) and not one.before.get("iterable"),
         "accelerate fetches one batch ahead, so the random transform of this batch was drawn before the save",
-        f"seed the transform from the sample's index and the epoch, {GUARD}",
+        "seed the transform from the sample's index and the epoch",
+        is_restored=True,
     ),
     Cause(
         "iterable-order",
@@ -245,7 +259,8 @@ CAUSES: tuple[Cause, ...] = (
             and not (one.is_first and one.relation is Relation.EARLIER and not one.after.get("skips"))
         ),
         "the order of an IterableDataset comes from generators that no checkpoint holds",
-        f"give the dataset a set_epoch(epoch) that seeds its own generator, {GUARD}",
+        "give the dataset a set_epoch(epoch) that seeds its own generator",
+        is_restored=True,
     ),
     Cause(
         "not-skipped",
@@ -272,6 +287,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for each process",
         "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or dispatch_batches=False",
+        is_restored=True,
     ),
     Cause(
         "epoch-forgotten-by-skip",
@@ -282,19 +298,22 @@ CAUSES: tuple[Cause, ...] = (
             and one.in_later_pass
         ),
         "skip_first_batches made a loader that counted the epoch, and the script's own loader did not hear of it",
-        f"loader.set_epoch(epoch) before the loop over each epoch, {GUARD}",
+        "loader.set_epoch(epoch) before the loop over each epoch",
+        is_restored=True,
     ),
     Cause(
         "epoch-not-set",
         lambda one: _of_data(one) and bool(one.before.get("seedable")) and not one.after.get("set_epoch"),
         "a SeedableRandomSampler draws the order from the number of the epoch, which is not saved",
-        f"loader.set_epoch(epoch) before the loop over each epoch, {GUARD}",
+        "loader.set_epoch(epoch) before the loop over each epoch",
+        is_restored=True,
     ),
     Cause(
         "order-not-saved",
         lambda one: _of_data(one) and _is_shuffled(one),
         "the order of an epoch comes from a generator that is in no file",
-        f"DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch), {GUARD}",
+        "DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch)",
+        is_restored=True,
     ),
     Cause(
         "other-number-skipped",
@@ -312,7 +331,8 @@ CAUSES: tuple[Cause, ...] = (
         "generators-restored-too-early",
         lambda one: one.state == "generators" and one.was_loaded and bool(one.saved.get("inside_pass")),
         "load_state restores the generators, and the new iterator of the dataloader then draws from them",
-        f"save between two epochs, {GUARD}",
+        "save between two epochs",
+        is_restored=True,
     ),
     Cause(
         "generators-not-loaded",

@@ -21,7 +21,7 @@ _FOLLOWS = ("loss", "gradients", "weights")
 
 @dataclass(frozen=True)
 class ShownDifference(Serialized):
-    """A difference as it is printed."""
+    """A difference as it is printed. ``guard``: ckptfix run restores what differs."""
 
     step: int
     rank: int
@@ -33,8 +33,9 @@ class ShownDifference(Serialized):
     code: str | None
     cause: str | None
     change: str | None
+    guard: bool
 
-    json_keys = "step rank state message names expected found code cause change"
+    json_keys = "step rank state message names expected found code cause change guard"
 
     @classmethod
     def of(cls, one: Difference) -> "ShownDifference":
@@ -43,6 +44,7 @@ class ShownDifference(Serialized):
         return cls(
             one.step, one.rank, one.state, one.words, one.names, one.expected, one.found,
             cause.code if cause else None, cause.words if cause else None, cause.change if cause else None,
+            one.is_restored,
         )  # fmt: skip
 
     def headline(self, ranks: int) -> str:
@@ -99,6 +101,8 @@ class Certificate(Serialized, Printable):
                 named.add(one.code)
                 yield line(f"    cause: {one.cause}")
                 yield line(f"    change: {one.change}")
+                if one.guard and not self.guarded:
+                    yield line("    or: ckptfix run SCRIPT, which saves and restores this; --guard proves it")
         if self.status == 1:
             yield from self._consequences()
             if self.differences and self.differences[0].cause is None:

@@ -162,7 +162,8 @@ class Recorder:
         when_imported("transformers.trainer", self._install_trainer)
 
     def remove(self) -> None:
-        """Put the methods back, and close the file."""
+        """Put the methods back, and close the file; where others patched them since, the recorder does nothing."""
+        self._end = "removed"
         for handle in self._handles:
             handle.remove()
         for owner, name, original, stand_in in reversed(self._replaced):
@@ -171,6 +172,7 @@ class Recorder:
         self._replaced.clear()
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def script_ended(self) -> None:
         """Note the end of a script that no exception ended: gloo's threads may still abort the process after it."""
@@ -438,6 +440,8 @@ class Recorder:
 
     def _rest_if_due(self) -> None:
         settings = self._settings
+        if self._end == "removed":
+            return
         if not self._end:
             if settings.last_step is not None and self._number >= settings.last_step:
                 self._end = "last step"
@@ -615,6 +619,8 @@ class Recorder:
             self._write("note", words=words)
 
     def _write(self, row: str, **values: Any) -> None:
+        if self._end == "removed":
+            return
         if self._file is None:
             folder = Path(self._settings.folder)
             self._file = (folder / f"rank-{_rank()}-{os.getpid()}.jsonl").open("x", encoding="utf-8")

@@ -45,7 +45,10 @@ Ignored = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference of a rank in one state. ``expected``, ``found``: values by name, None where one is missing."""
+    """First difference of a rank in one state.
+
+    ``expected``, ``found``: values by name, None where one is missing. ``is_restored``: a guarded run restores it.
+    """
 
     step: int
     rank: int
@@ -56,6 +59,7 @@ class Difference:
     found: Mapping[str, str | None] = field(default_factory=dict)
     relation: Relation = Relation.NONE
     cause: Cause | None = None
+    is_restored: bool = False
 
 
 @dataclass(frozen=True)
@@ -375,7 +379,10 @@ class _Pair:
             is_swapped=len(changed) > 1 and Counter(changed) == Counter(one.expected.values()),
             is_rank_0s=bool(changed) and all(rank_0s.get(name) == value for name, value in one.found.items()),
         )
-        return replace(one, cause=cause_of(evidence))
+        cause = cause_of(evidence)
+        # Of Trainer the guard covers complete saves, not what a generator draws ahead of a save.
+        is_restored = cause is not None and cause.is_restored and not evidence.saved.get("trainer")
+        return replace(one, cause=cause, is_restored=is_restored)
 
     def _facts(self, run: RankRun, steps: list[Step], at: int) -> Mapping[str, object]:
         for step in (*steps[at : at + 1], *steps[:1]):
