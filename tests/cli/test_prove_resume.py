@@ -182,6 +182,15 @@ def test_a_script_with_a_fixed_folder_that_resumes_itself(
 
 
 @pytest.mark.slow
+def test_the_guard_makes_a_cut_epoch_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--guard", "--resume-args=--resume", "--steps", "8"]
+    status, text = said(capsys, *options, "--", SCRIPT, '{"dropout": 0.5, "shuffle": true}', "{dir}")
+    assert status == 0, text
+    assert "EXACT: " in text
+    assert "not checked: what follows step 8: --steps ended the runs there" in text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "options", "words"),
     [
