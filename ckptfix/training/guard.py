@@ -221,7 +221,7 @@ def free_memory(accelerator: Accelerator, method: Method, *objects: Any) -> Any:
 def backward(accelerator: Accelerator, method: Method, loss: Any, **kwargs: Any) -> Any:
     """Guard ``Accelerator.backward``: count it."""
     count_backward()
-    positions.training_goes_on()
+    positions.training_goes_on(accelerator)
     guard_of(accelerator).follow_the_registries()
     return method(loss, **kwargs)
 
@@ -382,6 +382,12 @@ class BackwardCheck:
             handle.remove()
         self._handles.clear()
 
+    def goes_on(self) -> None:
+        """Take note of a training step, also of one without ``accelerator.backward``."""
+        accelerator = self._accelerator()
+        if accelerator is not None:
+            positions.training_goes_on(accelerator)
+
     def stepped(self, optimizer: Any) -> None:
         """Warn when gradients are there that need ``accelerator.backward`` and none was called since the last step."""
         accelerator = self._accelerator()
@@ -404,10 +410,11 @@ def _hook(check: "weakref.ref[BackwardCheck]") -> Callable[..., None]:
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal seen
-        positions.training_goes_on()
         watching = check()
-        if watching is not None and seen == _latest:
-            watching.stepped(optimizer)
+        if watching is not None:
+            watching.goes_on()
+            if seen == _latest:
+                watching.stepped(optimizer)
         seen = _latest
 
     hook: Callable[..., None] = torch.compiler.disable(before_step)

@@ -405,18 +405,19 @@ class FollowedLoader:
                 )
 
 
-def training_goes_on() -> None:
+def training_goes_on(accelerator: Any) -> None:
     """Take note of a training step; it costs nothing once every loader has found its place again."""
     for followed in list(_expecting) if _expecting else ():
-        followed.training_goes_on()
-    if _UNCLAIMED:
-        for waiting in _UNCLAIMED.values():
-            for position in waiting:
-                warn_caller(
-                    f"the checkpoint was saved after batch {position.yielded} of a pass over "
-                    f"{_in_words(position.signature)}, and no data loader of this run goes on with that pass"
-                )
-        _UNCLAIMED.clear()
+        loader = followed.loader
+        if loader is None:
+            _expecting.discard(followed)
+        elif any(one is loader for one in accelerator._dataloaders):
+            followed.training_goes_on()
+    for position in _UNCLAIMED.pop(accelerator, ()) if _UNCLAIMED else ():
+        warn_caller(
+            f"the checkpoint was saved after batch {position.yielded} of a pass over "
+            f"{_in_words(position.signature)}, and no data loader of this run goes on with that pass"
+        )
 
 
 class Pass:

@@ -30,7 +30,7 @@ from ckptfix.training.resuming.generators import (
     plain,
     restore,
 )
-from ckptfix.wording import human_size, list_names
+from ckptfix.wording import count_of, human_size, list_names
 
 VERSION = 1
 SMALL = 1 << 20
@@ -321,7 +321,9 @@ class _Restoring:
         accelerator, state = self._accelerator, self._state
         random = GeneratorStates.from_plain(state["random"])
         if not self._is_same_world:
-            self._problems.append(f"saved with {state['world']} processes, now {accelerator.num_processes}")
+            self._problems.append(
+                f"saved with {count_of(state['world'], 'process')}, now {accelerator.num_processes}"
+            )
         elif self._is_of_another_save():
             return [
                 f"{run_state_name(accelerator.process_index)} is of another save than {run_state_name(0)}"

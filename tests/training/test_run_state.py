@@ -1,0 +1,236 @@
+"""The run state of a rank: what a load does with it when it is whole, missing, damaged, or of another run."""
+
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import ckptfix
+from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
+from ckptfix.training import LoadPolicy
+from ckptfix.training.loading.load_state import load_state_tolerant
+from ckptfix.training.resuming import run_state
+from tests.training.ranks import run_ranks
+
+
+class Run:
+    """A small run on one process: a shuffled loader, dropout, a scheduler that is not prepared."""
+
+    def __init__(self, kind: Callable[..., Any] = ckptfix.Accelerator, **options: Any) -> None:
+        accelerate.state.GradientState._reset_state()
+        torch.manual_seed(1)
+        self.accelerator = kind(cpu=True, **options)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        raw = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(raw, [3, 7], gamma=0.5)
+        data = TensorDataset(torch.arange(48.0).reshape(12, 4))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.layers, raw, loader)
+        self.seen: list[Any] = []
+
+    def train(self, batch: Any) -> None:
+        with self.accelerator.accumulate(self.model):
+            loss = self.model(batch[0]).pow(2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            if self.accelerator.sync_gradients:
+                self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.seen.append((batch[0].tolist(), loss.item(), self.scheduler.get_last_lr()))
+
+    def save_at(self, folder: Path, at: int) -> list[Any]:
+        """Train two epochs, save after batch ``at``; return what followed."""
+        after = 0
+        for _ in range(2):
+            for batch in self.loader:
+                self.train(batch)
+                if len(self.seen) == at:
+                    self.accelerator.save_state(str(folder))
+                    after = at
+        return self.seen[after:]
+
+    def resume(self, folder: Path, load: Callable[..., Any] | None = None) -> list[Any]:
+        (load or self.accelerator.load_state)(str(folder))
+        for _ in range(self.loader.iteration, 2):
+            for batch in self.accelerator.resume_dataloader(self.loader):
+                self.train(batch)
+        return self.seen
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 8, 12])
+def test_a_run_on_one_process_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
+    expected = Run().save_at(tmp_path / "c", at)
+    assert Run().resume(tmp_path / "c") == expected
+
+
+def test_a_tolerant_load_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected = Run().save_at(tmp_path / "c", 4)
+    run = Run()
+    reports = []
+    assert (
+        run.resume(tmp_path / "c", lambda path: reports.append(load_state_tolerant(run.accelerator, path)))
+        == expected
+    )
+    assert reports[0].inexact == ()
+    assert reports[0].as_json()["inexact"] == []
+
+
+def test_what_a_policy_ignores_stays_as_it_is(tmp_path: Path) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    run = Run()
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    report = load_state_tolerant(run.accelerator, tmp_path / "c", policy=LoadPolicy(rng="ignore"))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert any("rng" in words for words in report.inexact)
+
+
+def test_a_save_changes_nothing_that_the_run_draws(tmp_path: Path) -> None:
+    without = Run().save_at(tmp_path / "c", 0)
+    saving = Run()
+    saving.save_at(tmp_path / "c", 4)
+    assert saving.seen == without
+
+
+def test_stock_accelerate_loads_the_folder(tmp_path: Path) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    assert (tmp_path / "c" / run_state_name(0)).stat().st_size < 1 << 18
+    parsed = parse_file_name(run_state_name(0))
+    assert parsed is not None
+    assert parsed.role is Role.RUN_STATE
+    run = Run(accelerate.Accelerator)
+    run.accelerator.load_state(str(tmp_path / "c"))
+    assert ckptfix.check(tmp_path / "c").status == 0
+
+
+def test_of_a_folder_of_stock_accelerate_the_log_says_what_is_not_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(accelerate.Accelerator)
+    run.save_at(tmp_path / "c", 4)
+    with caplog.at_level(logging.WARNING, "ckptfix"):
+        Run().accelerator.load_state(str(tmp_path / "c"))
+    assert [
+        one.message for one in caplog.records if "not bit-exact: saved without a run state" in one.message
+    ]
+    report = load_state_tolerant(Run().accelerator, tmp_path / "c")
+    assert "saved without a run state" in report.inexact[0]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "noise": lambda content: random.Random(3).randbytes(4000),
+    "flipped": lambda content: content[:40] + bytes(byte ^ 255 for byte in content[40:400]) + content[400:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_state_is_named_and_the_rest_is_loaded(tmp_path: Path, damage: str) -> None:
+    first = Run()
+    first.save_at(tmp_path / "c", 4)
+    path = tmp_path / "c" / run_state_name(0)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    run = Run()
+    with pytest.warns(UserWarning, match=r"not bit-exact: run_state_0\.pt"):
+        run.accelerator.load_state(str(tmp_path / "c"))
+    assert run.optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("field", ["version", "loaders", "random", "custom", "world", "parameters"])
+def test_a_run_state_of_another_kind_never_fails_a_load(tmp_path: Path, field: str) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    path = tmp_path / "c" / run_state_name(0)
+    state = torch.load(path, weights_only=True)
+    for value in ("of another kind", None, [{"x": 1}]):
+        torch.save({**state, field: value}, path)
+        run = Run()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run.accelerator.load_state(str(tmp_path / "c"))
+        if field in ("version", "random", "world"):
+            assert any("not bit-exact" in str(one.message) for one in said), value
+
+
+def test_a_state_that_is_not_what_was_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    run = Run()
+    monkeypatch.setattr(type(run.scheduler), "load_state_dict", lambda self, state: None)
+    with pytest.warns(UserWarning, match="unprepared scheduler: not what the checkpoint holds"):
+        run.accelerator.load_state(str(tmp_path / "c"))
+
+
+def test_a_script_that_skips_nothing_is_warned_once(tmp_path: Path) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    run = Run()
+    run.accelerator.load_state(str(tmp_path / "c"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for batch in run.loader:
+            run.train(batch)
+    assert ["batches 1 to 4 of this pass are used again" in str(one.message) for one in said] == [True]
+
+
+def test_other_data_are_named(tmp_path: Path) -> None:
+    Run().save_at(tmp_path / "c", 4)
+    run = Run()
+    run.accelerator._dataloaders.clear()
+    run.accelerator.prepare(DataLoader(TensorDataset(torch.zeros(30, 4)), batch_size=2))
+    with pytest.warns(
+        UserWarning, match="its data are TensorDataset of 30, in the checkpoint TensorDataset of 12"
+    ):
+        run.accelerator.load_state(str(tmp_path / "c"))
+
+
+def test_only_prepared_loaders_can_go_on(tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(ckptfix.UsageError, match="expected a data loader that this Accelerator has prepared"):
+        run.accelerator.resume_dataloader([1, 2])
+    assert run.accelerator.resume_dataloader(run.loader) is run.loader
+
+
+def test_gradients_of_a_cut_accumulation_are_in_the_file(tmp_path: Path) -> None:
+    def run() -> Run:
+        return Run(gradient_accumulation_steps=3)
+
+    expected = run().save_at(tmp_path / "c", 4)
+    assert set(run_state.read(tmp_path / "c", 0)["gradients"]) == {
+        "0.0.weight",
+        "0.0.bias",
+        "0.2.weight",
+        "0.2.bias",
+    }
+    assert run().resume(tmp_path / "c") == expected
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> None:
+    Run().save_at(tmp_path / "c", 2)
+
+    def work(rank: int) -> None:
+        accelerate.state.AcceleratorState._reset_state(True)
+        run = Run()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            run.accelerator.load_state(str(tmp_path / "c"))
+        words = [str(one.message) for one in said]
+        assert any("not bit-exact: saved with 1 process, now 2" in one for one in words) == (rank == 0), words
+        seeds = (torch.initial_seed(), random.random(), float(np.random.rand()))
+        torch.save((len(list(run.accelerator.resume_dataloader(run.loader))), seeds), tmp_path / f"{rank}.pt")
+
+    assert run_ranks(2, work) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert first[0] == second[0] == 2, (
+        "4 of 12 samples were used: 2 batches of 2 are left for each of 2 processes"
+    )
+    assert first[1] != second[1]
