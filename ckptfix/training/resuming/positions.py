@@ -429,6 +429,7 @@ class Pass:
         self.unskipped: Position | None = None  # set while the script may use the first batches again
         self.permutation: Moment | None = None
         self.before: GeneratorStates
+        self.leap: tuple[int, int] | None = None  # after so many batches, the one with this number is fetched
         self.was_made = False
         self.is_over = False
         self.is_rest = False
@@ -472,20 +473,39 @@ class Pass:
         if is_rest:
             if _is_stateful(parent):
                 _clear(parent.base_dataloader)
-            if self.fetched_by_script == count:
-                return
             if (
                 self.first == self.fetched_by_script == position.yielded
             ):  # of a dispatcher: too few base batches
                 _skipping(loader)[0].skip_batches += count - self.first
                 self.first = self.fetched = self.fetched_by_script = count
-                return
-            self.resumed, self.permutation = None, position.start
-            self._warn_of_other_count(position)
+            if self.fetched_by_script == count:
+                self._begin_with_first_batch(position)
+            else:
+                self.resumed, self.permutation = None, position.start
+                self._warn_of_other_count(position)
         elif _is_stateful(loader):
             self.first = self.fetched = self.fetched_by_script = count
         elif count:
             self.unskipped = position
+
+    def _begin_with_first_batch(self, position: Position) -> None:
+        """Let a dispatcher fetch the first batch of the pass again: it completes the last one with samples of it."""
+        samplers, loader = _skipping(self._loader), self._loader
+        if not isinstance(loader, DataLoaderDispatcher) or loader._drop_last or not samplers:
+            return
+        if loader.base_dataloader.num_workers:
+            if len(loader.dataset) % max(1, loader.state.num_processes):
+                warn_caller(
+                    f"{self.followed.name}: the last batch of this pass is not bit-exact: a dispatcher with workers "
+                    "completes it with samples of the first batch after the resume"
+                )
+            return
+        sampler = samplers[0]
+        sampler.__class__ = _FirstAndRest
+        sampler.first = self.per_batch
+        loader.skip_batches += 1  # fetched, and not handed to the script
+        self.leap = (self.per_batch, position.fetched or 0)
+        self.fetched = 0
 
     def _warn_of_other_count(self, position: Position) -> None:
         is_counted = isinstance(self._loader, DataLoaderDispatcher) and bool(_skipping(self._loader))
@@ -587,6 +607,17 @@ class Pass:
             parent.iteration = loader.iteration
 
 
+class _FirstAndRest(SkipBatchSampler):  # type: ignore[misc]
+    """A sampler of ``skip_first_batches`` that yields the first batches of the pass, too."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, samples in enumerate(self.batch_sampler):
+            if index < self.first or index >= self.skip_batches:
+                yield samples
+
+
 class _Fetches:
     """Iterator of a base loader that notes and sets generators around each fetch."""
 
@@ -610,6 +641,8 @@ class _Fetches:
             raise
         data = one.unwrap(data)
         one.fetched += 1
+        if one.leap is not None and one.fetched == one.leap[0]:
+            one.fetched, one.leap = one.leap[1], None
         one.after_fetch(is_end=False)
         return data
 
