@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, kind: Callable[..., Any] = ckptfix.Accelerator, **options: Any) -> None:
         accelerate.state.GradientState._reset_state()
-        torch.manual_seed(1)
+        accelerate.utils.set_seed(1)
         self.accelerator = kind(cpu=True, **options)
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
         raw = torch.optim.AdamW(self.layers.parameters(), lr=0.1)
@@ -69,6 +69,50 @@ class Run:
 def test_a_run_on_one_process_goes_on_bit_for_bit(tmp_path: Path, at: int) -> None:
     expected = Run().save_at(tmp_path / "c", at)
     assert Run().resume(tmp_path / "c") == expected
+
+
+class Noisy(TensorDataset):  # type: ignore[misc]
+    def __getitem__(self, index: Any) -> Any:
+        (value,) = super().__getitem__(index)
+        return (value + torch.rand(4) + random.random(),)
+
+
+@pytest.mark.parametrize("how", ["rest", "skip", "continue"])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_is_resumed_twice_within_an_epoch_goes_on_bit_for_bit(
+    tmp_path: Path, how: str, workers: int
+) -> None:
+    def made() -> Run:
+        run = Run()
+        run.accelerator._dataloaders.clear()
+        data = Noisy(torch.arange(80.0).reshape(20, 4))
+        run.loader = run.accelerator.prepare(
+            DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+        )
+        return run
+
+    def train(run: Run, used: int, until: int) -> None:
+        for epoch in range(2):
+            loader: Any = run.loader
+            if used and not epoch:
+                loader = run.accelerator.resume_dataloader(loader) if how == "rest" else loader
+                loader = accelerate.skip_first_batches(loader, used) if how == "skip" else loader
+            for number, batch in enumerate(loader):
+                if how == "continue" and not epoch and number < used:
+                    continue
+                run.train(batch)
+                if used + len(run.seen) == until:
+                    run.accelerator.save_state(str(tmp_path / str(until)))
+                    return
+
+    through = made()
+    train(through, 0, 1000)
+    train(made(), 0, 3)
+    for start, end in ((3, 5), (5, 6), (6, 1000)):
+        run = made()
+        run.accelerator.load_state(str(tmp_path / str(start)))
+        train(run, start, end)
+        assert run.seen == through.seen[start:end]
 
 
 def test_a_tolerant_load_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
 """Resume: ``guarded_load`` guards ``load_state`` and finds the newest complete checkpoint. ``run_state`` is the file of
-a rank that lets a run go on bit for bit; ``positions`` are those of its data loaders, ``worker_states`` those of their
-workers. ``generators`` reads and sets the states of random number generators, and compares states.
+a rank that lets a run go on bit for bit; ``positions`` follows its data loaders, of which ``saved_positions`` are
+kept, and ``worker_states`` their workers. ``generators`` reads, sets and compares the states of random generators.
 """

@@ -11,7 +11,7 @@ A loader that no watched accelerator holds is iterated by accelerate as before.
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,119 +24,19 @@ from accelerate.data_loader import (
     SkipBatchSampler,
 )
 
-from ckptfix.dataclass import dataclass
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
 from ckptfix.training.resuming.generators import (
     Generator,
     GeneratorStates,
     capture,
-    from_plain,
     generators_in,
-    plain,
     restore,
     set_state,
     state_of,
 )
-from ckptfix.training.resuming.worker_states import Workers, WorkerStates
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """States of the global generators and of those that a loader, its sampler and its dataset hold."""
-
-    everywhere: GeneratorStates
-    held: Mapping[str, Any]
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return values that ``from_plain`` reads."""
-        return {"everywhere": self.everywhere.as_plain(), "held": plain(self.held)}
-
-    @classmethod
-    def from_plain(cls, value: Mapping[str, Any]) -> "Moment":
-        """Return the moment that ``as_plain`` described."""
-        return cls(GeneratorStates.from_plain(value["everywhere"]), from_plain(value["held"]))
-
-
-@dataclass(slots=True)
-class SaveMoment:
-    """The global generators at a save. ``is_reached``: whether a loader has brought the run there again."""
-
-    generators: GeneratorStates
-    is_reached: bool = False
-
-
-@dataclass(slots=True)
-class Position:
-    """A loader at a save.
-
-    ``fetched`` counts batches of the base loader that the script has got in the pass under way, None between passes;
-    a dispatcher yields one batch for every ``per_batch`` of them. ``is_at_end``: the last batch has been yielded, and
-    the loop has not ended. ``was_made``: the iterator was older than the pass. ``problem``: why it is not exact.
-    """
-
-    signature: tuple[Any, ...]
-    iteration: int
-    held: Mapping[str, Any]
-    per_batch: int = 1
-    fetched: int | None = None
-    is_at_end: bool = False
-    start: Moment | None = None
-    ahead: Moment | None = None
-    seed: int | None = None
-    stateful: Any = None
-    is_fresh: bool = False
-    workers: WorkerStates | None = None
-    was_made: bool = False
-    problem: str = ""
-    save: SaveMoment | None = None
-
-    @property
-    def yielded(self) -> int:
-        """The number of batches that the script has got in the pass under way."""
-        return (self.fetched or 0) // self.per_batch
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return values that ``from_plain`` reads; ``save`` is written once for all loaders."""
-        return {
-            "signature": list(self.signature),
-            "iteration": self.iteration,
-            "held": plain(self.held),
-            "per_batch": self.per_batch,
-            "fetched": self.fetched,
-            "is_at_end": self.is_at_end,
-            "start": None if self.start is None else self.start.as_plain(),
-            "ahead": None if self.ahead is None else self.ahead.as_plain(),
-            "seed": self.seed,
-            "stateful": plain(self.stateful),
-            "is_fresh": self.is_fresh,
-            "workers": None if self.workers is None else plain(self.workers.as_plain()),
-            "was_made": self.was_made,
-            "problem": self.problem,
-        }
-
-    @classmethod
-    def from_plain(cls, value: Mapping[str, Any]) -> "Position":
-        """Return the position that ``as_plain`` described."""
-        return cls(
-            signature=tuple(value["signature"]),
-            iteration=int(value["iteration"]),
-            held=from_plain(value["held"]),
-            per_batch=int(value["per_batch"]),
-            fetched=value["fetched"],
-            is_at_end=bool(value["is_at_end"]),
-            start=None if value["start"] is None else Moment.from_plain(value["start"]),
-            ahead=None if value["ahead"] is None else Moment.from_plain(value["ahead"]),
-            seed=value["seed"],
-            stateful=from_plain(value["stateful"]),
-            is_fresh=bool(value["is_fresh"]),
-            workers=None
-            if value["workers"] is None
-            else WorkerStates.from_plain(from_plain(value["workers"])),
-            was_made=bool(value["was_made"]),
-            problem=str(value["problem"]),
-        )
-
+from ckptfix.training.resuming.saved_positions import Moment, Position
+from ckptfix.training.resuming.worker_states import Workers
 
 # Which loaders are followed.
 

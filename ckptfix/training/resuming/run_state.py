@@ -30,6 +30,7 @@ from ckptfix.training.resuming.generators import (
     plain,
     restore,
 )
+from ckptfix.training.resuming.saved_positions import Position, SaveMoment
 from ckptfix.wording import count_of, human_size, list_names
 
 VERSION = 1
@@ -446,10 +447,10 @@ class _Restoring:
             self._restore_each("unprepared scheduler", [one for _, one in there], saved)
 
     def _restore_loaders(self, random: GeneratorStates) -> None:
-        saved: list[positions.Position | str] = []
-        moment = positions.SaveMoment(random)
+        saved: list[Position | str] = []
+        moment = SaveMoment(random)
         for value in self._state["loaders"]:
-            position = value if isinstance(value, str) else positions.Position.from_plain(value)
+            position = value if isinstance(value, str) else Position.from_plain(value)
             if not isinstance(position, str):
                 position.save = moment
             saved.append(position)
