@@ -163,7 +163,6 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "the checkpoint has no file with the generators of this rank; accelerate and transformers go on without",
         "call save_state on every process, not on the main process alone",
-        is_restored=True,
     ),
     Cause(
         "cut-accumulation",
