@@ -64,6 +64,7 @@ class Variant:
     optimizers: int = 1
     compiled: bool = False
     expect: str = ""
+    is_cautious: bool = False
 
 
 V = Variant
@@ -92,7 +93,7 @@ FIRST = {
     "sf_seed_mid1": V(14, resume="stateful", shuffle=True, seedable=True),
     "sf_seed_mid1_setep": V(14, resume="stateful", shuffle=True, seedable=True, set_epoch=True),
     "sf_shuf_end_inloop0": V(10, resume="stateful", shuffle=True, in_loop=True),
-    "sf_w2_mid0": V(4, resume="stateful", workers=2),
+    "sf_w2_mid0": V(4, resume="stateful", workers=2, is_cautious=True),
     "sf_w2_shuf_mid1": V(14, resume="stateful", shuffle=True, workers=2),
     "w2_shuf_mid1": V(14, shuffle=True, workers=2),
     "w2_aug_mid0": V(4, augment="torch", workers=2),
@@ -145,6 +146,10 @@ MORE = {
     "sf_inloop_setep": V(
         10, resume="stateful", shuffle=True, in_loop=True, epoch_of_save=True, set_epoch=True
     ),
+    "sf_w2_shuf_mid0": V(4, resume="stateful", shuffle=True, workers=2, is_cautious=True),
+    "sf_w2_aug_mid0": V(
+        4, resume="stateful", augment="torch", workers=2, expect="generators of its workers are not known"
+    ),
     "sf_first": V(1, resume="stateful", shuffle=True, dropout=0.5),
     "sf_end1": V(20, resume="stateful", shuffle=True, augment="torch"),
     "shuf_inloop": V(10, shuffle=True, in_loop=True, dropout=0.5),
@@ -189,7 +194,10 @@ MORE = {
     "no_skip_first": V(1, shuffle=True, resume="none", expect="batch 1 of this pass is used again"),
     "wrong_count": V(4, shuffle=True, resume="one less", expect="the script skips to batch 4"),
 }
-"""What the 49 leave out. ``expect``: words of the warning where a script does not continue its run."""
+"""What the 49 leave out. ``expect``: words of the warning where a script does not continue its run.
+
+``is_cautious``: a warning that the run may differ, where it would only with augmentation.
+"""
 
 ALL = FIRST | MORE
 

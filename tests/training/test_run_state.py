@@ -278,3 +278,51 @@ def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> Non
         "4 of 12 samples were used: 2 batches of 2 are left for each of 2 processes"
     )
     assert first[1] != second[1]
+
+
+@pytest.mark.slow
+def test_fsdp2_with_a_scaler_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """torch steps the optimizer while it sets its state, and that step updates the scaler (accelerate#4289)."""
+
+    def work_of(*, resumes: bool) -> Callable[[int], None]:
+        def work(rank: int) -> None:
+            accelerate.state.AcceleratorState._reset_state(True)
+            accelerate.utils.set_seed(1)
+            plugin = accelerate.utils.FullyShardedDataParallelPlugin(
+                fsdp_version=2, cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT"
+            )
+            accelerator = ckptfix.Accelerator(cpu=True, fsdp_plugin=plugin)
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+            layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+            data = TensorDataset(torch.arange(160.0).reshape(40, 4) / 100)
+            model, optimizer, loader = accelerator.prepare(
+                layers,
+                torch.optim.AdamW(layers.parameters(), lr=0.1),
+                DataLoader(data, batch_size=2, shuffle=True),
+            )
+            accelerate.utils.set_seed(50 + rank)
+            if resumes:
+                accelerator.load_state(str(tmp_path / "c"))
+            seen = []
+            for _ in range(loader.iteration, 2):
+                for (batch,) in accelerator.resume_dataloader(loader):
+                    loss = model(batch).pow(2).mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append((batch.tolist(), loss.item(), accelerator.scaler.state_dict()))
+                    if len(seen) == 4 and not resumes:
+                        accelerator.save_state(str(tmp_path / "c"))
+            torch.save(seen, tmp_path / f"{'resumed' if resumes else 'through'}-{rank}.pt")
+
+        return work
+
+    assert run_ranks(2, work_of(resumes=False)) == [0, 0]
+    assert run_ranks(2, work_of(resumes=True)) == [0, 0]
+    for rank in range(2):
+        through, resumed = (
+            torch.load(tmp_path / f"{phase}-{rank}.pt", weights_only=False)
+            for phase in ("through", "resumed")
+        )
+        assert len(resumed) == 16
+        assert resumed == through[4:]

@@ -8,6 +8,7 @@ used are passed over, and the generators are set at the same moments again.
 A loader that no watched accelerator holds is iterated by accelerate as before.
 """
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 
 from accelerate import data_loader as accelerate_loaders
 from accelerate.data_loader import (
+    DataLoaderAdapter,
     DataLoaderDispatcher,
     DataLoaderShard,
     SeedableRandomSampler,
@@ -60,6 +62,9 @@ def watch(accelerator: Any) -> None:
         if kind not in _PATCHED:  # once: others may have patched it since
             _PATCHED.add(kind)
             kind.__iter__ = _following(kind.__iter__)
+    if DataLoaderAdapter not in _PATCHED:
+        _PATCHED.add(DataLoaderAdapter)
+        DataLoaderAdapter.__init__ = _noting(DataLoaderAdapter.__init__)
 
 
 def forget(accelerator: Any) -> None:
@@ -74,6 +79,30 @@ def _following(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iter
 
     __iter__.__doc__ = original.__doc__
     return __iter__
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get(
+            "use_stateful_dataloader"
+        ):  # the first iterator is made at once, and workers begin to draw
+            names = ("generator", "collate_fn")
+            sampler = kwargs.get("batch_sampler") or kwargs.get("sampler")
+            roots = {"dataset": dataset, "sampler": sampler, **{name: kwargs.get(name) for name in names}}
+            self.__dict__["_made_at"] = Moment(
+                capture(), {path: state_of(one) for path, one in generators_in(roots)}
+            )
+        original(self, dataset, *args, **kwargs)
+
+    return __init__
+
+
+def _made_at(loader: Any) -> Moment | None:
+    """Return when the iterator of the next pass was made, None where the pass makes it."""
+    is_made = getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False)
+    made: Moment | None = loader.__dict__.get("_made_at") if is_made else None
+    return made
 
 
 def _followed_by(loader: Any) -> "FollowedLoader | None":
@@ -204,6 +233,7 @@ class FollowedLoader:
         if _is_stateful(loader):
             here.is_fresh = bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
             here.stateful = loader.state_dict()
+            here.made = _made_at(loader)
         if len(self.passes) > 1:
             here.problem = "several passes over it were under way"
         if self.passes:
@@ -248,6 +278,9 @@ class FollowedLoader:
         _clear(base)  # the next pass is a new one: a state would cost it one draw more
         if position.is_fresh:
             before = capture()
+            for path, one in self.generators():
+                if position.made is not None and path in position.made.held:
+                    set_state(one, position.made.held[path])
             base.state_dict()  # makes the first iterator, as prepare() does
             restore(before)
 
@@ -330,7 +363,7 @@ class Pass:
         self.permutation: Moment | None = None
         self.before: GeneratorStates
         self.leap: tuple[int, int] | None = None  # after so many batches, the one with this number is fetched
-        self.was_made = False
+        self.made: Moment | None = None
         self.is_over = False
         self.is_rest = False
         self.per_batch = _per_batch(loader)
@@ -425,11 +458,11 @@ class Pass:
         position = self.resumed
         self.before = before = capture()
         if position is not None and position.start is not None:
-            self._set(position.start)
+            self._set(position.made or position.start)
         elif self.permutation is not None:
             self._set(self.permutation)
         self.start = self.moment()
-        self.was_made = bool(getattr(base, "_initial_iter_for_state_dict", False))
+        self.made = _made_at(self._loader)
         if self._loader is not self.followed.loader and position is not None:
             seedable = _seedable(self._loader)
             if seedable is not None:  # a dispatcher does not find it behind the sampler that skips
@@ -437,9 +470,9 @@ class Pass:
         states = None if position is None else position.workers
         with self.followed.workers.reporting(base, self.first, self.per_batch, states=states):
             inner = type(base).__iter__(base)
-        if position is not None and position.was_made and position.start is not None:
+        if position is not None and position.made is not None and position.start is not None:
             self._set(position.start)  # prepare() had drawn what the making of an iterator draws
-            self.was_made = True
+            self.start, self.made = position.start, position.made
         if self.first and not base.num_workers:
             _draw_first(inner)
         if self.permutation is not None:
@@ -489,7 +522,7 @@ class Pass:
         position.fetched = self.fetched_by_script
         position.is_at_end = bool(self._loader.end_of_dataloader)
         position.start = self.start
-        position.was_made = self.was_made
+        position.made = self.made
         if self.ahead is not None and self.ahead[0] == self.fetched_by_script:
             position.ahead = self.ahead[1]
         elif _fetches(self._loader):

@@ -117,6 +117,7 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
         "custom": _custom(accelerator, states),
         "parameters": _parameter_names(accelerator),
         "gradients": _gradients(accelerator),
+        "is_cut": not accelerator.sync_gradients and accelerator.distributed_type in SHARDED,
     }
 
 
@@ -364,6 +365,8 @@ class _Restoring:
     def _restore_own(self) -> None:
         """Restore what each rank has for itself."""
         accelerator, state = self._accelerator, self._state
+        if state["is_cut"]:
+            self._problems.append("the save cut an accumulation, and its gradients are spread over the ranks")
         if "step" not in self._left:
             accelerator.step = state["step"]
             self._checks.append(("accelerator.step", state["step"], lambda: accelerator.step))

@@ -39,7 +39,8 @@ class Position:
 
     ``fetched`` counts batches of the base loader that the script has got in the pass under way, None between passes;
     a dispatcher yields one batch for every ``per_batch`` of them. ``is_at_end``: the last batch has been yielded, and
-    the loop has not ended. ``was_made``: the iterator was older than the pass. ``problem``: why it is not exact.
+    the loop has not ended. ``made``: when the iterator was made, where that was before the pass. ``problem``: why it
+    is not exact.
     """
 
     signature: tuple[Any, ...]
@@ -54,7 +55,7 @@ class Position:
     stateful: Any = None
     is_fresh: bool = False
     workers: WorkerStates | None = None
-    was_made: bool = False
+    made: Moment | None = None
     problem: str = ""
     save: SaveMoment | None = None
 
@@ -78,7 +79,7 @@ class Position:
             "stateful": plain(self.stateful),
             "is_fresh": self.is_fresh,
             "workers": None if self.workers is None else plain(self.workers.as_plain()),
-            "was_made": self.was_made,
+            "made": None if self.made is None else self.made.as_plain(),
             "problem": self.problem,
         }
 
@@ -100,6 +101,6 @@ class Position:
             workers=None
             if value["workers"] is None
             else WorkerStates.from_plain(from_plain(value["workers"])),
-            was_made=bool(value["was_made"]),
+            made=None if value["made"] is None else Moment.from_plain(value["made"]),
             problem=str(value["problem"]),
         )
