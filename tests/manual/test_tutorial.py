@@ -7,7 +7,6 @@ import pytest
 
 from tests.manual.tutorial import TUTORIAL, played
 
-
 _SIZE = re.compile(r"(\d+\.\d) KiB")
 
 
