@@ -148,8 +148,8 @@ def incomplete(checkpoint: Path) -> str | None:
         return described(error)
     if losses is not None:
         return f"it was salvaged: {losses}"
-    if not any(_is_model(checkpoint, name, of_trainer=TRAINER_STATE in names) for name in names):
-        return "no weights of a model"
+    if not holds_weights(checkpoint, names):
+        return NO_WEIGHTS
     if _STATES not in names:
         if checkpoint_number(checkpoint.name) is not None:  # load_state takes it, so it must be Accelerate's
             return _NO_STATES
@@ -202,6 +202,14 @@ def _unsound(checkpoint: Path, component: Component) -> str | None:
         missing = [name for name in shards if not (checkpoint / name).exists()]
         return f"{missing[0]} is missing, which {component.path} names" if missing else None
     return None
+
+
+NO_WEIGHTS = "no weights of a model"
+
+
+def holds_weights(checkpoint: Path, names: Collection[str]) -> bool:
+    """Return whether any of the names in a checkpoint is of a model's weights."""
+    return any(_is_model(checkpoint, name, of_trainer=TRAINER_STATE in names) for name in names)
 
 
 def _is_model(checkpoint: Path, name: str, *, of_trainer: bool) -> bool:

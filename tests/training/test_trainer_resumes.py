@@ -122,6 +122,52 @@ def test_what_is_missing_may_be_allowed(run: Any, name: str, monkeypatch: pytest
         patch_accelerate()
 
 
+RUNS = {
+    "one epoch": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "workers": {"dataloader_num_workers": 2},
+    "in the second epoch": {"max_steps": 40, "save_steps": 35},
+    "at the end of an epoch": {"max_steps": 40, "save_steps": 32},
+    "accumulation in the third epoch": {"max_steps": 40, "save_steps": 37, "gradient_accumulation_steps": 2},
+    "evaluation between": {"eval_strategy": "steps", "eval_steps": 1},
+}
+
+
+@pytest.mark.parametrize("arguments", RUNS.values(), ids=RUNS)
+def test_data_that_are_drawn_at_random_go_on_as_well(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    given = {"augment": True, "dataloader_num_workers": 0, **arguments}
+    trainer = build(tmp_path, [], **given)
+    trainer.train()
+    last = max(tmp_path.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
+    if str(trainer.state.global_step) == last.name.rpartition("-")[2]:
+        shutil.rmtree(last)  # the Trainer saves at the end as well
+    resumed = build(tmp_path, [], **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == losses(trainer)
+    assert all(
+        value.equal(resumed.model.state_dict()[name]) for name, value in trainer.model.state_dict().items()
+    )
+
+
+def test_what_transformers_saved_alone_is_said_not_to_go_on_with_such_data(
+    stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(stock[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    trainer = build(tmp_path, [])
+    trainer.train(resume_from_checkpoint=True)
+    assert "was saved by transformers alone" in caplog.text
+    assert losses(trainer) == stock[1], "without such data"
+
+
+def test_data_that_are_not_skipped_begin_anew(tmp_path: Path) -> None:
+    trainer = build(tmp_path, [])
+    trainer.train()
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    resumed = build(tmp_path, [], ignore_data_skip=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(losses(resumed)) == 8
+
+
 def test_a_model_alone_is_not_resumed_from(tmp_path: Path) -> None:
     build(tmp_path, [], save_only_model=True).train()
     with pytest.raises(UsageError, match=r"no complete checkpoint in .*save_only_model=True"):

@@ -10,9 +10,7 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,24 +22,29 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from ckptfix.training.ranks import Ranks
 from tests.sampling import sampled
 from tests.training.killing import Steps
+from tests.training.ranks import run_ranks
 
 STEPS, EVERY, ARMED = 8, 2, 6
 """Steps of a run, steps between two saves, and the save in which processes are killed: old ones are removed then."""
 
-ALONE = 20.0
-"""Seconds for the other process to end by itself, when one was killed."""
-
 
 class Tokens(torch.utils.data.Dataset):  # type: ignore[misc]
+    """``augment``: each sample is drawn with random numbers, as crops and noise are."""
+
+    def __init__(self, augment: bool = False) -> None:
+        self.augment = augment
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(index))
+        if self.augment:
+            tokens[torch.randint(0, 8, (2,))] = torch.randint(0, 50, (2,))
         return {"input_ids": tokens, "labels": tokens}
 
 
-def build(output: Path, callbacks: list[Any], **arguments: Any) -> Any:
+def build(output: Path, callbacks: list[Any], *, augment: bool = False, **arguments: Any) -> Any:
     shape = dict.fromkeys(("bos_token_id", "eos_token_id"), 0) | {
         "vocab_size": 50, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2
     }  # fmt: skip
@@ -53,7 +56,7 @@ def build(output: Path, callbacks: list[Any], **arguments: Any) -> Any:
     return Trainer(
         model=GPT2LMHeadModel(GPT2Config(**shape)),
         args=TrainingArguments(**given),
-        train_dataset=Tokens(),
+        train_dataset=Tokens(augment),
         eval_dataset=[Tokens()[index] for index in range(2)],
         callbacks=callbacks,
     )
@@ -102,7 +105,7 @@ def run(
     transformers.modeling_utils.safe_save_file = steps.around(transformers.modeling_utils.safe_save_file)
     if guard:  # killed before and after each meeting of the processes, too
         Ranks.agree = steps.around(Ranks.agree)  # type: ignore[method-assign]
-    trainer = build(output, [Arms(steps)])
+    trainer = build(output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3)
     trainer.train(resume_from_checkpoint=True if resume else None)
     if result is not None:
         weights = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
@@ -113,50 +116,25 @@ def run(
 
 
 def in_processes(processes: int, work: Callable[[], None], log: Path) -> list[int]:
-    """Run work in forked processes of one run, and return their wait statuses. None outlives a killed one for long."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(processes):
-        pid = os.fork()
-        if pid == 0:
-            with log.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            if processes > 1:
-                one, all_of_them = str(rank), str(processes)
-                os.environ.update(
-                    RANK=one, LOCAL_RANK=one, WORLD_SIZE=all_of_them, LOCAL_WORLD_SIZE=all_of_them
-                )
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            code = 1
-            try:
-                work()
-                code = 0
-            except BaseException as error:
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    statuses: dict[int, int] = {}
-    end = time.monotonic() + 120
-    while len(statuses) < processes:
-        for pid in pids:
-            if pid not in statuses:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    statuses[pid] = status
-                    if status:
-                        end = min(end, time.monotonic() + ALONE)
-        if time.monotonic() > end:
-            for pid in pids:
-                if pid not in statuses:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    return [statuses[pid] for pid in pids]
+    """Run work in forked processes of one run, and return their wait statuses. What they print goes to a file."""
+
+    def logged(rank: int) -> None:
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        if processes == 1:
+            for name in (
+                "RANK",
+                "LOCAL_RANK",
+                "WORLD_SIZE",
+                "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            ):
+                del os.environ[name]
+        work()
+
+    return run_ranks(processes, logged, patience=120)
 
 
 def read(result: Path, processes: int) -> list[Any]:

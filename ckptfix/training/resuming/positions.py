@@ -637,6 +637,11 @@ def positions_of(accelerator: Any) -> list[Position | str]:
     return found
 
 
+def is_under_way(accelerator: Any) -> bool:
+    """Return whether a pass over a loader of an accelerator is under way."""
+    return any(_FOLLOWED[one].passes for one in accelerator._dataloaders if one in _FOLLOWED)
+
+
 def go_on_from(accelerator: Any, saved: Sequence[Position | str]) -> list[str]:
     """Let the loaders of an accelerator go on from these positions; return in words what is not as it was.
 

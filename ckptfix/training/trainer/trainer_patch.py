@@ -15,7 +15,12 @@ from typing import Any
 from ckptfix.training.running import when_imported
 
 _SAVES, _RESUMES = (f"{__package__}.trainer_{what}" for what in ("saves", "resumes"))
-_GUARDED = {"_save_checkpoint": (_SAVES, "save_checkpoint"), "train": (_RESUMES, "train")}
+_GUARDED = {
+    "_save_checkpoint": (_SAVES, "save_checkpoint"),
+    "train": (_RESUMES, "train"),
+    "_load_optimizer_and_scheduler": (_RESUMES, "load_states"),
+    "_load_rng_state": (_RESUMES, "load_random_states"),
+}
 """Method of ``transformers.Trainer`` -> the module and the name of the function that guards it."""
 
 _MODULES = ("transformers.trainer_utils", "transformers.trainer")

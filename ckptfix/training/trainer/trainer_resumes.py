@@ -4,7 +4,9 @@ The Trainer takes the highest number, fails for a folder that a killed save left
 or random states anew, in silence, when their file is missing.
 """
 
+import logging
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,23 @@ from typing import Any
 
 from accelerate.state import PartialState
 
-from ckptfix.checkpoint.filenames import TRAINER, TRAINER_STATE, Role, checkpoint_number, parse_file_name
-from ckptfix.checkpoint.latest import Candidate, candidates, incomplete, mixed, newest_complete
+from ckptfix.checkpoint.filenames import (
+    TRAINER,
+    TRAINER_STATE,
+    Role,
+    checkpoint_number,
+    parse_file_name,
+    run_state_name,
+)
+from ckptfix.checkpoint.latest import (
+    NO_WEIGHTS,
+    Candidate,
+    candidates,
+    holds_weights,
+    incomplete,
+    mixed,
+    newest_complete,
+)
 from ckptfix.checkpoint.manifest import not_as_saved, usable_manifest
 from ckptfix.checkpoint.trainer_folders import (
     NO_OPTIMIZER,
@@ -24,10 +41,11 @@ from ckptfix.checkpoint.trainer_folders import (
 )
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, described
 from ckptfix.training.guard import Method
 from ckptfix.training.loading.load_report import LoadPolicy, Part, Requirement
 from ckptfix.training.ranks import Ranks, cannot_agree
+from ckptfix.training.resuming import positions, run_state
 from ckptfix.training.running import as_given
 
 VARIABLE = "CKPTFIX_MISSING_STATES"
@@ -36,6 +54,10 @@ _NO_STATE = f"no {TRAINER_STATE}, which the Trainer writes last"
 
 _PARTS = {Role.OPTIMIZER: Part.OPTIMIZERS, Role.SCHEDULER: Part.SCHEDULERS, Role.RNG_STATE: Part.RNG}
 _settings: dict[str, LoadPolicy] = {}
+_exact: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Trainers that go on from a run state: their data and random generators are where they were."""
+
+_log = logging.getLogger("ckptfix")
 
 
 def require_states(requirement: Requirement | str | LoadPolicy | None) -> None:
@@ -101,6 +123,48 @@ def train(trainer: Any, method: Method, resume_from_checkpoint: Any = None, *arg
     return method(given, *args, **kwargs)
 
 
+def load_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Guard ``Trainer._load_optimizer_and_scheduler``: restore the run state of this process after them."""
+    result = method(checkpoint, *args, **kwargs)
+    _exact.discard(trainer)
+    if checkpoint is not None:
+        _go_on(trainer, Path(checkpoint))
+    return result
+
+
+def load_random_states(trainer: Any, method: Method, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Guard ``Trainer._load_rng_state``: within an epoch the run state has brought the generators further already.
+
+    The Trainer sets them when a whole group of batches has been fetched. A dataset that draws random numbers would
+    draw those of all but the first of them again.
+    """
+    if trainer in _exact and positions.is_under_way(trainer.accelerator):
+        return None
+    return method(checkpoint, *args, **kwargs)
+
+
+def _go_on(trainer: Any, checkpoint: Path) -> None:
+    accelerator = trainer.accelerator
+    if other_processes(checkpoint, _processes()[0]) is not None or not accelerator._dataloaders:
+        return  # ``train`` has said so
+    if (
+        not (checkpoint / run_state_name(0)).exists()
+        and not (checkpoint / run_state_name(accelerator.process_index)).exists()
+    ):
+        if _is_first():
+            _log.warning(
+                "%s was saved by transformers alone: a dataset that draws random numbers goes on with others",
+                checkpoint,
+            )
+        return
+    skips = not trainer.args.ignore_data_skip
+    left = {Part.SCHEDULERS.value}  # the Trainer prepares none, and has loaded its own
+    if not skips:
+        left.add(Part.DATALOADERS.value)
+    if not run_state.go_on_and_report(accelerator, checkpoint, left=frozenset(left)) and skips:
+        _exact.add(trainer)
+
+
 def _found(folder: Path, given: Any) -> list[Candidate]:
     """Return the checkpoints that a resume can take: those of the folder, or the one that was asked for."""
     if given is None:
@@ -128,7 +192,16 @@ def _for_this_run(candidate: Candidate, siblings: Sequence[Path]) -> Candidate:
     problem = candidate.problem
     if problem == NO_OPTIMIZER or (problem is not None and _lacks_states_alone(candidate.path)):
         problem = None
-    return replace(candidate, problem=problem or _lacking(candidate.path, siblings))
+    problem = problem or _without_weights(candidate.path) or _lacking(candidate.path, siblings)
+    return replace(candidate, problem=problem)
+
+
+def _without_weights(path: Path) -> str | None:
+    """Return the problem of a node's own disk, where the Trainer has written no more than states of its ranks."""
+    try:
+        return None if holds_weights(path, os.listdir(path)) else f"{NO_WEIGHTS} on this disk"
+    except OSError as error:
+        return described(error)
 
 
 def _lacks_states_alone(path: Path) -> bool:

@@ -21,6 +21,8 @@ from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import OperationError
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import cannot_agree, meet, timeout_of
+from ckptfix.training.resuming import run_state
+from ckptfix.training.resuming.generators import capture
 from ckptfix.training.saving.joint_saves import JointSave
 from ckptfix.training.saving.save_manifest import make_manifest
 from ckptfix.training.saving.staged_saves import StagedSave, lift, plan_staging, rotate_steps
@@ -66,6 +68,7 @@ class _TrainerSave:
         self._run = str(trainer._get_output_dir(trial=trial))
         self._name = TRAINER.replace("{}", str(trainer.state.global_step))
         self._best = trainer.state.best_model_checkpoint
+        self._random = capture()
         self._result: Any = None
         self._pushes = 0
 
@@ -108,6 +111,10 @@ class _TrainerSave:
         replaced = {"_get_output_dir": lambda trial=None: folder, "_push_from_checkpoint": count}
         with _replaced(self._trainer, replaced):
             self._result = self._write()
+        if not self._trainer.args.save_only_model:
+            made = staging.folder / self._name
+            made.mkdir(exist_ok=True)
+            run_state.save(self._trainer.accelerator, made, self._random, {})
         self._set_best(staging)
 
     def _set_best(self, staging: StagedSave) -> None:
@@ -137,7 +144,7 @@ class _TrainerSave:
         """Remove old checkpoints. As in the Trainer itself, one that cannot be removed does not end the training."""
         trainer, limit = self._trainer, self._trainer.args.save_total_limit
         _warn_of_later(staging.target)
-        if limit is None or limit <= 0 or not trainer.args.should_save:
+        if limit is None or limit <= 0:
             return
         own = getattr(type(trainer), "_rotate_checkpoints", None)
         if own is not None and not own.__module__.startswith("transformers."):
