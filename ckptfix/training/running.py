@@ -89,10 +89,34 @@ def as_given(in_code: str, typed: str) -> str:
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
     """Do something as soon as a module has been imported; at once when it is there already."""
-    if name in sys.modules:
-        action()
-    else:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if name not in sys.modules:
         sys.meta_path.insert(0, _Watcher(name, action))
+    elif type(spec) in (ModuleSpec, _SpecUnderWay) and getattr(spec, "_initializing", False):
+        _SpecUnderWay.follow(spec, action)
+    else:
+        action()
+
+
+class _SpecUnderWay(ModuleSpec):
+    """Takes the place of a spec's class until its module, which is half imported, is there as a whole.
+
+    ``from transformers import Trainer`` imports accelerate from within ``transformers.trainer``.
+    """
+
+    @classmethod
+    def follow(cls, spec: Any, action: Callable[[], None]) -> None:
+        """Have an action follow the end of the import under way."""
+        spec.__class__ = cls
+        vars(spec).setdefault("_actions", []).append(action)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; python's import sets this one last, whether it has failed or not."""
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            object.__setattr__(self, "__class__", ModuleSpec)
+            for action in vars(self).pop("_actions"):
+                when_imported(self.name, action)
 
 
 class _ScriptLoader(SourceFileLoader):

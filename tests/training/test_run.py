@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,37 @@ def test_an_action_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert watched_module.__spec__.loader is watched_module.__loader__
     running.when_imported("watched_module", lambda: seen.append(2))
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_action_follows_the_end_of_an_import_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    (tmp_path / "half_imported.py").write_text("import inside_of_it\ninside_of_it.may_fail()\nvalue = 3\n")
+    (tmp_path / "inside_of_it.py").write_text("def may_fail(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("half_imported", "inside_of_it"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    inside = importlib.import_module("inside_of_it")
+    seen: list[Any] = []
+
+    def ask() -> None:
+        for _ in range(2):
+            running.when_imported("half_imported", lambda: seen.append(sys.modules["half_imported"].value))
+        assert not seen
+        assert not fails
+
+    monkeypatch.setattr(inside, "may_fail", ask)
+    if fails:
+        with pytest.raises(AssertionError):
+            importlib.import_module("half_imported")
+        assert not seen
+        monkeypatch.setattr(inside, "may_fail", lambda: None)
+    half = importlib.import_module("half_imported")
+    assert seen == [3, 3]
+    assert type(half.__spec__) is ModuleSpec
+    running.when_imported("half_imported", lambda: seen.append(4))
+    assert seen[2:] == [4]
 
 
 def test_a_module_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
