@@ -2,8 +2,10 @@
 
 import logging
 import random
+import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +328,82 @@ def test_fsdp2_with_a_scaler_goes_on_bit_for_bit(tmp_path: Path) -> None:
         )
         assert len(resumed) == 16
         assert resumed == through[4:]
+
+
+class TwoDecays(Run):
+    """Two schedulers of one type drive one optimizer, neither is prepared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = torch.optim.lr_scheduler.ExponentialLR
+        self.decays = [kind(self.scheduler.optimizer, gamma) for gamma in (0.9, 0.8, 0.7, 0.6)]
+
+
+def test_unprepared_schedulers_of_one_type_get_their_own_states(tmp_path: Path) -> None:
+    saved = TwoDecays()
+    saved.accelerator.save_state(str(tmp_path / "c"))
+    loaded = TwoDecays()
+    loaded.accelerator.load_state(str(tmp_path / "c"))
+    assert [one.gamma for one in loaded.decays] == [0.9, 0.8, 0.7, 0.6]
+
+
+@pytest.mark.parametrize("is_tolerant", [False, True])
+def test_a_run_state_is_left_out_when_accelerate_alone_saved_over_its_checkpoint(
+    tmp_path: Path, is_tolerant: bool
+) -> None:
+    folder = tmp_path / "c"
+    Run().save_at(folder, 2)
+    Run(accelerate.Accelerator).save_at(folder, 4)
+    assert (folder / run_state_name(0)).exists()
+
+    stock, guarded = Run(accelerate.Accelerator), Run()
+    stock.accelerator.load_state(str(folder))
+    expected = torch.rand(3).tolist()
+    load = (
+        partial(load_state_tolerant, guarded.accelerator) if is_tolerant else guarded.accelerator.load_state
+    )
+    said = r"written over \w+\.(bin|pkl) since: run_state_0\.pt is of an older save"
+    with pytest.warns(UserWarning, match=said):
+        load(str(folder))
+    assert torch.rand(3).tolist() == expected
+    assert guarded.accelerator.resume_dataloader(guarded.loader) is guarded.loader
+
+
+def test_a_checkpoint_that_was_copied_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    expected = Run().save_at(tmp_path / "c", 4)
+    shutil.copytree(tmp_path / "c", tmp_path / "copy", copy_function=shutil.copyfile)
+    assert Run().resume(tmp_path / "copy") == expected
+
+
+def test_a_damaged_run_state_of_another_number_of_processes_fails_no_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.accelerator.save_state(str(tmp_path / "c"))
+    state = torch.load(tmp_path / "c" / run_state_name(0))
+    state["world"], state["random"] = 2, {}
+    torch.save(state, tmp_path / "c" / run_state_name(0))
+    monkeypatch.setattr(type(run.accelerator), "process_index", 1)
+    (problem,) = run_state.go_on(run.accelerator, tmp_path / "c")
+    assert problem.startswith("run_state_1.pt: ValueError")
+
+
+class Bare(torch.optim.SGD):  # type: ignore[misc]
+    """An optimizer whose state of a parameter is no dict."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for one in self.param_groups[0]["params"]:
+            self.state[one] = torch.zeros(1)
+
+
+def test_an_optimizer_with_states_of_its_own_kind_costs_no_run_state(tmp_path: Path) -> None:
+    accelerator = ckptfix.Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Bare(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_state(str(tmp_path / "c"))
+    assert (tmp_path / "c" / run_state_name(0)).exists()

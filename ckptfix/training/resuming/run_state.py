@@ -5,6 +5,8 @@
 """
 
 import functools
+import hashlib
+import itertools
 import logging
 import os
 import weakref
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import checkpointing
 
-from ckptfix.checkpoint.filenames import run_state_name
+from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
+from ckptfix.checkpoint.manifest import is_repaired
 from ckptfix.devices.callers import warn_caller
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
@@ -37,10 +40,15 @@ VERSION = 1
 SMALL = 1 << 20
 """Bytes up to which the state of a custom object is kept for every rank."""
 
+_END = 1 << 16
+
 _log = logging.getLogger("ckptfix")
 
-_SCHEDULERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Every LR scheduler of this process since ``watch``: one that is not prepared is in no file of accelerate's."""
+_SCHEDULERS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""Every LR scheduler of this process since ``watch``, and its number: one that is not prepared is in no file of
+accelerate's."""
+
+_numbers = itertools.count()
 
 _PATCHED: set[type] = set()
 
@@ -65,7 +73,7 @@ def _follow_schedulers() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         with suppress(TypeError):  # a class that cannot be hashed
-            _SCHEDULERS.add(self)
+            _SCHEDULERS[self] = next(_numbers)
 
     LRScheduler.__init__ = __init__
 
@@ -134,6 +142,7 @@ def save(accelerator: Any, folder: Path, random: GeneratorStates, states: Mappin
             f"bit-exact: {type(error).__name__}: {error}"
         )
         return
+    state["beside"] = _beside(folder, accelerator.process_index)
     torch.save(state, folder / run_state_name(accelerator.process_index))
 
 
@@ -150,6 +159,44 @@ def read(folder: Path, rank: int) -> State:
     return state
 
 
+# The files next to a run state: accelerate alone saves over them and leaves the run state where it is.
+
+
+def _beside(folder: Path, rank: int) -> dict[str, str]:
+    """Return digests of what a rank has written next to its run state: its random states; the main one, states of all.
+
+    Of another rank's files one may not be complete yet. A save is known again by them wherever the folder is copied.
+    """
+    roles = {Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER} if rank == 0 else {Role.RNG_STATE}
+    return {
+        name: _digest_of_end(folder / name)
+        for name in sorted(os.listdir(folder))
+        if (parsed := parse_file_name(name)) is not None
+        and parsed.role in roles
+        and (parsed.role is not Role.RNG_STATE or parsed.rank in (rank, None))
+        and (folder / name).is_file()
+    }
+
+
+def _digest_of_end(path: Path) -> str:
+    """Return a digest of a file's end, where torch writes the checksums of all it has written."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END))
+        return hashlib.sha1(file.read(), usedforsecurity=False).hexdigest()
+
+
+def _saved_over(folder: Path, state: State) -> str:
+    """Return the name of a file that another save has written over since, "" where there is none."""
+    for name, digest in state.get("beside", {}).items():
+        parsed = parse_file_name(name)
+        with suppress(OSError):  # removed: the load itself says what it lacks
+            if parsed is None or (parsed.role is not Role.RNG_STATE and is_repaired(folder)):
+                continue  # a repair may have renamed keys in it
+            if _digest_of_end(folder / name) != digest:
+                return str(name)
+    return ""
+
+
 # What a run state holds.
 
 
@@ -157,15 +204,16 @@ def _progress(accelerator: Any, loaders: Sequence[Any]) -> list[Any]:
     """Return how far a run has come, the same on every rank."""
     positions_now = [[one["iteration"], one["fetched"]] if isinstance(one, dict) else [] for one in loaders]
     epochs = [getattr(innermost(one), "last_epoch", None) for one in accelerator._schedulers]
-    steps = [
-        [
-            int(step)
-            for one in list(innermost(optimizer).state.values())[:1]
-            if (step := one.get("step")) is not None
-        ]
-        for optimizer in accelerator._optimizers
-    ]
-    return [accelerator.step, positions_now, epochs, steps]
+    steps = [_steps_of(innermost(optimizer)) for optimizer in accelerator._optimizers]
+    return [accelerator.step, positions_now, plain(epochs), steps]
+
+
+def _steps_of(optimizer: Any) -> list[int]:
+    """Return the number of steps of the first parameter that has one; optimizers of others keep what they like."""
+    states = getattr(optimizer, "state", None)
+    first = next(iter(states.values()), None) if isinstance(states, Mapping) else None
+    step = first.get("step") if isinstance(first, Mapping) else None
+    return [] if step is None else [int(step)]
 
 
 def _described(thing: Any) -> Any:
@@ -194,7 +242,8 @@ def _unprepared_schedulers(accelerator: Any) -> list[tuple[int, Any]]:
         for one in list(_SCHEDULERS)
         if id(one) not in known | inside and id(innermost(getattr(one, "optimizer", None))) in numbers
     ]
-    return sorted(found, key=lambda pair: (pair[0], type(pair[1]).__name__))
+    # Two of one type drive one optimizer in the order in which the script made them, which is the same in every run.
+    return sorted(found, key=lambda pair: (pair[0], type(pair[1]).__name__, _SCHEDULERS.get(pair[1], 0)))
 
 
 def _custom(accelerator: Any, states: Mapping[str, Any]) -> list[State | None]:
@@ -285,10 +334,14 @@ def go_on(accelerator: Any, folder: Path, left: frozenset[str] = frozenset()) ->
         return _go_on_without(accelerator, folder, left)
     except (OSError, ValueError) as error:
         return [f"{error}; next: continue as after a load of accelerate's own"]
+    return _restored(accelerator, folder, state, left)
+
+
+def _restored(accelerator: Any, folder: Path, state: State, left: frozenset[str]) -> list[str]:
     try:
         return _Restoring(accelerator, folder, state, left).run()
-    except Exception as error:
-        return [f"{run_state_name(rank)}: {type(error).__name__}: {error}"]
+    except Exception as error:  # of the script's own code, or of a file that does not hold what it should
+        return [f"{run_state_name(accelerator.process_index)}: {type(error).__name__}: {error}"]
 
 
 def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list[str]:
@@ -303,7 +356,7 @@ def _go_on_without(accelerator: Any, folder: Path, left: frozenset[str]) -> list
         return [str(error)]
     if main["world"] == accelerator.num_processes:
         return [f"rank {accelerator.process_index} took no part in the save and has no run state"]
-    return _Restoring(accelerator, folder, main, left).run()
+    return _restored(accelerator, folder, main, left)
 
 
 class _Restoring:
@@ -322,6 +375,11 @@ class _Restoring:
         """Restore everything, the random generators last; return what is not as it was."""
         accelerator, state = self._accelerator, self._state
         random = GeneratorStates.from_plain(state["random"])
+        if name := _saved_over(self._folder, state) or self._saved_over_main():
+            return [
+                f"a save without ckptfix has written over {name} since: {run_state_name(state['rank'])} is of an "
+                "older save and left out, and with it data order and random numbers within an epoch"
+            ]
         if not self._is_same_world:
             self._problems.append(
                 f"saved with {count_of(state['world'], 'process')}, now {accelerator.num_processes}"
@@ -352,6 +410,15 @@ class _Restoring:
             _seed_anew(random, accelerator.process_index, state)
         self._compare()
         return self._problems
+
+    def _saved_over_main(self) -> str:
+        """Return the name of a file of the main process that another save has written over, as ``_saved_over``."""
+        if self._state["rank"] == 0:
+            return ""
+        try:
+            return _saved_over(self._folder, read(self._folder, 0))
+        except (OSError, ValueError):  # on the disk of another node
+            return ""
 
     def _is_of_another_save(self) -> bool:
         """Return whether this rank saved alone, and was stopped before it could in the save of rank 0."""
