@@ -14,6 +14,15 @@ def free_port() -> int:
         return port
 
 
+def _forget_the_run_of_the_test() -> None:
+    """Let this process find its own rank: an earlier test of the same process may have made a run of one."""
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0) -> list[int]:
     """Run ``work(rank)`` in ``count`` processes of one gloo group; return their wait statuses.
 
@@ -36,6 +45,7 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
                     "ACCELERATE_USE_CPU": "true",
                     "OMP_NUM_THREADS": "1",
                 }
+                _forget_the_run_of_the_test()
                 work(rank)
                 code = 0
             except BaseException as error:
