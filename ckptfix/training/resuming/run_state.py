@@ -101,13 +101,11 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
 
     ``states``: of what accelerate saved, by file name. What cannot be described is left out, and a load says so.
     """
-    problems: list[str] = []
     loaders = []
-    for number, position in enumerate(positions.positions_of(accelerator)):
+    for position in positions.positions_of(accelerator):
         try:
             loaders.append(position if isinstance(position, str) else position.as_plain())
         except TypeError as error:
-            problems.append(f"data loader {number}: {error}")
             loaders.append(f"position not recorded: {error}")
     return {
         "version": VERSION,
@@ -115,7 +113,6 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
         "rank": accelerator.process_index,
         "step": accelerator.step,
         "progress": _progress(accelerator, loaders),
-        "sync": bool(accelerator.sync_gradients),
         "accumulation": accelerator.gradient_accumulation_steps,
         "random": random.as_plain(),
         "loaders": loaders,
@@ -283,17 +280,16 @@ def _sampled(value: Any) -> Any:
     return [_sampled(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
-def _names(accelerator: Any) -> dict[int, str]:
-    return {
-        id(parameter): f"{number}.{name}"
-        for number, model in enumerate(accelerator._models)
-        for name, parameter in model.named_parameters()
-    }
+def _named_parameters(accelerator: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of all models, each with the number of its model before its name."""
+    for number, model in enumerate(accelerator._models):
+        for name, parameter in model.named_parameters():
+            yield f"{number}.{name}", parameter
 
 
 def _parameter_names(accelerator: Any) -> list[list[list[str]]]:
     """Return the names of the parameters of each optimizer by group, in its order."""
-    names = _names(accelerator)
+    names = {id(parameter): name for name, parameter in _named_parameters(accelerator)}
     return [
         [[names.get(id(parameter), "") for parameter in group["params"]] for group in one.param_groups]
         for one in map(innermost, accelerator._optimizers)
@@ -306,9 +302,8 @@ def _gradients(accelerator: Any) -> dict[str, torch.Tensor] | None:
     if accelerator.sync_gradients or accelerator.distributed_type in SHARDED:
         return None
     found = {
-        f"{number}.{name}": parameter.grad.detach()
-        for number, model in enumerate(accelerator._models)
-        for name, parameter in model.named_parameters()
+        name: parameter.grad.detach()
+        for name, parameter in _named_parameters(accelerator)
         if parameter.grad is not None
     }
     if found:
@@ -466,11 +461,7 @@ class _Restoring:
             )
 
     def _restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        parameters = {
-            f"{number}.{name}": parameter
-            for number, model in enumerate(self._accelerator._models)
-            for name, parameter in model.named_parameters()
-        }
+        parameters = dict(_named_parameters(self._accelerator))
         unknown = [name for name in gradients if name not in parameters]
         if unknown:
             self._problems.append(f"gradients of {list_names(unknown)}: no parameter has this name")
