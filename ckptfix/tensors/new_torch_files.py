@@ -394,11 +394,7 @@ def torch_files(
     dict has; every shard has all of it. ``index_words``: the other content of their index. Raises
     UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
     """
-    for tensor in tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise UnsupportedFormat(
-                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
-            )
+    _ensure_torch_has(tensors)
     shards = in_shards(tensors, most)
     tied = [_tied(shard, ties) for shard in shards]
     names = shard_names(stem, suffix, len(shards))
@@ -424,7 +420,20 @@ def _file(
     tied: Mapping[str, NewTensor],
     versions: Mapping[str, int],
 ) -> OutputFile:
-    data = state_dict_pickle(tensors, tied, versions)
+    return _archived(name, state_dict_pickle(tensors, tied, versions), tensors)
+
+
+def _ensure_torch_has(tensors: Iterable[NewTensor]) -> None:
+    """Raise UnsupportedFormat for a tensor of a dtype that torch.save has no tensors of."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedFormat(
+                f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
+            )
+
+
+def _archived(name: PurePosixPath, data: bytes, tensors: Sequence[NewTensor]) -> OutputFile:
+    """Return the file of a pickle and of the storages of its tensors. Raises UnsupportedFormat when it is too long."""
     if len(data) > MAX_PICKLE:
         raise UnsupportedFormat(
             f"the pickle of {name} takes {len(data)} bytes, {MAX_PICKLE} are read back at most; use shards"
@@ -501,6 +510,37 @@ def tensor_pickle(tensor: NewTensor) -> bytes:
     writer = PickleWriter()
     _push_tensor(writer, tensor, {})
     return writer.finish()
+
+
+class _WithTensors(PickleWriter):
+    """Pickle whose values contain ``NewTensor`` in place of tensors. ``tensors``: each of them once, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, NewTensor] = {}
+        self._keys: dict[str, int] = {}
+
+    def value(self, value: Any) -> None:
+        """Push a value as ``PickleWriter`` does, or a tensor; those of one fqn are one tensor."""
+        if isinstance(value, NewTensor):
+            self.tensors.setdefault(value.fqn, value)
+            _push_tensor(self, value, self._keys)
+        else:
+            super().value(value)
+
+
+@paused_gc()
+def torch_file(path: PurePosixPath, value: Any) -> OutputFile:
+    """Return a file as ``torch.save`` writes it, of a value as ``PickleWriter.value`` takes it.
+
+    A ``NewTensor`` in it becomes a tensor with a storage of its own; those of one fqn share it. Raises
+    UnsupportedFormat for a dtype that torch.save has no tensors of, or a pickle that is too long.
+    """
+    writer = _WithTensors()
+    writer.value(value)
+    tensors = tuple(writer.tensors.values())
+    _ensure_torch_has(tensors)
+    return _archived(path, writer.finish(), tensors)
 
 
 def _push_tensor(writer: PickleWriter, tensor: NewTensor, keys: dict[str, int]) -> None:

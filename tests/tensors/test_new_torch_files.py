@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.tensors.new_files import NewTensor
-from ckptfix.tensors.new_torch_files import DTYPE_NAMES, torch_files
+from ckptfix.tensors.new_torch_files import DTYPE_NAMES, torch_file, torch_files
 from ckptfix.tensors.opening import open_checkpoint
 from tests.sampling import examples
 from tests.tensors.writing import digests, new_tensors, raw, torch_digest, write_tensors
@@ -224,3 +224,24 @@ def test_any_tensors_come_back_the_same(
         weights = open_checkpoint(root).weights[0]
         assert digests(weights) == expected
         assert set(weights.ties) == set(new_tensors(tensors)[1])
+
+
+def test_the_state_of_an_optimizer_is_byte_for_byte_what_torch_writes(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "weight_decay": 0.1}], lr=1e-2)
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.save(state, tmp_path / "stock.bin")
+    tensors = {f"0.{name}": value for name, value in state["state"][0].items()}
+    new, _ = new_tensors(tensors)
+    file = torch_file(
+        PurePosixPath("optimizer.bin"),
+        {"state": {0: {one.fqn[2:]: one for one in new}}, "param_groups": state["param_groups"]},
+    )
+    write_tensors(tmp_path, (file,), tensors)
+    found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
+    assert found["param_groups"] == state["param_groups"]
+    assert same(found["state"][0], state["state"][0])
+    with zipfile.ZipFile(tmp_path / "optimizer.bin") as one, zipfile.ZipFile(tmp_path / "stock.bin") as other:
+        assert one.read("optimizer/data.pkl") == other.read("stock/data.pkl")

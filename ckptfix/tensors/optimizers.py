@@ -1,0 +1,92 @@
+"""Optimizer states by fqn, whatever strategy saved them: param groups, moments and fp32 masters.
+
+PyTorch's DDP numbers parameters through the param groups (``optimizer.bin`` of Accelerate, ``optimizer.pt`` of the
+Trainer); FSDP names them, in one file or in a DCP folder; DeepSpeed's ZeRO lays the moments of a group end to end and
+cuts that into a partition for each rank. A reader of each turns its files into an ``OptimizerState``, and a writer of
+each turns an ``OptimizerState`` into files, so that any of them becomes any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Any
+
+from ckptfix.dataclass import dataclass
+from ckptfix.storage.reading import Piece
+from ckptfix.tensors.stored import StoredTensor
+
+
+class Strategy(Enum):
+    """The strategy whose loader finds an optimizer. The value is the word of ``--to``, and for reports."""
+
+    DDP = "ddp"
+    FSDP = "fsdp"
+    FSDP_FULL = "fsdp-full"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    UNIVERSAL = "universal"
+
+
+StateValue = StoredTensor | int | float | bool | str | None
+"""The value of one state of a parameter: a tensor where it lies, or what the pickle itself holds, such as a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """One param group: its parameters in the optimizer's order, and its hyperparameters.
+
+    ``options``: ``lr``, ``betas``, ``weight_decay`` and the others in their order, without ``params``: None, bool,
+    int, float, str, tuples, lists and dicts of those; a tensor, such as a capturable ``lr``, is a ``StoredTensor``.
+    """
+
+    names: tuple[str, ...] = field(repr=False)
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """The state of one optimizer.
+
+    ``label``: its name in messages, a file or a folder. ``index``: its position among the optimizers of the
+    checkpoint. ``files``: relative to the checkpoint. ``is_named``: False where its names are still the numbers that
+    PyTorch gives parameters, as text ("0", "1"), which ``named`` turns into fqns. ``states``: fqn -> state -> value,
+    such as ``exp_avg``; a parameter that never had a gradient, or was frozen, is not in it. ``masters``: fqn -> fp32
+    copy of the parameter, where the strategy keeps one apart from the weights. ``shapes``: fqn -> shape, where the
+    files say it. ``world_size``: number of processes, where the files say it. ``extra``: the other entries of its
+    state dict, such as a loss scaler. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
+    """
+
+    label: str
+    strategy: Strategy
+    index: int = 0
+    files: tuple[PurePosixPath, ...] = ()
+    is_named: bool = True
+    groups: tuple[ParamGroup, ...]
+    states: Mapping[str, Mapping[str, StateValue]] = field(repr=False)
+    masters: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    world_size: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all moments and masters in bytes."""
+        states = (value for state in self.states.values() for value in state.values())
+        tensors = [*self.masters.values(), *(value for value in states if isinstance(value, StoredTensor))]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def named(self, names: Mapping[str, str]) -> "OptimizerState":
+        """Return the same state under fqns. ``names``: number as text -> fqn, one for every parameter."""
+        return replace(
+            self,
+            is_named=True,
+            groups=tuple(
+                replace(group, names=tuple(names[name] for name in group.names)) for group in self.groups
+            ),
+            states={names[name]: state for name, state in self.states.items()},
+            masters={names[name]: tensor for name, tensor in self.masters.items()},
+            shapes={names[name]: shape for name, shape in self.shapes.items()},
+        )
