@@ -1,4 +1,4 @@
-"""New files of weights described byte by byte before anything is written; new safetensors files and their index.
+"""New files of weights and states, described byte by byte before anything is written; safetensors files and indexes.
 
 safetensors files are byte for byte as ``safetensors.torch.save_file`` writes them (0.8, ``tensor.rs``): larger dtypes
 first, then by name; a compact JSON header, padded with spaces to a multiple of 8 bytes.
@@ -17,6 +17,7 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.formats.safetensors_file import MAX_HEADER, METADATA_KEY
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.single_files import LISTED, metadata_of, unwritable
+from ckptfix.tensors.stored import StoredTensor
 
 
 class NewTensor(NamedTuple):
@@ -63,6 +64,18 @@ class OutputFile:
     def needs_crc(self) -> bool:
         """Return whether the CRC-32 of its tensors must be computed while they are written."""
         return any(isinstance(part, Computed) for part in self.parts)
+
+
+class NewStates(NamedTuple):
+    """New files of an optimizer's states, or of weights with them. ``sources``: key of each ``Data`` -> its bytes.
+
+    ``dtypes``: key -> dtype in the new file, in safetensors' nouns, where its source has another one: such a tensor is
+    converted while it is written.
+    """
+
+    files: tuple[OutputFile, ...]
+    sources: Mapping[str, StoredTensor]
+    dtypes: Mapping[str, str] = {}
 
 
 NO_WORDS: Mapping[str, Any] = {}
