@@ -134,7 +134,9 @@ def test_transformers_split_equals_one_device(simulator: Simulator, make: Callab
         # Each decoder block moves the encoder's output for itself, so its keys' and values' gradients are summed
         # before the blocks' are; on one device all six are summed one by one. The same numbers, in another order.
         torch.testing.assert_close(split_gradients, gradients)
-        assert not differing(gradients_of(model)[1], split_gradients), "yet the same again each time"
+        # The tied weight is used on three devices, whose threads of the backward pass add to its gradient in the order
+        # in which they finish; every other gradient is the same again each time.
+        assert differing(gradients_of(model)[1], split_gradients) <= {"shared.weight"}
     else:
         assert not differing(split_gradients, gradients)
     assert torch.equal(generated(model), generated(baseline))
