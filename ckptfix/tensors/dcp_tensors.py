@@ -81,7 +81,7 @@ def dcp_weights(root: Path, where: PurePosixPath, index: int) -> Weights:
     tensors = [
         tensor for tensor in metadata.tensors if tensor.fqn in model.names and tensor.dtype is not None
     ]
-    layouts = _Layouts(folder, metadata, tensors)
+    layouts = DcpLayouts(folder, metadata, tensors)
     found: list[StoredTensor] = []
     ties: dict[str, str] = {}
     places: dict[object, str] = {}
@@ -157,10 +157,14 @@ def _label(root: Path, where: PurePosixPath) -> str:
     return str(where) if where.parts else root.resolve().name
 
 
-class _Layouts:
+class DcpLayouts:
     """The layouts of the tensors; every item is looked into once, file after file."""
 
     def __init__(self, folder: Path, metadata: DcpMetadata, tensors: list[DcpTensor]) -> None:
+        """Read the headers of the items of these tensors.
+
+        Raises OperationError when one is missing, or is not what the metadata says.
+        """
         self._folder = folder
         self._stored = metadata.stored
         self._paths: dict[PurePosixPath, Path] = {}
@@ -320,7 +324,7 @@ def intact_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, st
             lost[name] = reasons.get(tensor.fqn, f"it is of {tensor.torch_dtype}, which has no name here")
             continue
         try:
-            layout = _Layouts(folder, metadata, [tensor]).layout(tensor)
+            layout = DcpLayouts(folder, metadata, [tensor]).layout(tensor)
         except OperationError as error:
             lost[name] = str(error).partition("; next:")[0]
         else:

@@ -55,7 +55,9 @@ class OptimizerState:
     such as ``exp_avg``; a parameter that never had a gradient, or was frozen, is not in it. ``masters``: fqn -> fp32
     copy of the parameter, where the strategy keeps one apart from the weights. ``shapes``: fqn -> shape, where the
     files say it. ``world_size``: number of processes, where the files say it. ``extra``: the other entries of its
-    state dict, such as a loss scaler. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
+    state dict, such as a loss scaler. ``unfit``: what the files of no other strategy can hold -> the reason in words,
+    by the names that lead to it, with dots between: tensors in a dict or list, which ``states`` has under such a name,
+    and values that are not read. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
     """
 
     label: str
@@ -69,6 +71,7 @@ class OptimizerState:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     world_size: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
     checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)
 
     @property

@@ -1,0 +1,55 @@
+"""A checkpoint's optimizers, whatever strategy saved them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.dcp import belongs
+from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
+from ckptfix.storage.paths import existing
+from ckptfix.tensors.dcp_optimizers import dcp_optimizers
+from ckptfix.tensors.optimizer_files import read_optimizer_file
+from ckptfix.tensors.optimizers import OptimizerState
+
+
+def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
+    """Return the optimizers in a checkpoint folder, or in a file, by their positions; nothing is unpickled.
+
+    Of DDP and the Trainer they are numbered and not named. Where a position has several, ``load_state`` without FSDP
+    decides: the file comes before the folder. Raises UsageError when nothing is at ``path``, OperationError when an
+    optimizer cannot be read, OSError.
+    """
+    given = existing(path)
+    if not given.is_dir():
+        return tuple(_of_file(given))
+    found: dict[int, OptimizerState] = {}
+    names = sorted(os.listdir(given))
+    for name in names:
+        parsed = parse_file_name(name)
+        if parsed is None or parsed.role is not Role.OPTIMIZER or not (given / name).is_file():
+            continue
+        if parsed.index not in found or not parsed.is_of_trainer:
+            found[parsed.index] = read_optimizer_file(given, PurePosixPath(name), parsed.index)
+    for index, where in _dcp_folders(given, names):
+        if index not in found:
+            found |= {one.index: one for one in dcp_optimizers(given, where, index)}
+    return tuple(found[index] for index in sorted(found))
+
+
+def _of_file(path: Path) -> Iterator[OptimizerState]:
+    """Yield the optimizer in a file, nothing for a file of another kind."""
+    parsed = parse_file_name(path.name)
+    if parsed is not None and parsed.role is Role.OPTIMIZER:
+        yield read_optimizer_file(path.parent, PurePosixPath(path.name), parsed.index)
+
+
+def _dcp_folders(root: Path, names: list[str]) -> Iterator[tuple[int, PurePosixPath]]:
+    """Yield position and path of each DCP folder of an optimizer, or of the folder itself as ``.``."""
+    if any(map(belongs, names)):
+        yield 0, PurePosixPath(".")
+    for name in names:
+        parsed = parse_folder_name(name)
+        if parsed is None or parsed.role is not Role.OPTIMIZER or not (root / name).is_dir():
+            continue
+        if any(map(belongs, os.listdir(root / name))):
+            yield parsed.index, PurePosixPath(name)

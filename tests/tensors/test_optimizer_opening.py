@@ -1,0 +1,247 @@
+"""Optimizers read without torch: every state, group and number as the run that saved them had it in memory."""
+
+import shutil
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix.errors import OperationError
+from ckptfix.storage.reading import OpenFiles
+from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.optimizers import OptimizerState, Strategy
+from ckptfix.tensors.stored import StoredTensor, Tiled
+from tests.tensors.dcp_making import save
+from tests.tensors.optimizer_ranks import Net, groups, in_memory, save_all, train
+from tests.training.ranks import run_ranks
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
+
+
+def read(value: Any) -> Any:
+    """Return a value as torch has it."""
+    if not isinstance(value, StoredTensor):
+        return value
+    with OpenFiles() as files:
+        data = b"".join(map(bytes, value.blocks(files, memoryview(bytearray(1 << 16)))))
+    if not data:
+        return torch.zeros(value.shape, dtype=DTYPES[value.dtype])
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[value.dtype]).reshape(value.shape)
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        is_equal = isinstance(found, torch.Tensor) and torch.equal(found, expected)
+        return is_equal and found.dtype == expected.dtype and found.shape == expected.shape
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def ensure_same(found: OptimizerState, expected: dict[str, Any], *, step: type = torch.Tensor) -> None:
+    """Fail unless an optimizer is what the run had in memory."""
+    assert found.states.keys() == expected["states"].keys()
+    for name, state in expected["states"].items():
+        assert found.states[name].keys() == state.keys()
+        for key, value in state.items():
+            assert same(read(found.states[name][key]), value), (name, key)
+    assert [group.names for group in found.groups] == [tuple(group["params"]) for group in expected["groups"]]
+    for group, own in zip(found.groups, expected["groups"], strict=True):
+        options = {key: value for key, value in own.items() if key != "params"}
+        assert {key: read(value) for key, value in group.options.items()} == options
+    assert not found.unfit
+    assert not found.extra
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    assert run_ranks(2, lambda rank: save_all(root)) == [0, 0]
+    return root
+
+
+def expected_of(saved: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(saved / f"{name}.expected", weights_only=True)
+    return found
+
+
+def make_ddp(folder: Path, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Save as accelerate does without FSDP; return what was saved."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01, **options)
+    prepared = accelerator.prepare(model, optimizer)
+    train(*prepared)
+    accelerator.save_state(str(folder))
+    return model, optimizer
+
+
+def numbered(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the name of each number, and the states in memory."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ids = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {str(number): names[one] for number, one in enumerate(ids)}, in_memory(model, optimizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": False, "amsgrad": True}], ids=["plain", "amsgrad"])
+def test_ddp(tmp_path: Path, options: dict[str, Any]) -> None:
+    names, expected = numbered(*make_ddp(tmp_path, **options))
+    (found,) = open_optimizers(tmp_path)
+    assert (found.strategy, found.is_named, found.label, found.index) == (
+        Strategy.DDP,
+        False,
+        "optimizer.bin",
+        0,
+    )
+    assert list(map(str, found.files)) == ["optimizer.bin"]
+    assert len(found.checksums) == sum(len(state) for state in found.states.values())
+    ensure_same(found.named(names), expected)
+
+
+def test_optimizers_at_several_positions_and_of_the_trainer(tmp_path: Path) -> None:
+    state = torch.optim.SGD([torch.zeros(2)], lr=0.1).state_dict()
+    for name in ("optimizer.bin", "optimizer_2.bin", "optimizer_1.bin"):
+        torch.save(state, tmp_path / name)
+    assert [one.label for one in open_optimizers(tmp_path)] == [
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "optimizer_2.bin",
+    ]
+    (tmp_path / "trainer").mkdir()
+    torch.save(state, tmp_path / "trainer/optimizer.pt")
+    (found,) = open_optimizers(tmp_path / "trainer")
+    assert (found.label, found.states, found.groups[0].names) == ("optimizer.pt", {}, ("0",))
+    assert open_optimizers(tmp_path / "trainer/optimizer.pt") == (found,)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "label"),
+    [
+        ("full", Strategy.FSDP_FULL, "optimizer.bin"),
+        ("sharded", Strategy.FSDP, "optimizer_0"),
+        ("tiled", Strategy.FSDP, "optimizer_0"),
+        ("flattened", Strategy.FSDP, "optimizer_0"),
+    ],
+)
+def test_fsdp(saved: Path, name: str, strategy: Strategy, label: str) -> None:
+    found = open_optimizers(saved / name)[0]
+    assert (found.strategy, found.is_named, found.label) == (strategy, True, label)
+    ensure_same(found, expected_of(saved, name))
+
+
+def test_tiles_are_read_as_tiles(saved: Path) -> None:
+    (found,) = open_optimizers(saved / "tiled")
+    layouts = [
+        value.layout
+        for state in found.states.values()
+        for value in state.values()
+        if isinstance(value, StoredTensor)
+    ]
+    assert any(isinstance(layout, Tiled) for layout in layouts)
+
+
+def test_other_optimizers_in_dcp_folders(saved: Path) -> None:
+    _, momentum, plain = open_optimizers(saved / "sharded")
+    assert (momentum.label, momentum.index, plain.index) == ("optimizer_1", 1, 2)
+    assert {key for state in momentum.states.values() for key in state} == {"momentum_buffer"}
+    assert momentum.groups[0].names == plain.groups[0].names == ("middle.weight", "middle.bias")
+    assert momentum.groups[0].options["momentum"] == 0.9
+    assert all(not state for state in plain.states.values())
+
+
+def test_one_folder_with_a_model_and_an_optimizer(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    save(tmp_path / "all", {"model": model.state_dict(), "trainer": {"optimizer": state, "steps": 3}})
+    (found,) = open_optimizers(tmp_path / "all")
+    assert (found.label, found.is_named, found.extra) == ("all", False, {})
+    names, expected = numbered(model, optimizer)
+    ensure_same(found.named(names), expected)
+
+
+def test_states_that_fit_no_other_strategy(tmp_path: Path) -> None:
+    """What is in a dict or list of a state is read, and said; what is not read is said, too."""
+    matrix = torch.eye(2)
+    state = {
+        "state": {
+            0: {"step": 3, "shampoo": {"left": matrix, "parts": [matrix, 2.5]}, "kind": torch.float16, "none": None,
+                "sparse": matrix.to_sparse(), "empty": []},
+            "global": {"count": 4},
+        },
+        "param_groups": [{"params": [0], "lr": 0.1, "hook": print, "dtype": torch.float16, "seen": deque([1])}],
+        "version": 7,
+    }  # fmt: skip
+    torch.save(state, tmp_path / "optimizer.bin")
+    (found,) = open_optimizers(tmp_path)
+    assert list(found.states["0"]) == ["step", "shampoo.left", "shampoo.parts.0", "shampoo.parts.1", "none"]
+    assert torch.equal(read(found.states["0"]["shampoo.parts.0"]), matrix)
+    assert found.unfit == {
+        "param_groups.0.seen": "an object of collections.deque",
+        "0.shampoo": "a dict or list of 2 values",
+        "0.shampoo.parts": "a dict or list of 2 values",
+        "0.kind": "neither a tensor nor a number",
+        "0.sparse": "a sparse tensor",
+        "0.empty": "a dict or list of 0 values",
+        "state.global": "not a state of a parameter",
+    }
+    assert found.extra == {"version": 7, "state.global": {"count": 4}}
+    assert found.groups[0].options["lr"] == 0.1
+    assert str(found.groups[0].options["hook"]) == "Global(module='__builtin__', name='print')"
+
+
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    state = {"state": {}, "param_groups": [{"params": ["block._fsdp_wrapped_module._flat_param"], "lr": 0.1}]}
+    torch.save(state, tmp_path / "optimizer.bin")
+    with pytest.raises(OperationError, match=r"a flat parameter of FSDP1.*use_orig_params=True; next: "):
+        open_optimizers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([1], "it holds no state of an optimizer"),
+        ({"state": {}, "param_groups": [3]}, "param group 0 is not a dict of hyperparameters"),
+        ({"state": {}, "param_groups": [{"params": [1.5]}]}, "are neither numbers nor names"),
+        ({"state": {}, "param_groups": [{"params": [1, "a"]}]}, "are numbers and names"),
+    ],
+)
+def test_what_no_optimizer_saves(tmp_path: Path, state: Any, words: str) -> None:
+    torch.save(state, tmp_path / "optimizer.bin")
+    with pytest.raises(OperationError, match=words):
+        open_optimizers(tmp_path)
+
+
+def test_a_damaged_optimizer_is_an_error(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "full", tmp_path / "cut")
+    data = (tmp_path / "cut/optimizer.bin").read_bytes()
+    (tmp_path / "cut/optimizer.bin").write_bytes(data[: len(data) // 2])
+    with pytest.raises(OperationError, match=r"optimizer\.bin: .*next: ckptfix check"):
+        open_optimizers(tmp_path / "cut")
+    shutil.copytree(saved / "sharded", tmp_path / "lost")
+    (tmp_path / "lost/optimizer_0/__1_0.distcp").unlink()
+    with pytest.raises(OperationError, match=r"__1_0\.distcp is missing"):
+        open_optimizers(tmp_path / "lost")
+    (tmp_path / "lost/optimizer_0/.metadata").unlink()
+    with pytest.raises(OperationError, match="the save was interrupted"):
+        open_optimizers(tmp_path / "lost")
+
+
+def test_references_without_end_are_refused(tmp_path: Path) -> None:
+    """A pickle of 400 bytes that would be read as a list of a billion values."""
+    value: Any = [0] * 10
+    for _ in range(20):
+        value = [value] * 8
+    torch.save({"state": {}, "param_groups": [{"params": [], "x": value}]}, tmp_path / "optimizer.bin")
+    with pytest.raises(OperationError, match="again and again"):
+        open_optimizers(tmp_path)
+    loop: list[Any] = []
+    loop.append(loop)
+    torch.save({"state": {0: {"x": loop}}, "param_groups": [{"params": [0]}]}, tmp_path / "optimizer.bin")
+    (found,) = open_optimizers(tmp_path)
+    assert found.states == {"0": {}}
