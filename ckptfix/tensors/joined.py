@@ -9,6 +9,18 @@ from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.stored import Contiguous, Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """A few bytes that are at hand: a step that a file holds as a number, and the new one as a tensor."""
+
+    data: bytes
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes, as ``Layout`` says."""
+        for begin in range(0, len(self.data), len(buffer)):
+            yield memoryview(self.data)[begin : begin + len(buffer)]
+
+
 class Stretch(NamedTuple):
     """The bytes ``begin`` to ``end`` of a layout; of whole elements."""
 

@@ -1,14 +1,14 @@
 """New folders of torch.distributed.checkpoint (DCP), such as Accelerate's FSDP reads.
 
 The layout is that of torch 2.13 for one rank (``torch/distributed/checkpoint``: ``metadata.py``,
-``filesystem.py``): in ``__0_0.distcp`` one torch zip file after the other, of one tensor each, and their
-places in ``.metadata``. Read by ``torch.distributed.checkpoint.load`` on any number of ranks.
+``filesystem.py``): in ``__0_0.distcp`` one torch zip file after the other, of one tensor or one other value
+each, and their places in ``.metadata``. Read by ``torch.distributed.checkpoint.load`` on any number of ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import DcpFileName, DcpPart
 from ckptfix.errors import UnsupportedFormat
@@ -41,18 +41,23 @@ _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = Global(f"{_PACKAGE}.metadata", "Metadata")
 _TENSOR = Global(f"{_PACKAGE}.metadata", "TensorStorageMetadata")
 _PROPERTIES = Global(f"{_PACKAGE}.metadata", "TensorProperties")
+_BYTES = Global(f"{_PACKAGE}.metadata", "BytesStorageMetadata")
 _CHUNK = Global(f"{_PACKAGE}.metadata", "ChunkStorageMetadata")
 _INDEX = Global(f"{_PACKAGE}.metadata", "MetadataIndex")
 _PLACE = Global(f"{_PACKAGE}.filesystem", "_StorageInfo")
 _SIZE = Global("torch", "Size")
+StatePath = tuple[str | int, ...]
+"""The keys, and positions in lists, that lead to a value in the state dict that was saved."""
+
+NO_VALUES: Mapping[StatePath, Any] = {}
 _STRIDED = Call(function=Global("torch.serialization", "_get_layout"), args=("torch.strided",))
 _CONTIGUOUS = Call(function=Global(f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"), args=(0,))
 
 
 class _Placed(NamedTuple):
-    """A tensor with the file, and the bytes of it, that its item takes."""
+    """A tensor, None for another value, with the file, and the bytes of it, that its item takes."""
 
-    tensor: NewTensor
+    tensor: NewTensor | None
     file: str
     offset: int
     length: int
@@ -73,31 +78,64 @@ def dcp_files(
     tensor gets a file to itself. Raises UnsupportedFormat for a dtype of which torch has no tensors, or for more
     tensors than are read back.
     """
+    paths = {(prefix, name) if prefix else (name,): name for name in (*(one.fqn for one in tensors), *ties)}
+    return dcp_state_files(
+        folder, tensors, {path: ties.get(name, name) for path, name in paths.items()}, most=most
+    )
+
+
+def dcp_state_files(
+    folder: PurePosixPath,
+    tensors: Sequence[NewTensor],
+    paths: Mapping[StatePath, str],
+    *,
+    values: Mapping[StatePath, Any] = NO_VALUES,
+    most: int | None = None,
+) -> tuple[OutputFile, ...]:
+    """Return the files of any state dict, as ``dcp_files`` does. ``paths``: path of each tensor -> its ``fqn``.
+
+    ``values``: path -> a value that is not a tensor, as ``PickleWriter.value`` takes it, such as a learning rate.
+    """
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedFormat(
                 f"{tensor.fqn!r} is of {tensor.dtype}, of which torch.save has no tensors"
             )
     files = []
-    placed: list[_Placed] = []
     with paused_gc():
+        placed: dict[str, _Placed] = {}
+        placed_values: dict[StatePath, _Placed] = {}
         for number, shard in enumerate(in_shards(tensors, most)):
             name = str(DcpFileName(part=DcpPart.DATA, rank=0, number=number))
             parts: list[Part] = []
             offset = 0
+            for path, value in values.items() if not number else ():  # torch writes them before the tensors
+                item: tuple[Part, ...] = (Literal(_value_item(value)),)
+                placed_values[path] = _Placed(None, name, offset, item[0].length)
+                parts += item
+                offset += item[0].length
             for tensor in shard:
                 item = _item(tensor)
                 length = sum(part.length for part in item)
-                placed.append(_Placed(tensor, name, offset, length))
+                placed[tensor.fqn] = _Placed(tensor, name, offset, length)
                 parts += item
                 offset += length
             files.append(OutputFile(path=folder / name, parts=tuple(parts)))
-        metadata = _MetadataWriter().write([*_named(placed, ties, prefix)])
+        named = [(".".join(map(str, path)), path, placed[fqn]) for path, fqn in paths.items()]
+        named += [(".".join(map(str, path)), path, one) for path, one in placed_values.items()]
+        metadata = _MetadataWriter().write(named)
     if len(metadata) > MAX_METADATA:
         raise UnsupportedFormat(
             f"its {METADATA_NAME} takes {len(metadata)} bytes, {MAX_METADATA} are read back at most"
         )
     return (*files, OutputFile(path=folder / METADATA_NAME, parts=(Literal(metadata),)))
+
+
+def _value_item(value: Any) -> bytes:
+    """Return the torch zip file of a value without tensors."""
+    writer = PickleWriter()
+    writer.value(value)
+    return _rendered(tuple(zip_parts(archive_records(_ARCHIVE, writer.finish(), []))), {})
 
 
 def _item(tensor: NewTensor) -> tuple[Part, ...]:
@@ -141,15 +179,6 @@ def _rendered(parts: Sequence[Part], crcs: Mapping[str, int]) -> bytes:
     return bytes(data)
 
 
-def _named(
-    placed: Sequence[_Placed], ties: Mapping[str, str], prefix: str
-) -> Iterator[tuple[str, tuple[str, ...], _Placed]]:
-    """Yield name, path in the state dict that was saved, and place of each tensor by each of its names."""
-    by_name = {one.tensor.fqn: one for one in placed}
-    for fqn, one in (*by_name.items(), *((other, by_name[kept]) for other, kept in ties.items())):
-        yield (f"{prefix}.{fqn}", (prefix, fqn), one) if prefix else (fqn, (fqn,), one)
-
-
 class _MetadataWriter:
     """Writes ``.metadata`` opcode by opcode: objects for 100,000 tensors would take a gigabyte."""
 
@@ -157,8 +186,8 @@ class _MetadataWriter:
         self._pickle = PickleWriter(protocol=4)
         self._names: dict[str, int] = {}
 
-    def write(self, named: Sequence[tuple[str, tuple[str, ...], _Placed]]) -> bytes:
-        """Return the pickle of a ``Metadata``."""
+    def write(self, named: Sequence[tuple[str, StatePath, _Placed]]) -> bytes:
+        """Return the pickle of a ``Metadata``. ``named``: name, path, and place of each tensor by each of its names."""
         pickle = self._pickle
         self._begin(_METADATA)
         pickle.value("state_dict_metadata")
@@ -203,9 +232,13 @@ class _MetadataWriter:
         self._kept(_TUPLE1)
         self._kept(REDUCE)
 
-    def _tensor(self, name: str, tensor: NewTensor) -> None:
+    def _tensor(self, name: str, tensor: NewTensor | None) -> None:
         pickle = self._pickle
         self._name(name)
+        if tensor is None:
+            pickle.named(_BYTES.module, _BYTES.name)
+            self._kept(EMPTY_TUPLE + NEWOBJ)
+            return
         self._begin(_TENSOR)
         pickle.value("properties")
         pickle.named(_PROPERTIES.module, _PROPERTIES.name)
@@ -224,11 +257,14 @@ class _MetadataWriter:
         self._size("sizes", tensor.shape)
         pickle.opcodes(_END + _APPEND + _END)
 
-    def _path(self, name: str, path: tuple[str, ...]) -> None:
+    def _path(self, name: str, path: StatePath) -> None:
         self._name(name)
         self._pickle.opcodes(MARK)
         for step in path:
-            self._name(step)
+            if isinstance(step, int):
+                self._pickle.integer(step)
+            else:
+                self._name(step)
         self._pickle.opcodes(TUPLE)
 
     def _place(self, name: str, placed: _Placed) -> None:
@@ -237,8 +273,13 @@ class _MetadataWriter:
         pickle.value("fqn")
         self._name(name)
         pickle.value("index")
-        pickle.integer(0)
-        self._size("offset", (0,) * len(placed.tensor.shape))
+        if placed.tensor is None:
+            pickle.value(None)
+            pickle.value("offset")
+            pickle.value(None)
+        else:
+            pickle.integer(0)
+            self._size("offset", (0,) * len(placed.tensor.shape))
         pickle.opcodes(_END)
         self._begin(_PLACE)
         pickle.value("relative_path")

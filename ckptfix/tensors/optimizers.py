@@ -13,8 +13,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError
 from ckptfix.storage.reading import Piece
+from ckptfix.tensors.joined import Zeros, joined
 from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import count_of, list_names
 
 
 class Strategy(Enum):
@@ -28,6 +31,14 @@ class Strategy(Enum):
     ZERO3 = "zero3"
     UNIVERSAL = "universal"
 
+
+STEP = "step"
+"""The state that counts the steps of a parameter."""
+
+ZERO_AT_FIRST = frozenset(
+    f"{STEP} exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg momentum_buffer grad_avg acc_delta".split()
+)
+"""States that optimizers of torch begin with zeros, when a parameter gets its first gradient."""
 
 StateValue = StoredTensor | int | float | bool | str | None
 """The value of one state of a parameter: a tensor where it lies, or what the pickle itself holds, such as a step."""
@@ -93,3 +104,32 @@ class OptimizerState:
             masters={names[name]: tensor for name, tensor in self.masters.items()},
             shapes={names[name]: shape for name, shape in self.shapes.items()},
         )
+
+    def started(self, shapes: Mapping[str, tuple[int, ...]]) -> "OptimizerState":
+        """Return the same optimizer with states for all its parameters: zeros, and step 0, for those without any.
+
+        That is how torch starts them at their first gradient. FSDP and ZeRO expect every parameter to have states.
+        ``shapes``: of the parameters. Raises OperationError for an optimizer that starts in another way.
+        """
+        lacking = [name for group in self.groups for name in group.names if not self.states.get(name)]
+        kind = next((state for state in self.states.values() if state), None)
+        if not lacking or kind is None:
+            return self
+        if unknown := kind.keys() - ZERO_AT_FIRST:
+            raise OperationError(
+                f"{self.label}: {count_of(len(lacking), 'parameter')} without states, {list_names(lacking)}, and it "
+                f"is not known with which {list_names(sorted(unknown))} they would begin; next: take a step in which "
+                "every parameter gets a gradient, save again, or migrate to ddp"
+            )
+        started = {
+            name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()} for name in lacking
+        }
+        return replace(self, states={**self.states, **started})
+
+
+def _zero(like: StateValue, shape: tuple[int, ...]) -> StateValue:
+    """Return zeros in the place of a state of another parameter."""
+    if not isinstance(like, StoredTensor):
+        return None if like is None else type(like)()
+    zeros = like._replace(shape=shape if like.shape else ())
+    return zeros._replace(layout=joined([Zeros(zeros.nbytes)]))
