@@ -1,6 +1,7 @@
 """The verdict on recorded runs, without any training: what differs, where, and why."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from ckptfix.training.resume_proofs.causes import CAUSES, Evidence, Relation, cause_of
+from ckptfix.training.resume_proofs.causes import CAUSES, Cause, Evidence, Relation, cause_of
 from ckptfix.training.resume_proofs.certificate import certificate_of, html_page
 from ckptfix.training.resume_proofs.recorded_runs import (
     STATES,
@@ -329,6 +330,37 @@ def test_the_table_of_causes() -> None:
         assert len(cause.words.split()) <= 30, cause.code
         assert not cause.words.endswith(".")
         assert not cause.change.endswith(".")
+
+
+OF_ACCELERATOR = re.compile(
+    r"load_state|save_state|\baccelerator\.|prepare\(\)|_loader\(|_batches\(|Configuration\("
+)
+
+
+# The Trainer has no option for stateful dataloaders.
+OF_TRAINER = [cause for cause in CAUSES if not cause.code.startswith("stateful-")]
+
+
+@pytest.mark.parametrize("cause", OF_TRAINER, ids=lambda cause: cause.code)
+def test_a_script_with_a_trainer_is_told_what_it_can_do(cause: Cause) -> None:
+    shown = cause.of_trainer()
+    assert (shown.code, shown.applies) == (cause.code, cause.applies)
+    assert not OF_ACCELERATOR.search(f"{shown.words}; {shown.change.replace('self.accelerator.', '')}")
+    assert not shown.is_restored or cause.is_restored
+
+
+@pytest.mark.parametrize(("facts", "is_restored"), [({}, True), ({"skips_data": True}, False)])
+def test_what_the_guard_restores_of_a_trainer_is_offered(facts: dict[str, Any], is_restored: bool) -> None:
+    runs = three()
+    for at in (0, 1):
+        save = replace(runs[at][0].saves[0], facts={"inside_pass": True, "trainer": True, **facts})
+        runs[at][0] = replace(runs[at][0], saves=(save,))
+    runs[2][0] = altered(replace(runs[2][0], loads=(Load(SAVED_AT, "/c"),)), 4, with_other("generators"))
+    shown = "\n".join(map(str, certificate(verdict(runs), runs[1]).lines()))
+    assert "cause: the Trainer restores the generators after it has fetched batches" in shown
+    offer = "or: ckptfix run SCRIPT, which saves and restores this; --guard proves it"
+    assert (offer in shown) is is_restored
+    assert "load_state" not in shown
 
 
 def test_rows_of_a_file(tmp_path: Any) -> None:

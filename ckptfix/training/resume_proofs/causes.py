@@ -4,7 +4,7 @@ The table is read from the top: the first cause whose evidence is there explains
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -66,6 +66,8 @@ class Cause:
     """A cause. ``words``: the reason; ``change``: the line to change, or what else to do.
 
     ``is_restored``: a run that ckptfix guards saves and restores this, so that the script can stay as it is.
+    ``trainer_words``, ``trainer_change``: what a script with a Trainer is told instead, "" for the same; the Trainer
+    makes the calls itself that the others name. ``is_left_to_trainer``: the guard of a Trainer does not restore it.
     """
 
     code: str
@@ -73,6 +75,18 @@ class Cause:
     words: str
     change: str
     is_restored: bool = False
+    trainer_words: str = ""
+    trainer_change: str = ""
+    is_left_to_trainer: bool = False
+
+    def of_trainer(self) -> "Cause":
+        """Return the cause as a script with a Trainer is told of it."""
+        return replace(
+            self,
+            words=self.trainer_words or self.words,
+            change=self.trainer_change or self.change,
+            is_restored=self.is_restored and not self.is_left_to_trainer,
+        )
 
 
 def _of_data(one: Evidence) -> bool:
@@ -80,8 +94,10 @@ def _of_data(one: Evidence) -> bool:
 
 
 def _has_other_content(one: Evidence) -> bool:
-    fresh = one.relation is Relation.NEW and one.is_first and one.before.get("sampler") == "SequentialSampler"
-    return _of_data(one) and (one.relation is Relation.SAME_SAMPLES or fresh)
+    follows_epoch = one.before.get("seedable") and one.before.get("set_epoch") and one.after.get("set_epoch")
+    has_order = one.before.get("sampler") == "SequentialSampler" or follows_epoch
+    fresh = one.relation is Relation.NEW and one.is_first and has_order
+    return _of_data(one) and bool(one.relation is Relation.SAME_SAMPLES or fresh)
 
 
 def _is_shuffled(one: Evidence) -> bool:
@@ -106,12 +122,16 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: not one.was_loaded and one.state in _RESTORED,
         "load_state was not called in the resumed run, and the script's own load does not restore this",
         "accelerator.load_state(folder), after prepare() and before the training loop",
+        trainer_words="the resumed run loaded no checkpoint, and the script's own load does not restore this",
+        trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
         "optimizer-not-prepared",
         lambda one: one.state == "moments" and bool(one.saved.get("unsaved_optimizers")),
         "the optimizer was not given to prepare(), so save_state leaves it out",
         "optimizer = accelerator.prepare(optimizer)",
+        trainer_words="the script steps an optimizer that is not the Trainer's, so no checkpoint has it",
+        trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
     ),
     Cause(
         "optimizer-file-missing",
@@ -139,6 +159,9 @@ CAUSES: tuple[Cause, ...] = (
         "the scheduler was not given to prepare(), so save_state leaves it out",
         "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler)",
         is_restored=True,
+        trainer_words="the script made a scheduler that is not the Trainer's, so no checkpoint has it",
+        trainer_change="Trainer(..., optimizers=(optimizer, scheduler))",
+        is_left_to_trainer=True,
     ),
     Cause(
         "scheduler-of-rank-0",
@@ -146,6 +169,9 @@ CAUSES: tuple[Cause, ...] = (
         "the schedulers of the ranks differ, and save_state writes that of the main process alone",
         "step the scheduler with a value that all ranks share: accelerator.reduce(loss, 'mean')",
         is_restored=True,
+        trainer_words="the schedulers of the ranks differ, and the Trainer saves that of the main process alone",
+        trainer_change="step the scheduler with a value that all ranks share, such as metric_for_best_model",
+        is_left_to_trainer=True,
     ),
     Cause(
         "parameter-order",
@@ -163,6 +189,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "the checkpoint has no file with the generators of this rank; accelerate and transformers go on without",
         "call save_state on every process, not on the main process alone",
+        trainer_change="resume from a complete checkpoint",
     ),
     Cause(
         "cut-accumulation",
@@ -170,12 +197,15 @@ CAUSES: tuple[Cause, ...] = (
         "the save cut an accumulation cycle, and accumulated gradients are in no file",
         "save only where accelerator.sync_gradients is true",
         is_restored=True,
+        trainer_change="let the Trainer save: save_strategy and save_steps in TrainingArguments",
+        is_left_to_trainer=True,
     ),
     Cause(
         "scaler-stepped",
         lambda one: one.state == "scaler" and one.saved.get("distributed") == "FSDP",
         "torch steps the optimizer once while FSDP sets its state, and that step updates the scaler",
         "load the scaler again after load_state: accelerator.scaler.load_state_dict(...)",
+        trainer_change="bf16=True in TrainingArguments, which needs no scaler",
     ),
     Cause(
         "custom-objects-of-rank-0",
@@ -183,6 +213,9 @@ CAUSES: tuple[Cause, ...] = (
         "save_state writes the custom objects of the main process alone; every rank loads those",
         "gather what the ranks hold into one object before the save",
         is_restored=True,
+        trainer_words="the Trainer saves no custom objects of its accelerator",
+        trainer_change="keep the state in a callback with state(): ExportableState of transformers",
+        is_left_to_trainer=True,
     ),
     Cause(
         "data-not-skipped-by-trainer",
@@ -195,6 +228,8 @@ CAUSES: tuple[Cause, ...] = (
         lambda one: _of_data(one) and not one.before.get("prepared", True),
         "the dataloader was not given to prepare(), so neither its order nor its position is restored",
         "loader = accelerator.prepare(loader), and accelerator.skip_first_batches(loader, n) after a resume",
+        trainer_words="the script's own dataloader is not prepared, so its order is not restored",
+        trainer_change="return self.accelerator.prepare(loader) from get_train_dataloader()",
     ),
     Cause(
         "stateful-one-file",
@@ -273,6 +308,8 @@ CAUSES: tuple[Cause, ...] = (
         ),
         "the script does not skip the batches that were used",
         "loader = accelerator.skip_first_batches(loader, n) for the first epoch after a resume",
+        trainer_words="the resumed run does not skip the batches that were used",
+        trainer_change="trainer.train(resume_from_checkpoint=True) with ignore_data_skip=False",
     ),
     Cause(
         "dispatcher-skips-too-few",
@@ -287,6 +324,8 @@ CAUSES: tuple[Cause, ...] = (
         "skip_first_batches skips single batches of a DataLoaderDispatcher, which takes one for each process",
         "accelerator.skip_first_batches(loader, n * accelerator.num_processes), or dispatch_batches=False",
         is_restored=True,
+        trainer_words="the Trainer skips single batches of a DataLoaderDispatcher, which takes one for each process",
+        trainer_change="accelerator_config={'dispatch_batches': False} in TrainingArguments",
     ),
     Cause(
         "epoch-forgotten-by-skip",
@@ -299,6 +338,8 @@ CAUSES: tuple[Cause, ...] = (
         "skip_first_batches made a loader that counted the epoch, and the script's own loader did not hear of it",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
+        trainer_words="the loader that skips batches counted the epoch, and the Trainer's loader did not hear of it",
+        trainer_change="give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls",
     ),
     Cause(
         "epoch-not-set",
@@ -306,6 +347,7 @@ CAUSES: tuple[Cause, ...] = (
         "a SeedableRandomSampler draws the order from the number of the epoch, which is not saved",
         "loader.set_epoch(epoch) before the loop over each epoch",
         is_restored=True,
+        trainer_change="give the loader of get_train_dataloader() a set_epoch(epoch), which the Trainer calls",
     ),
     Cause(
         "order-not-saved",
@@ -313,18 +355,21 @@ CAUSES: tuple[Cause, ...] = (
         "the order of an epoch comes from a generator that is in no file",
         "DataLoaderConfiguration(use_seedable_sampler=True) and loader.set_epoch(epoch)",
         is_restored=True,
+        trainer_change="accelerator_config={'use_seedable_sampler': True} in TrainingArguments",
     ),
     Cause(
         "other-number-skipped",
         lambda one: _of_data(one) and one.relation in (Relation.EARLIER, Relation.LATER),
         "the resumed run goes on at another place in the data",
         "skip as many batches of the epoch as were used before the save: batches, not optimizer steps",
+        trainer_change="resume with the batch size, gradient_accumulation_steps and processes of the save",
     ),
     Cause(
         "other-length",
         _of_length,
         "the resumed run counts its epochs or steps otherwise than the uninterrupted one",
         "restore the number of the epoch and of the step, and skip only in the first epoch",
+        trainer_change="resume with the max_steps or num_train_epochs of the save",
     ),
     Cause(
         "generators-restored-too-early",
@@ -332,23 +377,30 @@ CAUSES: tuple[Cause, ...] = (
         "load_state restores the generators, and the new iterator of the dataloader then draws from them",
         "save between two epochs",
         is_restored=True,
+        trainer_words="the Trainer restores the generators after it has fetched batches, for which the dataset drew",
+        trainer_change="draw in the dataset from a generator seeded by the sample's index and the epoch",
     ),
     Cause(
         "generators-not-loaded",
         lambda one: one.state == "generators" and not one.was_loaded,
         "load_state was not called in the resumed run, and it alone restores the generators",
         "accelerator.load_state(folder)",
+        trainer_words="the resumed run loaded no checkpoint, and the Trainer restores the generators from it alone",
+        trainer_change="trainer.train(resume_from_checkpoint=True)",
     ),
     Cause(
         "generators-drawn-from",
         lambda one: one.state == "generators",
         "one run draws random numbers or seeds between the save (or load_state) and the next batch, the other does not",
         "evaluate before the save, not after it; seed before load_state, and draw nothing after it",
+        trainer_words="one run draws random numbers or seeds between the save and the next batch, the other does not",
+        trainer_change="draw and seed in no callback between the save and the next step",
     ),
 )
 """Every known cause, the most specific ones first."""
 
 
 def cause_of(evidence: Evidence) -> Cause | None:
-    """Return the first cause whose evidence is there, None if none is known."""
-    return next((one for one in CAUSES if one.applies(evidence)), None)
+    """Return the first cause whose evidence is there, in the words for this kind of script; None if none is known."""
+    found = next((one for one in CAUSES if one.applies(evidence)), None)
+    return found.of_trainer() if found is not None and evidence.saved.get("trainer") else found

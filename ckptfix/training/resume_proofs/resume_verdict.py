@@ -380,8 +380,8 @@ class _Pair:
             is_rank_0s=bool(changed) and all(rank_0s.get(name) == value for name, value in one.found.items()),
         )
         cause = cause_of(evidence)
-        # Of Trainer the guard covers complete saves, not what a generator draws ahead of a save.
-        is_restored = cause is not None and cause.is_restored and not evidence.saved.get("trainer")
+        # A Trainer that skips no data begins the epoch anew, guarded or not.
+        is_restored = cause is not None and cause.is_restored and not evidence.saved.get("skips_data")
         return replace(one, cause=cause, is_restored=is_restored)
 
     def _facts(self, run: RankRun, steps: list[Step], at: int) -> Mapping[str, object]:
