@@ -7,7 +7,7 @@ them it starts new ones and says nothing, so the resumed run is another one.
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ckptfix.checkpoint.filenames import (
     Role,
     checkpoint_number,
     parse_file_name,
+    parse_folder_name,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.storage.paths import JOURNAL
@@ -74,18 +75,37 @@ def missing_states(
     Raises OSError.
     """
     names = os.listdir(checkpoint)
-    has_deepspeed = any(map(_OF_DEEPSPEED.fullmatch, names))
+    lost = [
+        random_states(rank if processes > 1 else None)
+        for rank in _lost_ranks(checkpoint, processes, ranks, siblings)
+    ]
+    return missing_among(names, lost, has_deepspeed=any(map(_OF_DEEPSPEED.fullmatch, names)))
+
+
+def missing_among(
+    names: Collection[str], lost: Sequence[str], *, has_deepspeed: bool
+) -> tuple[MissingState, ...]:
+    """Return the states that a folder with these names lacks. ``lost``: the missing files of random states.
+
+    ``has_deepspeed``: DeepSpeed's own checkpoint holds the optimizer, and its scheduler.
+    """
     found = []
-    if not has_deepspeed and not any("optimizer" in name for name in names):
+    if not has_deepspeed and not any(map(_is_optimizer, names)):
         found.append(MissingState(Role.OPTIMIZER, _OPTIMIZER))
     if not has_deepspeed and _SCHEDULER not in names:
         found.append(MissingState(Role.SCHEDULER, _SCHEDULER))
-    lost = _lost_ranks(checkpoint, processes, ranks, siblings)
     if lost:
-        states = [_random_states(rank if processes > 1 else None) for rank in lost]
-        more = f" and {len(states) - 3} more" if len(states) > 3 else ""
-        found.append(MissingState(Role.RNG_STATE, f"{', '.join(states[:3])}{more}"))
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        found.append(MissingState(Role.RNG_STATE, f"{', '.join(lost[:3])}{more}"))
     return tuple(found)
+
+
+def _is_optimizer(name: str) -> bool:
+    """Return whether a file or folder holds an optimizer, by whichever of the Trainer's strategies it was saved."""
+    parsed = parse_file_name(name) or parse_folder_name(name)
+    if parsed is not None and parsed.role is Role.OPTIMIZER:
+        return True
+    return "optimizer" in name and name.endswith((".pt", ".bin"))
 
 
 def is_model_alone(missing: Collection[MissingState]) -> bool:
@@ -141,5 +161,6 @@ def _ranks_in(checkpoint: Path) -> set[int | None]:
     return {one.rank for one in parsed if one.role is Role.RNG_STATE and one.is_of_trainer}
 
 
-def _random_states(rank: int | None) -> str:
+def random_states(rank: int | None) -> str:
+    """Return the name of the Trainer's file with the random states of a rank; None: of a run of one process."""
     return "rng_state.pth" if rank is None else f"rng_state_{rank}.pth"

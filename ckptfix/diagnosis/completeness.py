@@ -29,6 +29,7 @@ from ckptfix.checkpoint.manifest import (
     usable_manifest,
 )
 from ckptfix.checkpoint.model_configs import OTHER_WEIGHTS, may_hold_weights, without_weights
+from ckptfix.checkpoint.trainer_folders import MissingState, missing_among, random_states
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.incomplete import (
@@ -110,20 +111,24 @@ def _incomplete_of_trainer(folder: CheckpointFolder, *, has_deepspeed: bool) -> 
     numbered = {rank for rank in ranks if rank is not None}
     if ranks and not ranks & {None, 0} and states.keys() == {Role.RNG_STATE} and (Role.MODEL, 0) not in parts:
         return
-    gap = tuple(f"rng_state_{rank}.pth" for rank in range(max(numbered, default=0)) if rank not in ranks)
+    gap = tuple(random_states(rank) for rank in range(max(numbered, default=0)) if rank not in ranks)
     if gap:
         yield _lost_by_trainer(gap, there, by_rank=True)
-    missing = []
+    lost = () if Role.RNG_STATE in states else (random_states(None),)
+    found = missing_among(
+        [path.name for path in (*_paths(folder), *folder.strays)], lost, has_deepspeed=has_deepspeed
+    )
+    # A scheduler without its optimizer is no sign of the Trainer alone, and has been reported.
+    known = {Role.OPTIMIZER} if Role.SCHEDULER in states else set()
+    missing = [one.name for one in sorted(found, key=_as_said) if one.role not in known]
     if all(path.name != TRAINER_STATE for path in folder.strays):
-        missing.append(TRAINER_STATE)
-    if Role.RNG_STATE not in states:
-        missing.append("rng_state.pth")
-    if not has_deepspeed and states.keys().isdisjoint({Role.OPTIMIZER, Role.SCHEDULER}):
-        missing += ["optimizer.pt", "scheduler.pt"]
-    elif Role.OPTIMIZER in own and Role.SCHEDULER not in states:
-        missing.append("scheduler.pt")
+        missing.insert(0, TRAINER_STATE)
     if missing:
         yield _lost_by_trainer(tuple(missing), there)
+
+
+def _as_said(state: MissingState) -> int:
+    return (Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER).index(state.role)
 
 
 def _lost_by_trainer(missing: tuple[str, ...], there: str, *, by_rank: bool = False) -> IncompleteCheckpoint:

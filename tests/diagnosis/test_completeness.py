@@ -200,6 +200,19 @@ def test_the_trainer_says_nothing_of_states_that_are_gone(
     assert incomplete(make_of_trainer(tmp_path / "checkpoint-4", without)) == [missing]
 
 
+@pytest.mark.parametrize("optimizer", ["optimizer.bin", "optimizer_0"])
+def test_a_scheduler_that_is_gone_from_a_sharded_run_of_the_trainer(tmp_path: Path, optimizer: str) -> None:
+    root = make_of_trainer(tmp_path / "checkpoint-4")
+    if optimizer == "optimizer_0":
+        (root / "optimizer.pt").unlink()
+        (root / optimizer).mkdir()
+    else:
+        (root / "optimizer.pt").rename(root / optimizer)
+    assert incomplete(root) == []
+    (root / "scheduler.pt").unlink()
+    assert incomplete(root) == ["scheduler.pt is missing: rng_state_1.pth is there"]
+
+
 @pytest.mark.parametrize("kept", [["training_args.bin"], ["training_args.bin", "trainer_state.json"]])
 def test_weights_that_the_trainer_exports_alone_are_complete(tmp_path: Path, kept: list[str]) -> None:
     root = make_of_trainer(tmp_path / "export", [name for name in TRAINER if name not in kept])
