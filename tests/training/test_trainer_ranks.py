@@ -23,9 +23,6 @@ from ckptfix.training.accelerator import patch_accelerate
 from tests.training.rank_cases import turn_on_fsdp
 from tests.training.ranks import run_ranks
 from tests.training.test_saving import own_disk
-
-pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
-
 from tests.training.trainer_kills import build, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,13 @@ import pytest
 from ckptfix.errors import UsageError
 from ckptfix.training import LoadPolicy, Requirement
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
-
-pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
-import transformers.trainer
-import transformers.trainer_utils
-
-from tests.training.trainer_kills import build, losses
+from tests.training.trainer_kills import build, losses, transformers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("guarded"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def guarded() -> Iterator[None]:
-    patch_accelerate()
-    yield
-    unpatch_accelerate()
 
 
 @pytest.fixture(scope="module")

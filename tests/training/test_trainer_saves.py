@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,13 @@ from ckptfix.checkpoint.latest import candidates
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
-
-pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
-import transformers
-
-from tests.training.trainer_kills import build
+from tests.training.trainer_kills import build, transformers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("guarded"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def guarded() -> Iterator[None]:
-    patch_accelerate()
-    yield
-    unpatch_accelerate()
 
 
 def names(folder: Path) -> list[str]:

@@ -15,8 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install ckptfix[transformers]")
+import transformers as transformers  # for the tests of Trainers, which are skipped here without it
+import transformers.trainer
+import transformers.trainer_utils
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ckptfix.training.ranks import Ranks

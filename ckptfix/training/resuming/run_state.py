@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,9 +117,9 @@ def collect(accelerator: Any, random: GeneratorStates, states: Mapping[str, Any]
         "accumulation": accelerator.gradient_accumulation_steps,
         "random": random.as_plain(),
         "loaders": loaders,
-        "schedulers": [_described(one) for one in accelerator._schedulers],
+        "schedulers": [_described(one.state_dict()) for one in accelerator._schedulers],
         "unprepared": _unprepared(accelerator),
-        "scaler": None if accelerator.scaler is None else _described(accelerator.scaler),
+        "scaler": None if accelerator.scaler is None else _described(accelerator.scaler.state_dict()),
         "custom": _custom(accelerator, states),
         "parameters": _parameter_names(accelerator),
         "gradients": _gradients(accelerator),
@@ -213,19 +214,18 @@ def _steps_of(optimizer: Any) -> list[int]:
     return [] if step is None else [int(step)]
 
 
-def _described(thing: Any) -> Any:
-    """Return the state of an object in plain values, or a fingerprint of one that has others."""
-    state = thing.state_dict()
-    try:
-        return {"state": plain(state)}
-    except TypeError:
-        return {"fingerprint": fingerprint(state)}
+def _described(state: Any, limit: float = math.inf) -> State:
+    """Return a state in plain values; a fingerprint of one that has others, or takes more than ``limit`` bytes."""
+    if _size(state) <= limit:
+        with suppress(TypeError):
+            return {"state": plain(state)}
+    return {"fingerprint": fingerprint(_sampled(state))}
 
 
 def _unprepared(accelerator: Any) -> list[State]:
     """Return the schedulers that the script has not prepared, of optimizers that it has."""
     return [
-        {"type": type(one).__name__, "optimizer": number, **_described(one)}
+        {"type": type(one).__name__, "optimizer": number, **_described(one.state_dict())}
         for number, one in _unprepared_schedulers(accelerator)
     ]
 
@@ -244,19 +244,8 @@ def _unprepared_schedulers(accelerator: Any) -> list[tuple[int, Any]]:
 
 
 def _custom(accelerator: Any, states: Mapping[str, Any]) -> list[State | None]:
-    found: list[State | None] = []
-    for number in range(len(accelerator._custom_objects)):
-        state = states.get(f"custom_checkpoint_{number}.pkl")
-        if state is None:
-            found.append(None)
-        elif _size(state) > SMALL:
-            found.append({"fingerprint": fingerprint(_sampled(state))})
-        else:
-            try:
-                found.append({"state": plain(state)})
-            except TypeError:
-                found.append({"fingerprint": fingerprint(_sampled(state))})
-    return found
+    names = (f"custom_checkpoint_{number}.pkl" for number in range(len(accelerator._custom_objects)))
+    return [_described(states[name], SMALL) if states.get(name) is not None else None for name in names]
 
 
 def _size(value: Any) -> int:
