@@ -23,6 +23,9 @@ from ckptfix.errors import OperationError
 BESIDE = (PurePosixPath("latest"), PurePosixPath("zero_to_fp32.py"))
 """Files that DeepSpeed puts next to its folders: ``latest``, which contains a tag, and a conversion script."""
 
+UNIVERSAL = PurePosixPath("zero")
+"""The folder in a universal checkpoint that has a folder for each trained parameter."""
+
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
 _LATEST = "latest"
@@ -103,10 +106,14 @@ def _open(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedFiles:
-    """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states (ZeRO-3)."""
+    """Files of one checkpoint, rank -> name. ``by_rank``: every rank has its own model states (ZeRO-3).
+
+    ``is_universal``: the states of each trained parameter are in a folder of their own below ``UNIVERSAL``.
+    """
 
     folder: Path
     by_rank: bool
+    is_universal: bool
     models: Mapping[int, str]
     optimizers: Mapping[int, str]
 
@@ -116,7 +123,8 @@ class DeepSpeedFiles:
 
         Raises OperationError for ranks too many.
         """
-        kinds = [(DeepSpeedPart.OPTIMIZER, self.optimizers)] if self.optimizers or self.by_rank else []
+        has_optimizers = bool(self.optimizers) or (self.by_rank and not self.is_universal)
+        kinds = [(DeepSpeedPart.OPTIMIZER, self.optimizers)] if has_optimizers else []
         kinds += [(DeepSpeedPart.MODEL, self.models)] if self.by_rank else []
         for part, ranks in kinds:
             have = len(ranks)
@@ -154,13 +162,20 @@ def list_files(folder: Path) -> DeepSpeedFiles:
         rank = name.rank or 0
         if into.setdefault(rank, file) != file:
             raise _mixed(folder, f"{into[rank]} and {file} are both of rank {rank}")
-    if uncut and models:
+    is_universal = not optimizers and (folder / UNIVERSAL).is_dir()
+    if uncut and models and not is_universal:
         raise _mixed(folder, f"{uncut[0]} is of ZeRO-1 or 2, {models[min(models)]} of ZeRO-3")
     if not uncut and not models:
         raise OperationError(
             f"{folder}: {len(optimizers)} files of optimizers and none of model states; {AGAIN}"
         )
-    return DeepSpeedFiles(folder=folder, by_rank=bool(models), models=uncut or models, optimizers=optimizers)
+    return DeepSpeedFiles(
+        folder=folder,
+        by_rank=bool(models) and not uncut,
+        is_universal=is_universal,
+        models=uncut or models,
+        optimizers=optimizers,
+    )
 
 
 def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
@@ -174,8 +189,6 @@ def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
         )
     if highest := max((name.model_rank for name in names), default=0):
         raise other_kind(folder, f"the model is cut into {highest + 1} parts, for tensor parallelism")
-    if (folder / "zero").is_dir():
-        raise other_kind(folder, "it is a universal checkpoint, which has a folder for each parameter")
 
 
 def other_kind(folder: Path, why: str) -> OtherKindError:

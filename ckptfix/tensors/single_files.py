@@ -29,7 +29,13 @@ from ckptfix.formats.pickle_tree import (
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
-from ckptfix.formats.torch_tensors import PickledTensor, is_tensor, kind_of_tensor
+from ckptfix.formats.torch_tensors import (
+    PickledStorage,
+    PickledTensor,
+    is_tensor,
+    kind_of_tensor,
+    read_tensor,
+)
 from ckptfix.formats.torch_zip import TorchZip, storage_records
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece
@@ -290,6 +296,22 @@ def _views(tensors: Iterable[StoredTensor], file: TorchFile, at: tuple[str, ...]
             if one.fqn in kept:
                 storages.setdefault(one.storage_key, []).append(one.fqn)
     return [name for names in storages.values() if len(names) > 1 for name in names]
+
+
+def tensor_of(
+    path: Path, file: TorchFile, node: object, fqn: str, known: Mapping[str, PickledStorage]
+) -> StoredTensor | None:
+    """Return a plain tensor of a pickle under the name ``fqn``, None for any other value.
+
+    ``known``: what ``storages`` returns. Raises FormatError for a tensor that is not inside its storage,
+    OperationError as ``bounded_layout`` does.
+    """
+    if type(node) is not Node or not is_tensor(node):
+        return None
+    tensor = read_tensor(Text(fqn, 0, 0), node, known)
+    if tensor is None:
+        return None
+    return StoredTensor(fqn, tensor.dtype, tensor.shape, bounded_layout(path, file, tensor))
 
 
 def bounded_layout(path: Path, file: TorchFile, tensor: PickledTensor) -> Layout:

@@ -115,12 +115,13 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_not_read_is_not_damage(saved: Path) -> None:
-    (saved / "pytorch_model" / "zero").mkdir()
+    states = next(iter((saved / "pytorch_model").glob("*_optim_states.pt")))
+    shutil.copy(states, states.with_name("layer_01-model_00-model_states.pt"))
     report = check(saved)
     assert report.findings == ()
     assert (
-        "pytorch_model/ (a DeepSpeed folder), as a whole: it is a universal checkpoint, which has a folder for each "
-        "parameter"
+        "pytorch_model/ (a DeepSpeed folder), as a whole: the model is cut into 1 files of layers, for pipeline "
+        "parallelism"
     ) in report.not_checked
 
 

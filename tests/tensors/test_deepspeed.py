@@ -227,7 +227,6 @@ REFUSED = [
     ("expp_rank_0_mp_rank_00_optim_states.pt", "1 files hold experts"),
     ("zero_pp_rank_0_mp_rank_00_model_states.pt", "two saves are mixed"),
     ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "both of rank 1: two saves are mixed"),
-    ("zero/", "a universal checkpoint"),
 ]
 
 
@@ -235,9 +234,16 @@ REFUSED = [
 @pytest.mark.parametrize("copied", ["zero2"], indirect=True)
 def test_other_kinds_are_refused_with_the_reason(copied: Path, name: str, why: str) -> None:
     path = copied / "pytorch_model" / name
-    path.mkdir() if name.endswith("/") else path.touch()
+    path.touch()
     with pytest.raises(OperationError, match=f"{why}.*; next: "):
         open_checkpoint(copied)
+
+
+@pytest.mark.parametrize("copied", ["zero2"], indirect=True)
+def test_a_folder_named_zero_next_to_the_optimizers_changes_nothing(copied: Path) -> None:
+    """``ds_to_universal`` can write into the folder that it reads, and can be stopped."""
+    (copied / "pytorch_model" / "zero").mkdir()
+    assert run_digests(the_weights(copied)) == recorded("zero2")["fp32"]
 
 
 def test_the_states_of_another_save_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,434 @@
+"""The files of DeepSpeed's ZeRO: the states of all ranks, and the partitions that it cuts weights and moments into.
+
+Facts from DeepSpeed 0.18 and 0.19 (``utils/zero_to_fp32.py``, key names ``checkpoint/constants.py``). The fp32 weights
+are in the optimizer states, cut into a partition for each rank; buffers and frozen parameters are in the
+model states, under ZeRO-1 and 2 next to a complete copy of the weights in the dtype of training. ZeRO-1 and 2
+lay the parameters of a group end to end, pad that and cut it into one partition a rank; the padding of the
+last rank is not saved, but that of its moments is. ZeRO-3 cuts each parameter by itself, so that rank r has elements
+``r * share`` to ``(r + 1) * share``, with ``share = ceil(n / ranks)``; a rank lays its shares end to end, over one flat
+partition for each sub-group.
+
+Values are read by opcodes and never executed: instances of classes, such as the configuration, stay inert.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, other_kind
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.pickle_stream import paused_gc
+from ckptfix.formats.pickle_tree import Kind, Node, Text, Visits, child, items_of, pairs
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.formats.torch_file import TorchFile, read_torch_file
+from ckptfix.formats.torch_tensors import storages
+from ckptfix.storage.reading import Piece, open_reader
+from ckptfix.tensors.single_files import bounded_layout, module_versions, record_checksums, tensor_of
+from ckptfix.tensors.stored import Contiguous, StoredTensor
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name -> shape."""
+
+_READ_TEXT = """
+    module buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params ds_config ds_version
+    dp_world_size mp_world_size sparse_tensor_module_names"""
+_READ_HERE = frozenset(_READ_TEXT.split())
+_MODULE, _FRAGMENTS = ("module",), ("frozen_param_fragments",)
+_MANY, _MAX_DIMENSIONS = 1 << 62, 64
+T = TypeVar("T")
+
+
+class Flat(NamedTuple):
+    """A flat tensor, as ranks store their part of something: its dtype, and where its elements are."""
+
+    dtype: str
+    piece: Piece
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.piece.length // self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """A file of model states.
+
+    ``module``: the module's own state dict, with empty tensors in place of those that ZeRO-3 partitions.
+    ``ties``: names in it that share a storage -> the first of them. ``groups``: for each parameter group the
+    shapes in the order of the flat partitions, None without ZeRO. ``frozen``: shapes of parameters that are
+    not trained, and ``fragments`` of them. ``shared``: other name -> name of a tied parameter. ``ranks`` and
+    ``parallel``: numbers of processes that data and model were divided among. ``is_dealt``: the shapes of a group are
+    in the order in which ``round_robin_gradients`` dealt them to the ranks. ``left``: its other contents.
+    ``checksums``: record of a storage -> its CRC-32.
+    """
+
+    path: Path
+    module: Mapping[str, StoredTensor] = field(repr=False)
+    ties: Mapping[str, str]
+    opaque: tuple[str, ...]
+    versions: Mapping[str, int] = field(repr=False)
+    buffers: frozenset[str]
+    groups: tuple[Shapes, ...] | None
+    frozen: Shapes
+    fragments: Mapping[str, Flat]
+    shared: Mapping[str, str]
+    ranks: int | None
+    parallel: int | None
+    is_dealt: bool
+    left: tuple[str, ...]
+    checksums: Mapping[Piece, int] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStates:
+    """A file of one rank's optimizer: its flat partitions, of each parameter group or, ``by_parameter``, of sub-groups.
+
+    ``ranks``: how many partitions there are, None where that is not said. ``checksums``: record of a storage -> its
+    CRC-32.
+    """
+
+    path: Path
+    by_parameter: bool
+    ranks: int | None
+    flats: tuple[Flat, ...]
+    checksums: Mapping[Piece, int] = field(repr=False)
+
+
+def read_model_states(path: Path) -> ModelStates:
+    """Read a file of model states. Raises OperationError when it is none, or is damaged; OSError."""
+    return read_states_file(path, _model_states)
+
+
+def read_optimizer_states(path: Path) -> OptimizerStates:
+    """Read a file of optimizer states. Raises OperationError when it is none, or is damaged; OSError."""
+    return read_states_file(path, optimizer_states)
+
+
+@paused_gc()
+def read_states_file(path: Path, understand: Callable[[Path, TorchFile], T]) -> T:
+    """Return what ``understand`` makes of a file. Raises OperationError when it is damaged or another file; OSError."""
+    try:
+        with open_reader(path) as reader:
+            file = read_torch_file(reader)
+        return understand(path, file)
+    except FormatError as error:
+        raise OperationError(
+            f"{path}: {error}; next: copy it again from where the run saved it, or use another checkpoint"
+        ) from error
+
+
+def _model_states(path: Path, file: TorchFile) -> ModelStates:
+    root = file.tree.root
+    if child(root, "buffer_names") is None or child(root, "module") is None:
+        raise FormatError("it holds no model states of DeepSpeed: buffer_names or module is missing")
+    module: dict[str, StoredTensor] = {}
+    ties: dict[str, str] = {}
+    fragments: dict[str, Flat] = {}
+    opaque: tuple[str, ...] = ()
+    first: dict[object, str] = {}
+    for state_dict in file.state_dicts:
+        if state_dict.path == _MODULE:
+            opaque = state_dict.opaque_keys
+        for one in state_dict.tensors if state_dict.path in (_MODULE, _FRAGMENTS) else ():
+            stored = StoredTensor(one.fqn, one.dtype, one.shape, bounded_layout(path, file, one))
+            if state_dict.path == _FRAGMENTS:
+                fragments[one.fqn] = flat_of(stored)
+                continue
+            module[one.fqn] = stored
+            if 0 not in one.shape and (kept := first.setdefault(one.view, one.fqn)) != one.fqn:
+                ties[one.fqn] = kept
+    groups = child(root, "param_shapes")
+    return ModelStates(
+        path=path,
+        module=module,
+        ties=ties,
+        opaque=opaque,
+        versions=module_versions(file, _MODULE),
+        buffers=frozenset(one.value for one in items_of(child(root, "buffer_names")) if type(one) is Text),
+        groups=None if groups is None else tuple(_groups(groups)),
+        frozen=_shapes(child(root, "frozen_param_shapes")),
+        fragments=fragments,
+        shared={
+            name.value: kept.value
+            for name, kept in pairs(child(root, "shared_params"))
+            if type(name) is Text and type(kept) is Text
+        },
+        ranks=_count(child(root, "dp_world_size")),
+        parallel=_count(child(root, "mp_world_size")),
+        is_dealt=_is_dealt(child(root, "ds_config")),
+        left=tuple(
+            key.value
+            for key, value in pairs(root)
+            if type(key) is Text and key.value not in _READ_HERE and value is not None
+        ),
+        checksums=dict(record_checksums(path, file)),
+    )
+
+
+def optimizer_states(path: Path, file: TorchFile) -> OptimizerStates:
+    """Return the partitions in a file of a rank's optimizer. Raises FormatError when it has none."""
+    states = child(file.tree.root, "optimizer_state_dict")
+    by_group, by_parameter = (
+        child(states, "single_partition_of_fp32_groups"),
+        child(states, "fp32_flat_groups"),
+    )
+    if by_group is None and by_parameter is None:
+        raise FormatError(
+            "it holds no optimizer states of ZeRO: neither single_partition_of_fp32_groups nor fp32_flat_groups"
+        )
+    known = storages(file.tree)
+    flats = []
+    for number, node in enumerate(items_of(by_parameter if by_group is None else by_group)):
+        name = f"fp32 partition {number}"
+        tensor = tensor_of(path, file, node, name, known)
+        if tensor is None:
+            raise FormatError(f"{name} is not a plain tensor")
+        flats.append(flat_of(tensor))
+    counts = child(states, "partition_count")
+    every = [_count(one) for one in items_of(counts)] if type(counts) is Node else [_count(counts)]
+    return OptimizerStates(
+        path=path,
+        by_parameter=by_group is None,
+        ranks=max((one for one in every if one is not None), default=None),
+        flats=tuple(flats),
+        checksums=dict(record_checksums(path, file)),
+    )
+
+
+def flat_of(tensor: StoredTensor) -> Flat:
+    """Return a tensor as the run of the file that it is. Raises FormatError when its elements lie apart."""
+    if not isinstance(tensor.layout, Contiguous) or len(tensor.layout.pieces) > 1:
+        raise FormatError(f"the elements of {tensor.fqn!r:.200} do not follow one another")
+    return Flat(tensor.dtype, *(tensor.layout.pieces or (Piece(Path(), 0, 0),)))
+
+
+def _is_dealt(config: object) -> bool:
+    zero = child(config, "zero_optimization")
+    return child(zero, "round_robin_gradients") is True and child(zero, "stage") in (1, 2)
+
+
+def _groups(node: object) -> Iterator[Shapes]:
+    visits = Visits()
+    for group in items_of(node):
+        if not visits.first(group):  # a million references to one dict of a million names would never end
+            raise FormatError("param_shapes is not a list of dicts, or two of its groups are one dict")
+        yield _shapes(group)
+
+
+def _shapes(node: object) -> dict[str, tuple[int, ...]]:
+    return {name.value: _shape(name.value, size) for name, size in pairs(node) if type(name) is Text}
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    """Return a shape: a ``torch.Size``, a tuple or a list of sizes."""
+    if type(value) is Node and value.kind is Kind.CALL and type(value.args) is tuple and len(value.args) == 1:
+        value = value.args[0]
+    sizes = items_of(value)
+    sound = (value == () or sizes) and len(sizes) <= _MAX_DIMENSIONS
+    if (
+        not sound
+        or not all(type(size) is int and 0 <= size <= _MANY for size in sizes)
+        or prod(sizes) > _MANY
+    ):
+        raise FormatError(f"the shape of {name!r:.200} is not a shape")
+    return sizes
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 < value <= _MANY else None
+
+
+def read_models(files: DeepSpeedFiles) -> tuple[ModelStates, ...]:
+    """Return the model states of a checkpoint: of the first rank, and of all where each has a share of what is frozen.
+
+    Raises OperationError as ``read_model_states`` does, OSError.
+    """
+    names = [name for _, name in sorted(files.models.items())]
+    first = read_model_states(files.folder / names[0])
+    if not first.frozen:  # the others repeat the first
+        return (first,)
+    return first, *(read_model_states(files.folder / name) for name in names[1:])
+
+
+def ensure_one_save(
+    files: DeepSpeedFiles, models: Sequence[ModelStates], optimizers: Sequence[OptimizerStates]
+) -> None:
+    """Raise OperationError unless there is a file of every rank, of one kind; MissingRankError, OtherKindError."""
+    if (models[0].parallel or 1) > 1:
+        raise other_kind(
+            files.folder, f"the model is cut into {models[0].parallel} parts, for tensor parallelism"
+        )
+    if files.is_universal and not models[0].frozen:
+        return  # the parameters themselves are in no file of a rank
+    said = [one.ranks for one in optimizers if one.ranks is not None]
+    files.ensure_ranks(max(said) if said else models[0].ranks)
+    for one in optimizers:
+        if one.by_parameter != files.by_rank:
+            mode, other = ("ZeRO-3", "ZeRO-1 or 2") if one.by_parameter else ("ZeRO-1 or 2", "ZeRO-3")
+            raise OperationError(
+                f"{one.path}: it is of {mode}, and {models[0].path.name} of {other}: two saves are mixed; {AGAIN}"
+            )
+
+
+class _Run:
+    """Flat tensors of one dtype, end to end. Offsets count elements."""
+
+    def __init__(self, flats: Sequence[Flat]) -> None:
+        self._flats = flats
+        self._starts = [0, *accumulate(flat.numel for flat in flats)]
+        self.dtype = _dtype(flats)
+
+    @property
+    def numel(self) -> int:
+        """All elements."""
+        return self._starts[-1]
+
+    def pieces(self, begin: int, end: int) -> Iterator[Piece]:
+        """Yield where these elements are."""
+        number = bisect_right(self._starts, begin) - 1
+        while begin < end:
+            flat, start = self._flats[number], self._starts[number]
+            stop = min(end, self._starts[number + 1])
+            if begin < stop:
+                path, offset, _ = flat.piece
+                yield Piece(path, offset + (begin - start) * flat.width, (stop - begin) * flat.width)
+                begin = stop
+            number += 1
+
+
+def _dtype(flats: Sequence[Flat]) -> str:
+    """Return the dtype that all have. Raises OperationError when they differ."""
+    dtypes = sorted({flat.dtype for flat in flats})
+    if len(dtypes) > 1:
+        raise OperationError(
+            f"{flats[0].piece.path.parent}: partitions of several dtypes ({', '.join(dtypes)}); {AGAIN}"
+        )
+    return dtypes[0] if dtypes else "F32"
+
+
+def from_groups(model: ModelStates, optimizers: Sequence[OptimizerStates]) -> dict[str, StoredTensor]:
+    """Return the trained parameters of ZeRO-1 and 2, in fp32.
+
+    Raises OperationError when the partitions do not have the elements that the shapes need.
+    """
+    groups = model.groups or ()
+    for one in optimizers:
+        if len(one.flats) != len(groups):
+            raise OperationError(
+                f"{one.path}: partitions of {len(one.flats)} parameter groups, {model.path.name} has {len(groups)}; "
+                f"{AGAIN}"
+            )
+    found: dict[str, StoredTensor] = {}
+    for number, shapes in enumerate(groups):
+        flats = [one.flats[number] for one in optimizers]
+        found |= cut_group(shapes, flats, f"{model.path.parent}: the partitions of parameter group {number}")
+    return found
+
+
+def cut_group(
+    shapes: Shapes, flats: Sequence[Flat], partitions: str, state: str = ""
+) -> dict[str, StoredTensor]:
+    """Return what ZeRO-1 or 2 keeps for the parameters of a group: their partitions end to end, rank after rank.
+
+    ``partitions``: these, in messages. ``state``: the state of theirs that it is, "" for the parameters. Raises
+    OperationError when there are fewer or more elements than the shapes need.
+    """
+    run = _Run(flats)
+    wanted = sum(prod(shape) for shape in shapes.values())
+    step = 2 * len(flats)  # both are padded to a multiple of this, or not at all
+    if wanted > run.numel or -(-wanted // step) != -(-run.numel // step):
+        raise OperationError(
+            f"{partitions} have {run.numel} elements, its {len(shapes)} parameters take {wanted}; {AGAIN}"
+        )
+    found: dict[str, StoredTensor] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + prod(shape)
+        layout = Contiguous(tuple(run.pieces(offset, end)))
+        found[name] = StoredTensor(state_fqn(name, state), run.dtype, shape, layout)
+        offset = end
+    return found
+
+
+def state_fqn(name: str, state: str) -> str:
+    """Return the name of a state of a parameter in messages: the parameter's own where ``state`` is ""."""
+    return f"{name}.{state}" if state else name
+
+
+def from_shares(
+    models: Sequence[ModelStates], optimizers: Sequence[OptimizerStates]
+) -> dict[str, StoredTensor]:
+    """Return the parameters of ZeRO-3: the trained ones in fp32, and the frozen ones as they are.
+
+    Raises OperationError when the partitions do not have the elements that the shapes need.
+    """
+    shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
+    return cut_shares(shapes, [(one.path, one.flats) for one in optimizers]) | frozen_shares(models)
+
+
+def frozen_shares(models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
+    """Return the frozen parameters of ZeRO-3, of which every rank has a share in its model states.
+
+    Raises OperationError when a rank has not the elements that the shapes need.
+    """
+    ranks = len(models)
+    found: dict[str, StoredTensor] = {}
+    for name, shape in models[0].frozen.items():
+        fragments = [one.fragments.get(name) for one in models]
+        share = -(-prod(shape) // ranks)
+        for states, fragment in zip(models, fragments, strict=True):
+            have = fragment.numel if fragment is not None else 0
+            if have != share:
+                raise OperationError(
+                    f"{states.path}: {have} of the {share} elements that its share of {name!r} has; {AGAIN}"
+                )
+        flats = [one for one in fragments if one is not None]
+        _dtype(flats)
+        found[name] = _gathered(name, shape, [_Run([one]) for one in flats], 0)
+    return found
+
+
+def cut_shares(
+    shapes: Shapes, ranks: Sequence[tuple[Path, Sequence[Flat]]], state: str = ""
+) -> dict[str, StoredTensor]:
+    """Return what ZeRO-3 keeps for parameters, of which every rank has a share. ``ranks``: each one's file and flats.
+
+    ``state``: as for ``cut_group``. Raises OperationError when a rank has not the elements that the shapes need.
+    """
+    runs = [_Run(flats) for _, flats in ranks]
+    _dtype([flat for _, flats in ranks for flat in flats])
+    wanted = sum(-(-prod(shape) // len(ranks)) for shape in shapes.values())
+    for run, (path, _) in zip(runs, ranks, strict=True):
+        if run.numel != wanted:
+            raise OperationError(
+                f"{path}: partitions of {run.numel} elements, the shares of {len(shapes)} parameters take "
+                f"{wanted}; {AGAIN}"
+            )
+    found: dict[str, StoredTensor] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        found[name] = _gathered(state_fqn(name, state), shape, runs, offset)
+        offset += -(-prod(shape) // len(ranks))
+    return found
+
+
+def _gathered(name: str, shape: tuple[int, ...], runs: Sequence[_Run], offset: int) -> StoredTensor:
+    """Return a parameter whose share begins at ``offset`` of every rank's run."""
+    numel = prod(shape)
+    share = -(-numel // len(runs))
+    pieces: list[Piece] = []
+    for rank, run in enumerate(runs):
+        take = min(share, numel - rank * share)  # the last shares can be shorter, or of nothing but padding
+        pieces += run.pieces(offset, offset + max(take, 0))
+    return StoredTensor(name, runs[0].dtype, shape, Contiguous(tuple(pieces)))

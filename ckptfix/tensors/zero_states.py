@@ -1,0 +1,368 @@
+"""Optimizer states of DeepSpeed by fqn: those that ZeRO-1, 2 and 3 cut among ranks, and those of universal checkpoints.
+
+Facts from DeepSpeed 0.18 and 0.19 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``): the optimizer sees one flat
+parameter for each param group (ZeRO-1 and 2) or for each sub-group of one (ZeRO-3, ``sub_group_size``), so its states
+are flat tensors, cut as the fp32 weights are; a step belongs to all parameters of a flat one. Frozen parameters are in
+none. Under ``round_robin_gradients`` the parameters of a group are dealt to the ranks like cards before they are laid
+end to end, so their order is not the optimizer's.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files
+from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
+from ckptfix.formats.torch_file import TorchFile
+from ckptfix.storage.reading import OpenFiles, Piece
+from ckptfix.tensors.new_torch_files import Call
+from ckptfix.tensors.optimizers import OptimizerState, ParamGroup, StateValue, Strategy
+from ckptfix.tensors.pickled_values import PickledValues
+from ckptfix.tensors.single_files import record_checksums
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.universal import GLOBAL_STATE, STEP, WEIGHT, universal_files
+from ckptfix.tensors.zero_partitions import (
+    Flat,
+    ModelStates,
+    OptimizerStates,
+    cut_group,
+    cut_shares,
+    ensure_one_save,
+    flat_of,
+    from_groups,
+    optimizer_states,
+    read_models,
+    read_states_file,
+    state_fqn,
+)
+
+MODEL_STATES = "model_states"
+"""The entry of ``OptimizerState.extra`` for what DeepSpeed's model states hold next to the model."""
+
+BUFFERS, DTYPE = "buffer_names", "dtype"
+
+_STAGES = {1: Strategy.ZERO1, 2: Strategy.ZERO2, 3: Strategy.ZERO3}
+_GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+Values = Mapping[str, Any]
+
+
+class _Rank(NamedTuple):
+    """One rank's optimizer. ``states``: of each flat parameter; ``groups``: options and flat parameters of each."""
+
+    partitions: OptimizerStates
+    stage: int | None
+    states: Mapping[int, Values]
+    groups: tuple[tuple[Values, tuple[int, ...]], ...]
+    extra: Values
+
+
+def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState:
+    """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one.
+
+    Raises MissingRankError, OtherKindError for tensor, pipeline and expert parallel checkpoints, OperationError when
+    no optimizer was saved, when its states cannot be cut into parameters, or the files contradict one another;
+    OSError.
+    """
+    files = list_files(root / where)
+    if files.is_universal:
+        return universal_optimizer(root, where, index)
+    if not files.optimizers:
+        raise OperationError(
+            f"{files.folder}: no rank saved optimizer states of ZeRO; next: take them from a checkpoint that has some"
+        )
+    ranks = [read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())]
+    models = read_models(files)
+    ensure_one_save(files, models, [one.partitions for one in ranks])
+    masters, states = (_by_share if files.by_rank else _by_group)(files.folder, models[0], ranks)
+    names = [*files.models.values(), *files.optimizers.values()]
+    shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
+    return OptimizerState(
+        label=_label(root, where),
+        strategy=_STAGES.get(ranks[0].stage or 0, Strategy.ZERO3 if files.by_rank else Strategy.ZERO2),
+        index=index,
+        files=tuple(where / name for name in sorted(set(names))),
+        groups=tuple(_groups(ranks[0].partitions.path, models[0], ranks[0].groups)),
+        states=states,
+        masters=masters,
+        shapes=shapes,
+        world_size=len(ranks),
+        extra={**ranks[0].extra, MODEL_STATES: _model_extra(files, models[0])},
+        checksums={piece: crc for one in ranks for piece, crc in one.partitions.checksums.items()},
+    )
+
+
+def universal_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState:
+    """Return the optimizer of a universal checkpoint. Raises as ``zero_optimizer`` does."""
+    files = list_files(root / where)
+    models = read_models(files)
+    ensure_one_save(files, models, ())
+    shapes = {name: shape for group in models[0].groups or () for name, shape in group.items()}
+    found = universal_files(root, where, shapes)
+    shared = read_states_file(root / where / GLOBAL_STATE, _shared)
+    states: dict[str, dict[str, StateValue]] = {}
+    for name, held in found.items():
+        states[name] = {state: one.value for state, one in held.items() if state != WEIGHT}
+        if states[name] and STEP not in states[name] and shared.step is not None:
+            states[name] = {STEP: _shared_by([name], STEP, shared.step)[name], **states[name]}
+    every = [one for held in found.values() for one in held.values()]
+    checksums = [*(one.checksums for one in every), shared.checksums]
+    return OptimizerState(
+        label=_label(root, where),
+        strategy=Strategy.UNIVERSAL,
+        index=index,
+        files=(
+            *(where / name for name in sorted(files.models.values())),
+            *(one.path for one in every),
+            where / GLOBAL_STATE,
+        ),
+        groups=tuple(_groups(root / where / GLOBAL_STATE, models[0], shared.groups)),
+        states={name: held for name, held in states.items() if held},
+        masters={name: _tensor(held[WEIGHT].value) for name, held in found.items()},
+        shapes=shapes,
+        world_size=models[0].ranks,
+        extra={**shared.extra, MODEL_STATES: _model_extra(files, models[0])},
+        checksums={piece: crc for one in checksums for piece, crc in one.items()},
+    )
+
+
+def _tensor(value: StateValue) -> StoredTensor:
+    assert isinstance(value, StoredTensor), "universal_files reads a weight as a tensor"
+    return value
+
+
+def _label(root: Path, where: PurePosixPath) -> str:
+    return str(where) if where.parts else root.name
+
+
+def _rank(path: Path, file: TorchFile) -> _Rank:
+    partitions = optimizer_states(path, file)
+    states = child(file.tree.root, "optimizer_state_dict")
+    base = child(states, "optimizer_state_dict" if partitions.by_parameter else "base_optimizer_state")
+    if not is_dict_like(base):
+        raise FormatError(
+            "its base_optimizer_state is not an optimizer's state dict: an elastic checkpoint, which is not read"
+        )
+    values = PickledValues(path, file)
+    flat = child(base, "state")
+    return _Rank(
+        partitions=partitions,
+        stage=_stage(child(states, "zero_stage")),
+        states={
+            number: {
+                key.value: values.value(value, f"state {key.value} of flat parameter {number}")
+                for key, value in pairs(held)
+                if type(key) is Text
+            }
+            for number, held in pairs(flat)
+            if type(number) is int
+        },
+        groups=_group_options(values, base),
+        extra=_shared_values(values, states),
+    )
+
+
+def _stage(value: object) -> int | None:
+    """Return the ZeRO stage: a number, or the enum that a call with it makes."""
+    if type(value) is Node and type(value.args) is tuple and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is int else None
+
+
+def _group_options(values: PickledValues, optimizer: object) -> tuple[tuple[Values, tuple[int, ...]], ...]:
+    found = []
+    for number, group in enumerate(items_of(child(optimizer, "param_groups"))):
+        options = values.value(group, f"param group {number}")
+        if not isinstance(options, dict):
+            raise FormatError(f"param group {number} is not a dict")
+        members = options.pop("params", [])
+        if not isinstance(members, list) or not all(type(member) is int for member in members):
+            raise FormatError(f"the params of param group {number} are not a list of numbers")
+        options.pop("_ds_source_param_group_id", None)  # ZeRO-3's own note, not a hyperparameter
+        found.append((options, tuple(members)))
+    return tuple(found)
+
+
+def _shared_values(values: PickledValues, states: object) -> dict[str, Any]:
+    """Return the loss scaler and what goes with it."""
+    return {
+        key.value: values.value(value, key.value)
+        for key, value in pairs(states)
+        if type(key) is Text and key.value in _GLOBAL
+    }
+
+
+def _by_group(
+    folder: Path, model: ModelStates, ranks: Sequence[_Rank]
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
+    """Return masters and states of ZeRO-1 and 2."""
+    masters = from_groups(model, [one.partitions for one in ranks])
+    found: dict[str, dict[str, StateValue]] = {}
+    for number, shapes in enumerate(model.groups or ()):
+        for state, held in _held(ranks, number).items():
+            label = f"{folder}: the partitions of {state!r} of parameter group {number}"
+            cut: Mapping[str, StateValue]
+            if _is_shared(held[0]):
+                cut = _shared_by(shapes, state, _shared_value(held, label))
+            else:
+                cut = cut_group(shapes, [_flat(one, label) for one in held], label, state)
+            for name, value in cut.items():
+                found.setdefault(name, {})[state] = value
+    return masters, found
+
+
+def _by_share(
+    folder: Path, model: ModelStates, ranks: Sequence[_Rank]
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
+    """Return masters and states of ZeRO-3; sub-groups are cut one by one, as their steps may differ."""
+    masters: dict[str, StoredTensor] = {}
+    found: dict[str, dict[str, StateValue]] = {}
+    many = len(model.groups or ())
+    for one in ranks:
+        if len(one.partitions.flats) != many:
+            raise OperationError(
+                f"{one.partitions.path}: partitions of {len(one.partitions.flats)} sub-groups, {model.path.name} has "
+                f"{many}; {AGAIN}"
+            )
+    for number, shapes in enumerate(model.groups or ()):
+        flats = [(one.partitions.path, [one.partitions.flats[number]]) for one in ranks]
+        masters |= cut_shares(shapes, flats)
+        for state, held in _held(ranks, number).items():
+            label = f"{folder}: the partitions of {state!r} of sub-group {number}"
+            cut: Mapping[str, StateValue]
+            if _is_shared(held[0]):
+                cut = _shared_by(shapes, state, _shared_value(held, label))
+            else:
+                shares = [
+                    (one.partitions.path, [_flat(value, label)])
+                    for one, value in zip(ranks, held, strict=True)
+                ]
+                cut = cut_shares(shapes, shares, state)
+            for name, value in cut.items():
+                found.setdefault(name, {})[state] = value
+    return masters, found
+
+
+def _held(ranks: Sequence[_Rank], number: int) -> dict[str, list[Any]]:
+    """Return state -> the value that each rank has for a flat parameter."""
+    first = ranks[0].states.get(number, {})
+    for one in ranks:
+        if one.states.get(number, {}).keys() != first.keys():
+            raise OperationError(
+                f"{one.partitions.path}: its states of flat parameter {number} are not those of rank 0; {AGAIN}"
+            )
+    return {state: [one.states[number][state] for one in ranks] for state in first}
+
+
+def _is_shared(value: object) -> bool:
+    """Return whether a state belongs to all parameters of a flat one: a number, or a tensor of no dimension."""
+    return not isinstance(value, StoredTensor) or value.shape == ()
+
+
+def _flat(value: object, label: str) -> Flat:
+    if not isinstance(value, StoredTensor):
+        raise OperationError(f"{label} are tensors on some ranks alone; {AGAIN}")
+    try:
+        return flat_of(value)
+    except FormatError as error:
+        raise OperationError(f"{label}: {error}; {AGAIN}") from error
+
+
+def _shared_value(held: Sequence[Any], label: str) -> StateValue:
+    """Return the value that all ranks agree on. Raises OperationError when they do not, or for an object."""
+    if isinstance(held[0], Call) or not isinstance(held[0], StateValue):
+        raise OperationError(f"{label}: neither a tensor nor a number; {AGAIN}")
+    with OpenFiles() as files:
+        read = [_comparable(value, files) for value in held]
+    if any(value != read[0] for value in read):
+        raise OperationError(f"{label} differ between ranks; {AGAIN}")
+    return held[0]
+
+
+def _shared_by(names: Iterable[str], state: str, value: StateValue) -> dict[str, StateValue]:
+    if not isinstance(value, StoredTensor):
+        return dict.fromkeys(names, value)
+    return {name: value._replace(fqn=state_fqn(name, state)) for name in names}
+
+
+def _comparable(value: Any, files: OpenFiles) -> object:
+    if not isinstance(value, StoredTensor):
+        return value
+    buffer = memoryview(bytearray(1 << 16))
+    return value.dtype, b"".join(bytes(block) for block in value.blocks(files, buffer))
+
+
+def _groups(
+    path: Path, model: ModelStates, groups: Iterable[tuple[Values, tuple[int, ...]]]
+) -> Iterator[ParamGroup]:
+    """Yield the param groups with the parameters of their flat ones, in the optimizer's order."""
+    shapes = model.groups or ()
+    for options, members in groups:
+        if any(not 0 <= member < len(shapes) for member in members):
+            raise OperationError(
+                f"{path}: a param group has flat parameter {max(members)}, {model.path.name} has {len(shapes)} of "
+                f"them; {AGAIN}"
+            )
+        names = [name for member in members for name in shapes[member]]
+        yield ParamGroup(
+            names=tuple(_undealt(names, model.ranks or 1) if model.is_dealt else names), options=options
+        )
+
+
+def _undealt(names: Sequence[str], ranks: int) -> list[str]:
+    """Return the order that names had before every ``ranks``-th of them, from the first on, went to one rank."""
+    dealt = [number for first in range(ranks) for number in range(first, len(names), ranks)]
+    found = [""] * len(names)
+    for name, number in zip(names, dealt, strict=True):
+        found[number] = name
+    return found
+
+
+def _model_extra(files: DeepSpeedFiles, model: ModelStates) -> dict[str, Any]:
+    """Return what the model states hold next to the model: names of buffers, counters, a scheduler, a script's own."""
+
+    def understand(path: Path, file: TorchFile) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs(file.tree.root):
+            if type(key) is Text and key.value in model.left:
+                try:
+                    found[key.value] = PickledValues(path, file).value(value, key.value)
+                except FormatError:
+                    continue  # named among what is left out, as all of it is
+        return found
+
+    dtypes = {
+        one.dtype
+        for name, one in model.module.items()
+        if name not in model.buffers and one.dtype.startswith(("F", "BF"))
+    }
+    return {
+        **read_states_file(files.folder / files.models[min(files.models)], understand),
+        BUFFERS: sorted(model.buffers),
+        DTYPE: dtypes.pop() if len(dtypes) == 1 else None,
+    }
+
+
+class _Shared(NamedTuple):
+    """The content of ``optimizer_state.pt``. ``step``: that of ZeRO-3, for all parameters."""
+
+    groups: tuple[tuple[Values, tuple[int, ...]], ...]
+    step: StateValue
+    extra: Values
+    checksums: Mapping[Piece, int]
+
+
+def _shared(path: Path, file: TorchFile) -> _Shared:
+    root = file.tree.root
+    values = PickledValues(path, file)
+    groups = _group_options(values, root)
+    if not groups:
+        raise FormatError("it holds no param groups")
+    first = [held for _, held in pairs(child(child(root, "optimizer_state_dict"), "state"))]
+    step = child(first[0], STEP) if first else None
+    return _Shared(
+        groups=groups,
+        step=None if step is None else values.value(step, STEP),
+        extra=_shared_values(values, root),
+        checksums=dict(record_checksums(path, file)),
+    )
