@@ -65,10 +65,11 @@ class OptimizerState:
     PyTorch gives parameters, as text ("0", "1"), which ``named`` turns into fqns. ``states``: fqn -> state -> value,
     such as ``exp_avg``; a parameter that never had a gradient, or was frozen, is not in it. ``masters``: fqn -> fp32
     copy of the parameter, where the strategy keeps one apart from the weights. ``shapes``: fqn -> shape, where the
-    files say it. ``world_size``: number of processes, where the files say it. ``extra``: the other entries of its
-    state dict, such as a loss scaler. ``unfit``: what the files of no other strategy can hold -> the reason in words,
-    by the names that lead to it, with dots between: tensors in a dict or list, which ``states`` has under such a name,
-    and values that are not read. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
+    files say it. ``world_size``: number of processes, where the files say it. ``model``: the position of the model
+    whose parameters it has, None where nothing says it. ``extra``: the other entries of its state dict, such as a
+    loss scaler. ``unfit``: what the files of no other strategy can hold -> the reason in words, by the names that lead
+    to it, with dots between: tensors in a dict or list, which ``states`` has under such a name, and values that are
+    not read. ``checksums``: stretch of a file -> the CRC-32 that the file has for it.
     """
 
     label: str
@@ -81,6 +82,7 @@ class OptimizerState:
     masters: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     world_size: int | None = None
+    model: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
     unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
     checksums: Mapping[Piece, int] = field(default_factory=dict, repr=False)

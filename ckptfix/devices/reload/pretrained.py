@@ -325,13 +325,7 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
     Raises LoaderRefuses where ``from_pretrained`` raises, NoModel where no class is known or code from the folder would
     be needed, OperationError when a file cannot be read, OSError when config.json cannot.
     """
-    text = _config_text(root)
-    try:
-        import transformers
-    except ImportError:
-        raise NoModel("transformers is not installed, so config.json builds nothing") from None
-    given = _parsed(text)
-    _ensure_transformers_config(given, transformers)
+    transformers, given = _read_config(root)
     with _captured_log() as log:
         config = _config(root, given, transformers)
         cls = _model_class(given, transformers)
@@ -349,6 +343,44 @@ def build_from_config(root: Path, found: Sequence[Weights]) -> Built:
         inputs=made_inputs(model),
         beyond=tuple(_beyond(root, given, weights.label)),
     )
+
+
+def skeleton_from_config(root: Path) -> Any:
+    """Return a model of the class that ``config.json`` names, on the meta device; tied parameters are one.
+
+    Raises LoaderRefuses where transformers refuses the config, NoModel where no class is known or code from the folder
+    would be needed, OSError when config.json cannot be read.
+    """
+    transformers, given = _read_config(root)
+    with _captured_log():
+        cls = _model_class(given, transformers)
+        try:
+            model = _skeleton(cls, _config(root, given, transformers))
+        except ANYTHING as error:
+            if isinstance(error, LoaderRefuses | NoModel):
+                raise
+            raise LoaderRefuses(f"{cls.__name__}: {in_words(error)}; correct config.json") from error
+        model.tie_weights()
+    return model
+
+
+def _skeleton(cls: Any, config: Any) -> Any:
+    own = copy.deepcopy(config)
+    own._attn_implementation = "eager"  # a name of kernels would be looked for, and downloaded
+    with torch.device("meta"):
+        return cls(own)
+
+
+def _read_config(root: Path) -> tuple[Any, dict[str, Any]]:
+    """Return transformers, and the content of a ``config.json`` that is its own."""
+    text = _config_text(root)
+    try:
+        import transformers
+    except ImportError:
+        raise NoModel("transformers is not installed, so config.json builds nothing") from None
+    given = _parsed(text)
+    _ensure_transformers_config(given, transformers)
+    return transformers, given
 
 
 def _config_text(root: Path) -> str:
@@ -418,11 +450,7 @@ def _ensure_room(cls: Any, config: Any, weights: Weights) -> None:
     A config that lacks its sizes describes a model of 7 billion parameters, and the kernel would end the process.
     """
     try:
-        own = copy.deepcopy(config)
-        own._attn_implementation = "eager"  # a name of kernels would be looked for, and downloaded
-        with torch.device("meta"):
-            skeleton = cls(own)
-        needs = 2 * sum(parameter.numel() for parameter in skeleton.parameters())
+        needs = 2 * sum(parameter.numel() for parameter in _skeleton(cls, config).parameters())
     except ANYTHING:
         return  # the loader itself will say why
     room = int(free_memory().get(CPU, 0))

@@ -154,10 +154,10 @@ def build_from_factory(factory: str | Factory, found: Sequence[Weights]) -> Buil
     Raises UsageError when there is no such factory, it raises or returns no model, or several models of the folder
     fit; OperationError when a file cannot be read.
     """
-    called = _imported(factory) if isinstance(factory, str) else factory
+    called = import_factory(factory) if isinstance(factory, str) else factory
     shown = factory if isinstance(factory, str) else getattr(factory, "__name__", type(factory).__name__)
     try:
-        with _current_folder_on_path():
+        with current_folder_on_path():
             made = called()
         model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, torch.nn.Module):
@@ -200,12 +200,13 @@ def _fitting(model: Any, found: Sequence[Weights]) -> Weights:
     raise UsageError(f"{word} {type(model).__name__}; give the path of one file: {labels}")
 
 
-def _imported(spec: str) -> Factory:
+def import_factory(spec: str) -> Factory:
+    """Return the factory that ``module:factory`` names. Raises UsageError where there is none."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise UsageError(f"--model {spec!r}: write module:factory, as in mypkg.models:build")
     try:
-        with _current_folder_on_path():
+        with current_folder_on_path():
             value: Any = importlib.import_module(module)
             for step in name.split("."):
                 value = getattr(value, step)
@@ -218,7 +219,7 @@ def _imported(spec: str) -> Factory:
 
 
 @contextmanager
-def _current_folder_on_path() -> Iterator[None]:
+def current_folder_on_path() -> Iterator[None]:
     """Find modules in the current folder, as ``python -m`` does and an installed command does not."""
     here = os.getcwd()
     added = here not in sys.path

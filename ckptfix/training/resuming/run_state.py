@@ -5,7 +5,6 @@
 """
 
 import functools
-import hashlib
 import itertools
 import logging
 import math
@@ -21,6 +20,7 @@ from accelerate import checkpointing
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
 from ckptfix.checkpoint.manifest import is_repaired
+from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
@@ -40,8 +40,6 @@ from ckptfix.wording import count_of, human_size, list_names
 VERSION = 1
 SMALL = 1 << 20
 """Bytes up to which the state of a custom object is kept for every rank."""
-
-_END = 1 << 16
 
 _log = logging.getLogger("ckptfix")
 
@@ -167,20 +165,13 @@ def _beside(folder: Path, rank: int) -> dict[str, str]:
     """
     roles = {Role.RNG_STATE, Role.OPTIMIZER, Role.SCHEDULER} if rank == 0 else {Role.RNG_STATE}
     return {
-        name: _digest_of_end(folder / name)
+        name: digest_of_end(folder / name)
         for name in sorted(os.listdir(folder))
         if (parsed := parse_file_name(name)) is not None
         and parsed.role in roles
         and (parsed.role is not Role.RNG_STATE or parsed.rank in (rank, None))
         and (folder / name).is_file()
     }
-
-
-def _digest_of_end(path: Path) -> str:
-    """Return a digest of a file's end, where torch writes the checksums of all it has written."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END))
-        return hashlib.sha1(file.read(), usedforsecurity=False).hexdigest()
 
 
 def _saved_over(folder: Path, state: State) -> str:
@@ -190,7 +181,7 @@ def _saved_over(folder: Path, state: State) -> str:
         with suppress(OSError):  # removed: the load itself says what it lacks
             if parsed is None or (parsed.role is not Role.RNG_STATE and is_repaired(folder)):
                 continue  # a repair may have renamed keys in it
-            if _digest_of_end(folder / name) != digest:
+            if digest_of_end(folder / name) != digest:
                 return str(name)
     return ""
 

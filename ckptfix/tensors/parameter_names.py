@@ -1,0 +1,329 @@
+"""Names of the parameters that an optimizer numbers: every assignment that agrees with order and shapes is counted.
+
+PyTorch numbers parameters through the param groups, and saves no names. Each group is a selection of the model's
+parameters in the model's order, and moments have the shape of their parameter. Where exactly one assignment agrees
+with that, it is the one of the run that saved, as the run's own assignment always agrees. Any other number is refused.
+"""
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from typing import NamedTuple
+
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.tensors.optimizers import OptimizerState, StateValue
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.wording import count_of, list_names
+
+Shape = tuple[int, ...]
+
+BUDGET = 6_000_000
+"""Steps of the count, each of one position of one group: a few seconds, and less than 100 MiB."""
+
+_LARGEST = 1_000_000
+"""Number of assignments up to which a message has it exactly."""
+
+SHAPED = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "exp_inf",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "sum",
+    "prev",
+    "ax",
+    "state1",
+    "state2",
+)
+"""States that optimizers of torch, bitsandbytes and Lion keep in the shape of the parameter."""
+
+
+class Parameter(NamedTuple):
+    """A parameter of a model, in the model's order.
+
+    ``trainable``: it requires gradients; None when not known. ``model``: the position of its model in the checkpoint.
+    """
+
+    name: str
+    shape: Shape
+    trainable: bool | None = None
+    model: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignments:
+    """The assignments of numbers to parameters that agree with order and shapes.
+
+    ``count``: None where counting was given up. ``places``: of the only one: group by group, the position of each
+    number's parameter. ``doubtful``: positions of the parameters that are not the same in all assignments.
+    """
+
+    count: int | None
+    places: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    doubtful: tuple[int, ...] = ()
+
+
+def name_parameters(
+    state: OptimizerState, parameters: Sequence[Parameter], frozen: re.Pattern[str] | None = None
+) -> OptimizerState:
+    """Return an optimizer's state under the names of the model's parameters.
+
+    ``parameters``: of all models in their order, tied ones once. ``frozen``: matches the names of parameters that the
+    optimizer does not have.
+
+    Raises OperationError unless exactly one assignment agrees with order and shapes, with the option that decides;
+    UsageError when ``frozen`` matches no name.
+    """
+    if state.is_named:
+        return state
+    left = [one for one in parameters if frozen is None or not frozen.search(one.name)]
+    if frozen is not None and len(left) == len(parameters):
+        raise UsageError(f"--frozen {frozen.pattern!r}: no parameter of the model has such a name")
+    numbers = [number for group in state.groups for number in group.names]
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number, count in Counter(numbers).items() if count > 1)
+        raise OperationError(f"{state.label}: two param groups have parameter {twice}")
+    shapes = [[shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups]
+    found = assignments(shapes, left)
+    if found.count != 1:
+        raise OperationError(f"{state.label}: {_refused(found, shapes, left, is_told=frozen is not None)}")
+    return named_as(state, [[left[place] for place in places] for places in found.places])
+
+
+def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -> OptimizerState:
+    """Return a state under the names of these parameters of its groups.
+
+    Raises OperationError unless all are different parameters of one model, with the shapes of the moments.
+    """
+    every = [parameter for group in parameters for parameter in group]
+    if list(map(len, parameters)) != [len(group.names) for group in state.groups]:
+        groups = [len(group.names) for group in state.groups]
+        raise OperationError(
+            f"{state.label}: its param groups have {groups} parameters (expected {list(map(len, parameters))})"
+        )
+    if len(models := sorted({parameter.model for parameter in every})) > 1:
+        raise OperationError(
+            f"{state.label}: it has parameters of models {', '.join(map(str, models))}; only an optimizer of one model "
+            "can be named by that model's keys"
+        )
+    names: dict[str, str] = {}
+    for group, own in zip(state.groups, parameters, strict=True):
+        for number, parameter in zip(group.names, own, strict=True):
+            names[number] = parameter.name
+            shape = shape_of(state.states.get(number, {}))
+            if shape is not None and shape != parameter.shape:
+                raise OperationError(
+                    f"{state.label}: the moments of {parameter.name} have shape {list(shape)} (expected "
+                    f"{list(parameter.shape)})"
+                )
+    if len(set(names.values())) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        raise OperationError(f"{state.label}: two of its parameters are {twice}")
+    return replace(state.named(names), model=models[0] if models else state.index)
+
+
+def shape_of(states: Mapping[str, StateValue]) -> Shape | None:
+    """Return the shape of the parameter that these states are of, None where they do not show it.
+
+    A parameter that never had a gradient has no states. Some optimizers keep other shapes: factors of a matrix,
+    blocks of numbers.
+    """
+    tensors = {name: value.shape for name, value in states.items() if isinstance(value, StoredTensor)}
+    known = {shape for name, shape in tensors.items() if name in SHAPED}
+    found = known or {shape for shape in tensors.values() if shape}
+    return found.pop() if len(found) == 1 else None
+
+
+def assignments(
+    groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], budget: int = BUDGET
+) -> Assignments:
+    """Count the assignments of the numbers in param groups to parameters.
+
+    ``groups``: the shape of each number's parameter, None where it is not known. A parameter that does not require
+    gradients has none of the known shapes: it never got moments. ``budget``: of steps after which to give up.
+    """
+    return _Count(groups, parameters, budget).result()
+
+
+Positions = tuple[int, ...]
+"""The number of parameters of each group that are assigned."""
+
+_SKIPPED = -1
+
+
+class _Count:
+    """One count, from the first parameter of the model to the last.
+
+    A state is how many numbers of each group are assigned; what else happened before makes no difference to the rest.
+    In each state the next parameter is that of the next number of some group, or the optimizer does not have it.
+    A state is left out as soon as the parameters that remain are too few for the numbers that remain, of any shape.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], budget: int
+    ) -> None:
+        self._groups, self._parameters, self._budget = groups, parameters, budget
+        self._total = sum(map(len, groups))
+        supply = Counter(one.shape for one in parameters if one.trainable is not False)
+        demand = Counter(shape for group in groups for shape in group if shape is not None)
+        self._slack = {shape: count - demand[shape] for shape, count in supply.items()}
+        self._is_possible = self._total <= len(parameters) and not demand - supply
+        self._where: dict[Shape, list[tuple[int, list[int]]]] = {}
+        for number, group in enumerate(groups):
+            places: dict[Shape, list[int]] = {}
+            for place, shape in enumerate(group):
+                if shape is not None:
+                    places.setdefault(shape, []).append(place)
+            for shape, own in places.items():
+                self._where.setdefault(shape, []).append((number, own))
+
+    def result(self) -> Assignments:
+        """Count forward, then find backward what the assignments have in common."""
+        if not self._is_possible:
+            return Assignments(count=0)
+        levels = self._forward()
+        if levels is None:
+            return Assignments(count=None)
+        end = tuple(map(len, self._groups))
+        count = levels[-1].get(end, 0)
+        if not count:
+            return Assignments(count=0)
+        places = [[0] * len(group) for group in self._groups]
+        doubtful = []
+        alive = {end}
+        seen = self._seen()
+        for place in range(len(self._parameters) - 1, -1, -1):
+            outcomes: set[tuple[int, int]] = set()
+            before: set[Positions] = set()
+            for state in levels[place]:
+                for group, following in self._steps(place, state, seen[place]):
+                    if following in alive:
+                        before.add(state)
+                        outcomes.add((group, state[group] if group != _SKIPPED else 0))
+            alive = before
+            if len(outcomes) > 1:
+                doubtful.append(place)
+            for group, number in outcomes:
+                if group != _SKIPPED:
+                    places[group][number] = place
+        return Assignments(
+            count=count,
+            places=tuple(map(tuple, places)) if count == 1 else (),
+            doubtful=tuple(reversed(doubtful)),
+        )
+
+    def _forward(self) -> list[dict[Positions, int]] | None:
+        """Return for each number of parameters the states after them, and in how many ways each is reached."""
+        levels: list[dict[Positions, int]] = [{(0,) * len(self._groups): 1}]
+        spent = 0
+        for place, seen in enumerate(self._seen()):
+            now: dict[Positions, int] = {}
+            spent += len(levels[-1]) * (len(self._groups) + 4)
+            if spent > self._budget:
+                return None
+            for state, ways in levels[-1].items():
+                for _, following in self._steps(place, state, seen):
+                    now[following] = now.get(following, 0) + ways
+            levels.append(now)
+        return levels
+
+    def _seen(self) -> list[int]:
+        """Return for each parameter how many trainable ones of its shape precede it."""
+        counts: Counter[Shape] = Counter()
+        found = []
+        for one in self._parameters:
+            found.append(counts[one.shape])
+            counts[one.shape] += one.trainable is not False
+        return found
+
+    def _steps(self, place: int, state: Positions, seen: int) -> Iterator[tuple[int, Positions]]:
+        """Yield what can be made of a parameter: the group whose next number it is, and the state behind it."""
+        parameter = self._parameters[place]
+        is_trainable = parameter.trainable is not False
+        may_lack = self._may_lack(parameter.shape, state, seen) if is_trainable else True
+        for group, position in enumerate(state):
+            shapes = self._groups[group]
+            if position < len(shapes):
+                shape = shapes[position]
+                if may_lack if shape is None else (is_trainable and shape == parameter.shape):
+                    yield group, (*state[:group], position + 1, *state[group + 1 :])
+        if may_lack and len(self._parameters) - place > self._total - sum(state):
+            yield _SKIPPED, state
+
+    def _may_lack(self, shape: Shape, state: Positions, seen: int) -> bool:
+        """Return whether enough parameters of a shape remain when this one is not for a number of that shape."""
+        taken = sum(bisect_left(places, state[group]) for group, places in self._where.get(shape, ()))
+        return seen - taken < self._slack[shape]
+
+
+def _refused(
+    found: Assignments,
+    groups: Sequence[Sequence[Shape | None]],
+    parameters: Sequence[Parameter],
+    *,
+    is_told: bool,
+) -> str:
+    """Return in words why there is not one assignment, and the option that decides."""
+    numbers = count_of(sum(map(len, groups)), "parameter")
+    if found.count == 0:
+        return (
+            f"{_impossible(groups, parameters)}; help: give the model of this run by --model MODULE:FACTORY"
+        )
+    if found.count is None:
+        why = f"too many assignments of its {numbers} to names agree with their shapes to be counted"
+        if alike := _alike(groups):
+            why += f": param groups {alike[0]} and {alike[1]} have the same shapes"
+    else:
+        many = f"more than {_LARGEST:,}" if found.count > _LARGEST else f"{found.count:,}"
+        names = list_names([parameters[place].name for place in found.doubtful])
+        why = (
+            f"{many} assignments of its {numbers} to names agree with their shapes (expected 1); "
+            f"exchangeable are {names}"
+        )
+    return f"{why}; help: {_decides(groups, parameters, is_told=is_told)}"
+
+
+def _decides(
+    groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], *, is_told: bool
+) -> str:
+    """Return in words the options that can leave one assignment."""
+    more = len(parameters) - sum(map(len, groups))
+    optimizer = "--model MODULE:FACTORY with a factory that returns (model, optimizer)"
+    if more <= 0:
+        return optimizer
+    lacking = f"the {'parameter' if more == 1 else count_of(more, 'parameter')} that the optimizer lacks"
+    if is_told or any(one.trainable is False for one in parameters):
+        return f"--frozen REGEX that matches {lacking}, or {optimizer}"
+    return f"--frozen REGEX that matches {lacking}, --model MODULE:FACTORY that freezes them, or {optimizer}"
+
+
+def _impossible(groups: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter]) -> str:
+    """Return in words why no assignment agrees."""
+    total = sum(map(len, groups))
+    if total > len(parameters):
+        return f"it has {count_of(total, 'parameter')}, and the model {len(parameters)}"
+    supply = Counter(one.shape for one in parameters if one.trainable is not False)
+    demand = Counter(shape for group in groups for shape in group if shape is not None)
+    for shape, count in demand.items():
+        if count > supply[shape]:
+            return (
+                f"{count_of(count, 'parameter')} of it {'has' if count == 1 else 'have'} moments of shape "
+                f"{list(shape)}, and the model trains {supply[shape]} of that shape"
+            )
+    return "its parameters are not in the order of the model's, by their shapes"
+
+
+def _alike(groups: Sequence[Sequence[Shape | None]]) -> tuple[int, int] | None:
+    """Return two groups whose parameters have the same shapes in the same order, None without any."""
+    first: dict[tuple[Shape | None, ...], int] = {}
+    for number, group in enumerate(groups):
+        other = first.setdefault(tuple(group), number)
+        if group and other != number:
+            return other, number
+    return None

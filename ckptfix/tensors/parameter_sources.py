@@ -1,0 +1,244 @@
+"""Sources of the names of numbered parameters: the optimizer, the guarded save, the script's model, its config.
+
+A model is built in a process of its own, as building it takes torch and runs the user's code: this process stays small,
+and nothing that such code prints or breaks matters here. Only a factory that is a function is called in this process.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptfix.checkpoint.keys import common_wrappers, dotted, without_private_wrappers
+from ckptfix.checkpoint.run_states import parameter_names
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.hardware import run_limited
+from ckptfix.tensors.optimizers import OptimizerState
+from ckptfix.tensors.parameter_names import Parameter, Shape, name_parameters, named_as, shape_of
+from ckptfix.tensors.stored import Weights
+from ckptfix.wording import count_of
+
+Factory = Callable[[], Any]
+"""Returns a model; or a tuple of models, their optimizers and anything else, such as inputs."""
+
+PATIENCE = 1800.0
+"""Seconds for building a model: a factory may read weights from a slow disk."""
+
+# With the caller's own path: `-m` would put the current folder first, and a checkpoint may hold a torch.py.
+_BEGIN = "import sys; sys.path[:] = sys.argv[2:]; from ckptfix.devices.reload.skeletons import main; main(sys.argv[1])"
+
+_HELP = "help: give the model of this run by --model MODULE:FACTORY"
+
+Groups = Sequence[Sequence[Parameter]]
+"""The parameters of an optimizer by param group, in its order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOfRun:
+    """The models of a run.
+
+    ``parameters``: of each model in its order; one that several models share is that of the first. ``optimizers``:
+    those that each optimizer has, by group; empty where no optimizer is known. ``source``: of all this, in words.
+    """
+
+    parameters: tuple[Parameter, ...]
+    optimizers: tuple[Groups, ...] = ()
+    source: str
+
+
+def name_optimizers(
+    root: Path,
+    states: Sequence[OptimizerState],
+    *,
+    weights: Sequence[Weights] = (),
+    model: str | Factory | None = None,
+    frozen: str | re.Pattern[str] | None = None,
+) -> tuple[OptimizerState, ...]:
+    """Return the optimizers of a checkpoint under the names of its weights, those that number their parameters, too.
+
+    The names come from the optimizer itself, else from the guarded save's run state, else from ``model`` ("module:
+    factory", or the function), else from the class that ``config.json`` names. The first two are exact; of a model's
+    parameters the assignments are counted (``name_parameters``). ``weights``: of the checkpoint; its keys decide which
+    wrappers a name has. ``frozen``: matches the names of parameters that no optimizer has.
+
+    Raises OperationError where nothing names the parameters, or not in one way; UsageError for wrong
+    arguments; OSError.
+    """
+    pattern = _pattern(frozen)
+    keys = _Keys(weights)
+
+    @cache
+    def built() -> ModelsOfRun:
+        return models_of_run(root, model, keys)
+
+    return tuple(state if state.is_named else _named(root, state, keys, built, pattern) for state in states)
+
+
+def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[tuple[int, str]]] | None:
+    """Return model and name of each parameter of an optimizer by group, None where no file records them.
+
+    torch 2.6 records the names that a script made the optimizer with, a guarded save those of all. They are returned
+    only where they fit the numbers of the param groups. Raises OSError.
+    """
+    own = [group.options.get("param_names") for group in state.groups]
+    names: Sequence[Sequence[tuple[int, str]]] | None
+    if own and all(isinstance(group, list | tuple) for group in own):
+        names = [[(state.index, str(name)) for name in group or ()] for group in own]
+    else:
+        names = parameter_names(root, str(state.files[0]), state.index) if len(state.files) == 1 else None
+    if names is None or list(map(len, names)) != [len(group.names) for group in state.groups]:
+        return None
+    return names
+
+
+def models_of_run(root: Path, model: str | Factory | None, keys: "_Keys") -> ModelsOfRun:
+    """Build the models of a run, without weights where that is possible; return their parameters under ``keys``.
+
+    ``model``: None builds the class that ``config.json`` in ``root`` names, if that is transformers' own. Raises
+    UsageError for a factory that does not work, OperationError where nothing says what the model is.
+    """
+    if model is not None and not isinstance(model, str):
+        shown = getattr(model, "__name__", type(model).__name__)
+        return _read(described(model(), shown), f"the factory {shown}", keys)
+    with tempfile.TemporaryDirectory(prefix="ckptfix-") as folder:
+        answer = Path(folder) / "answer.json"
+        answer.write_text(json.dumps({"model": model, "root": str(root.absolute())}))
+        ended = run_limited((sys.executable, "-c", _BEGIN, str(answer), *sys.path), PATIENCE)
+        found = json.loads(answer.read_text())
+    if "parameters" not in found:
+        why = (
+            found.get("error")
+            or f"the model could not be built: {ended.problem or 'the process ended early'}"
+        )
+        raise OperationError(f"{why}; {_HELP}") if model is None else UsageError(why)
+    return _read(found, f"the factory {model}" if model is not None else "config.json", keys)
+
+
+def described(made: Any, shown: str) -> dict[str, Any]:
+    """Return in plain values what a factory returned. Raises UsageError when no model is in it. ``shown``: its name."""
+    values = made if isinstance(made, tuple | list) else (made,)
+    models = [value for value in values if callable(getattr(value, "named_parameters", None))]
+    if not models:
+        raise UsageError(f"the factory {shown} returned {type(made).__name__}, not a torch.nn.Module")
+    places: dict[int, int] = {}
+    parameters: list[tuple[Any, ...]] = []
+    for number, one in enumerate(models):
+        for name, parameter in one.named_parameters():
+            if places.setdefault(id(parameter), len(parameters)) == len(parameters):
+                parameters.append((name, list(parameter.shape), bool(parameter.requires_grad), number))
+    optimizers = [value.param_groups for value in values if hasattr(value, "param_groups")]
+    groups = [[list(map(id, group["params"])) for group in of_one] for of_one in optimizers]
+    if any(one not in places for of_one in groups for group in of_one for one in group):
+        raise UsageError(
+            f"the factory {shown} returned an optimizer with parameters of no model that it returned"
+        )
+    return {
+        "parameters": parameters,
+        "optimizers": [[[places[one] for one in group] for group in of_one] for of_one in groups],
+    }
+
+
+def _read(found: Mapping[str, Any], source: str, keys: "_Keys") -> ModelsOfRun:
+    parameters = keys.of(
+        [
+            Parameter(name, tuple(shape), trainable, model)
+            for name, shape, trainable, model in found["parameters"]
+        ]
+    )
+    return ModelsOfRun(
+        parameters=tuple(parameters),
+        optimizers=tuple(
+            [[parameters[place] for place in group] for group in of_one] for of_one in found["optimizers"]
+        ),
+        source=source,
+    )
+
+
+class _Keys:
+    """The keys of the models' weights. A model of a run has wrappers around it that its weights lack, or too few."""
+
+    def __init__(self, weights: Iterable[Weights]) -> None:
+        self._tensors = {one.index: one.named() for one in weights if not one.home.parts}
+        self._known = {
+            model: {_bare(key, chain): key for key in tensors} | {key: key for key in tensors}
+            for model, tensors in self._tensors.items()
+            for chain in (_chain(tensors),)
+        }
+
+    def of(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Return parameters under the keys of their weights; a name without a key stays as it is."""
+        found = list(parameters)
+        for model, known in self._known.items():
+            own = [(place, one.name) for place, one in enumerate(parameters) if one.model == model]
+            chain = _chain(name for _, name in own)
+            tries = [
+                {place: known.get(_bare(name, chain[:depth]), "") for place, name in own}
+                for depth in range(len(chain) + 1)
+            ]
+            tries.insert(0, {place: known.get(name, "") for place, name in own})
+            best = max(tries, key=lambda keys: sum(map(bool, keys.values())))
+            for place, key in best.items():
+                found[place] = found[place]._replace(name=key or found[place].name)
+        return found
+
+    def shape(self, parameter: Parameter) -> Shape | None:
+        """Return the shape of a parameter's weights, None where no weights have its name."""
+        tensor = self._tensors.get(parameter.model, {}).get(parameter.name)
+        return None if tensor is None else tensor.shape
+
+
+def _chain(names: Iterable[str]) -> tuple[str, ...]:
+    return common_wrappers(map(without_private_wrappers, names))
+
+
+def _bare(name: str, chain: tuple[str, ...]) -> str:
+    return without_private_wrappers(name).removeprefix(dotted(chain))
+
+
+def _pattern(frozen: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(frozen) if isinstance(frozen, str) else frozen
+    except re.error as error:
+        raise UsageError(f"--frozen {frozen!r} is not a regular expression: {error}") from None
+
+
+def _named(
+    root: Path,
+    state: OptimizerState,
+    keys: "_Keys",
+    built: Callable[[], ModelsOfRun],
+    frozen: re.Pattern[str] | None,
+) -> OptimizerState:
+    recorded = recorded_names(root, state)
+    if recorded is not None:
+        with suppress(OperationError):  # the names are of other weights
+            return named_as(state, _of_recorded(recorded, state, keys))
+    run = built()
+    if not run.optimizers:
+        return name_parameters(state, run.parameters, frozen)
+    if state.index >= len(run.optimizers):
+        count = count_of(len(run.optimizers), "optimizer")
+        raise UsageError(f"{state.label}: {run.source} returned {count}, and this is optimizer {state.index}")
+    return named_as(state, run.optimizers[state.index])
+
+
+def _of_recorded(
+    recorded: Sequence[Sequence[tuple[int, str]]], state: OptimizerState, keys: _Keys
+) -> list[list[Parameter]]:
+    """Return recorded names as parameters with the shapes of their weights, without any those of their moments."""
+    names = [name for group in recorded for name in group]
+    numbers = [number for group in state.groups for number in group.names]
+    found = iter(keys.of([Parameter(name, (), None, model) for model, name in names]))
+    of_moments = iter([shape_of(state.states.get(number, {})) or () for number in numbers])
+    parameters = []
+    for one, shape in zip(found, of_moments, strict=True):
+        own = keys.shape(one)
+        parameters.append(one._replace(shape=shape if own is None else own))
+    rest = iter(parameters)
+    return [[next(rest) for _ in group] for group in recorded]
