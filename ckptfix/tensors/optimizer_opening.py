@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs
+from ckptfix.checkpoint.deepspeed_files import deepspeed_below
 from ckptfix.checkpoint.filenames import Role, parse_file_name, parse_folder_name
 from ckptfix.storage.paths import existing
 from ckptfix.tensors.dcp_optimizers import dcp_optimizers
 from ckptfix.tensors.optimizer_files import read_optimizer_file
 from ckptfix.tensors.optimizers import OptimizerState
+from ckptfix.tensors.zero_states import zero_optimizer
 
 
 def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
@@ -33,6 +35,9 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
     for index, where in _dcp_folders(given, names):
         if index not in found:
             found |= {one.index: one for one in dcp_optimizers(given, where, index)}
+    for index, where in deepspeed_below(given, [PurePosixPath(name) for name in names]):
+        if index not in found and (state := zero_optimizer(given, where, index)) is not None:
+            found[index] = state
     return tuple(found[index] for index in sorted(found))
 
 

@@ -16,12 +16,11 @@ from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.new_torch_files import Call
-from ckptfix.tensors.optimizers import OptimizerState, ParamGroup, StateValue, Strategy
-from ckptfix.tensors.pickled_values import PickledValues
+from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, PickledValues, Unread
+from ckptfix.tensors.optimizers import STEP, OptimizerState, ParamGroup, StateValue, Strategy
 from ckptfix.tensors.single_files import record_checksums
 from ckptfix.tensors.stored import StoredTensor
-from ckptfix.tensors.universal import GLOBAL_STATE, STEP, WEIGHT, universal_files
+from ckptfix.tensors.universal import GLOBAL_STATE, WEIGHT, universal_files
 from ckptfix.tensors.zero_partitions import (
     Flat,
     ModelStates,
@@ -43,6 +42,7 @@ MODEL_STATES = "model_states"
 BUFFERS, DTYPE = "buffer_names", "dtype"
 
 _STAGES = {1: Strategy.ZERO1, 2: Strategy.ZERO2, 3: Strategy.ZERO3}
+_OPTIMIZER = "optimizer"
 _GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 Values = Mapping[str, Any]
 
@@ -57,22 +57,25 @@ class _Rank(NamedTuple):
     extra: Values
 
 
-def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState:
-    """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one.
+def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerState | None:
+    """Return the optimizer of a DeepSpeed checkpoint of any ZeRO stage, or of a universal one, None without any.
 
-    Raises MissingRankError, OtherKindError for tensor, pipeline and expert parallel checkpoints, OperationError when
-    no optimizer was saved, when its states cannot be cut into parameters, or the files contradict one another;
-    OSError.
+    Raises MissingRankError, OtherKindError for tensor, pipeline and expert parallel checkpoints, OperationError for
+    an optimizer without ZeRO, which lies in the model states, when its states cannot be cut into parameters, or the
+    files contradict one another; OSError.
     """
     files = list_files(root / where)
     if files.is_universal:
         return universal_optimizer(root, where, index)
-    if not files.optimizers:
-        raise OperationError(
-            f"{files.folder}: no rank saved optimizer states of ZeRO; next: take them from a checkpoint that has some"
-        )
-    ranks = [read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())]
     models = read_models(files)
+    if not files.optimizers and not files.by_rank:
+        if _OPTIMIZER in models[0].left:
+            raise OperationError(
+                f"{models[0].path}: the optimizer of DeepSpeed without ZeRO is in the model states, which is not read; "
+                "next: save with ZeRO-1, which has the same optimizer"
+            )
+        return None
+    ranks = [read_states_file(files.folder / name, _rank) for _, name in sorted(files.optimizers.items())]
     ensure_one_save(files, models, [one.partitions for one in ranks])
     masters, states = (_by_share if files.by_rank else _by_group)(files.folder, models[0], ranks)
     names = [*files.models.values(), *files.optimizers.values()]
@@ -150,7 +153,7 @@ def _rank(path: Path, file: TorchFile) -> _Rank:
         stage=_stage(child(states, "zero_stage")),
         states={
             number: {
-                key.value: values.value(value, f"state {key.value} of flat parameter {number}")
+                key.value: values.value(value, f"{key.value} of flat parameter {number}")
                 for key, value in pairs(held)
                 if type(key) is Text
             }
@@ -171,11 +174,11 @@ def _stage(value: object) -> int | None:
 
 def _group_options(values: PickledValues, optimizer: object) -> tuple[tuple[Values, tuple[int, ...]], ...]:
     found = []
-    for number, group in enumerate(items_of(child(optimizer, "param_groups"))):
+    for number, group in enumerate(items_of(child(optimizer, GROUPS))):
         options = values.value(group, f"param group {number}")
         if not isinstance(options, dict):
             raise FormatError(f"param group {number} is not a dict")
-        members = options.pop("params", [])
+        members = options.pop(PARAMS, [])
         if not isinstance(members, list) or not all(type(member) is int for member in members):
             raise FormatError(f"the params of param group {number} are not a list of numbers")
         options.pop("_ds_source_param_group_id", None)  # ZeRO-3's own note, not a hyperparameter
@@ -270,8 +273,9 @@ def _flat(value: object, label: str) -> Flat:
 
 def _shared_value(held: Sequence[Any], label: str) -> StateValue:
     """Return the value that all ranks agree on. Raises OperationError when they do not, or for an object."""
-    if isinstance(held[0], Call) or not isinstance(held[0], StateValue):
-        raise OperationError(f"{label}: neither a tensor nor a number; {AGAIN}")
+    if not isinstance(held[0], StateValue):
+        kind = held[0].kind if isinstance(held[0], Unread) else "neither a tensor nor a number"
+        raise OperationError(f"{label}: {kind}, which no param group of another strategy can have; {AGAIN}")
     with OpenFiles() as files:
         read = [_comparable(value, files) for value in held]
     if any(value != read[0] for value in read):
@@ -325,10 +329,7 @@ def _model_extra(files: DeepSpeedFiles, model: ModelStates) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs(file.tree.root):
             if type(key) is Text and key.value in model.left:
-                try:
-                    found[key.value] = PickledValues(path, file).value(value, key.value)
-                except FormatError:
-                    continue  # named among what is left out, as all of it is
+                found[key.value] = PickledValues(path, file).value(value, key.value)
         return found
 
     dtypes = {

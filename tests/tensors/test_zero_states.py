@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ckptfix.errors import OperationError
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor
-from ckptfix.tensors.zero_states import zero_optimizer
 from fixtures.make_deepspeed import SCENARIOS
 from tests.sampling import examples
 from tests.tensors.test_deepspeed import FIXTURES, loaded, shapes, trained
@@ -27,7 +27,8 @@ ORDER += [["scale", "block.up.bias", "block.norm.weight", "block.norm.bias", "bl
 
 
 def opened(root: Path) -> OptimizerState:
-    return zero_optimizer(root, TAG if (root / TAG).is_dir() else PurePosixPath("."), 0)
+    (state,) = open_optimizers(root)
+    return state
 
 
 def tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -95,10 +96,16 @@ def test_the_parameters_of_round_robin_are_in_the_order_of_the_optimizer() -> No
     assert list(dealt.groups[1].names) == ORDER[1]
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1-no-masters"])
-def test_a_save_without_optimizer_states(name: str) -> None:
-    with pytest.raises(OperationError, match="no rank saved optimizer states of ZeRO; next: "):
-        opened(FIXTURES / name / "checkpoint")
+def test_an_optimizer_without_zero_is_not_passed_over() -> None:
+    with pytest.raises(OperationError, match=r"of DeepSpeed without ZeRO is in the model states.*; next: "):
+        open_optimizers(FIXTURES / "zero0" / "checkpoint")
+
+
+def test_a_save_without_any_optimizer(tmp_path: Path) -> None:
+    assert open_optimizers(FIXTURES / "zero1-no-masters" / "checkpoint") == ()
+    make_zero(tmp_path, [trained((5, 3))], stage=1, ranks=1)
+    next(iter(tmp_path.glob("*_optim_states.pt"))).unlink()
+    assert open_optimizers(tmp_path) == ()
 
 
 @settings(deadline=None, max_examples=examples(50))
@@ -204,7 +211,7 @@ def make_universal(
     root.mkdir()
     for path in source.glob("*_model_states.pt"):
         shutil.copy(path, root)
-    state = zero_optimizer(source, PurePosixPath("."), 0)
+    state = opened(source)
     for name, master in state.masters.items():
         (root / "zero" / name).mkdir(parents=True)
         for key, tensor in {"fp32": loaded(master), **moments[name]}.items():
