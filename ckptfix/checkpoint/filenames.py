@@ -8,6 +8,7 @@ Every library's names are here, and only here:
 - Weights of transformers, peft and diffusers, their variants (``model.fp16.safetensors``), their shards and indexes.
 - The files and folders of DCP (``torch/distributed/checkpoint/filesystem.py`` of torch 2.13), and of DeepSpeed 0.18
   (``runtime/engine.py``).
+- The files of FSDP that each rank saves alone: ``optimizer_0_rank1.bin`` (``utils/fsdp_utils.py`` of accelerate 1.15).
 - ``run_state_0.pt``, in which the guarded Accelerator keeps what a rank needs to go on exactly.
 - Folders that are one of several checkpoints: ``checkpoint_3``, ``checkpoint-500``, ``step_10``, ``epoch_2``.
 
@@ -305,6 +306,36 @@ def parse_deepspeed_folder_name(name: str) -> FolderName | None:
     """Return the meaning of the name of a DeepSpeed folder of accelerate, None for any other."""
     match = _DEEPSPEED_FOLDER.fullmatch(name)
     return FolderName(role=Role.MODEL, stem=_TAG, index=int(match[1] or 0)) if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFileName:
+    """The parsed name of a file in which one rank saved its part of a model or optimizer: FSDP without DCP.
+
+    Entry 0 has its number in the name, but for FSDP1's local state dicts of a model.
+    """
+
+    role: Role
+    index: int
+    rank: int
+    stem: str
+    is_local: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.stem}{'' if self.is_local else f'_{self.index}'}_rank{self.rank}.bin"
+
+
+_RANK_FILE = re.compile(rf"({_FSDP_MODEL}|optimizer)(?:_{_NUMBER})?_rank{_NUMBER}\.bin")
+
+
+def parse_rank_file_name(name: str) -> RankFileName | None:
+    """Return the meaning of the name of a file that one rank saved alone, None for any other."""
+    match = _RANK_FILE.fullmatch(name)
+    if match is None or (match[1] == "optimizer" and match[2] is None):
+        return None
+    role = Role.OPTIMIZER if match[1] == "optimizer" else Role.MODEL
+    index = int(match[2] or 0)
+    return RankFileName(role=role, index=index, rank=int(match[3]), stem=match[1], is_local=match[2] is None)
 
 
 def dcp_model_folder(index: int) -> FolderName:

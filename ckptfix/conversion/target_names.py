@@ -23,6 +23,7 @@ from ckptfix.checkpoint.filenames import (
     model_file,
     parse_file_name,
     parse_folder_name,
+    parse_rank_file_name,
 )
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
@@ -108,7 +109,7 @@ def stems(
         name = _name_of(one)
         if lone and not (name is not None and name.is_of_library):
             found.append(_numbered(to, number))
-        elif to is not Format.DCP and one.format in _FOLDERS and not one.index and (stem := known[one.home]):
+        elif to is not Format.DCP and _is_sharded(one) and not one.index and (stem := known[one.home]):
             found.append(stem)
         elif to is Format.DCP or _is_loaded(one):  # a folder of DCP is known by its name alone
             found.append(_numbered(to, one.index))
@@ -128,7 +129,12 @@ def _is_loaded(weights: Weights) -> bool:
     """Return whether ``load_state`` or ``from_pretrained`` finds a model by its name."""
     label = weights.label.removeprefix(f"{weights.home}/")
     name = parse_file_name(label)
-    return weights.format in _FOLDERS or (name is not None and name.load_order is not None)
+    return _is_sharded(weights) or (name is not None and name.load_order is not None)
+
+
+def _is_sharded(weights: Weights) -> bool:
+    """Return whether ranks saved a model together: in a folder, or in a file for each rank."""
+    return weights.format in _FOLDERS or parse_rank_file_name(weights.files[0].name) is not None
 
 
 def why_one_file(source: StoredCheckpoint, weights: Weights) -> str:

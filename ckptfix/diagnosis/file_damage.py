@@ -16,7 +16,7 @@ from ckptfix.checkpoint.deepspeed_files import (
     is_deepspeed_file,
 )
 from ckptfix.checkpoint.entries import ModelFiles
-from ckptfix.checkpoint.filenames import Role
+from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
 from ckptfix.checkpoint.folder import (
     CheckpointFolder,
     Component,
@@ -46,7 +46,13 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.incomplete import MissingRank
 from ckptfix.errors import OperationError
-from ckptfix.formats.pickle_globals import GlobalSafety, can_be_allowed, classify, safe_globals_line
+from ckptfix.formats.pickle_globals import (
+    SAFE_IN_FSDP,
+    GlobalSafety,
+    can_be_allowed,
+    classify,
+    safe_globals_line,
+)
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
@@ -141,14 +147,15 @@ def _torch(
 def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     unsafe, unknown = [], []
     is_deepspeed = is_deepspeed_file(component.path.name)
+    is_of_fsdp = parse_rank_file_name(component.path.name) is not None
     for module, name in file.tree.globals:
         match classify(module, name):
             case GlobalSafety.UNSAFE:
                 unsafe.append(f"{module}.{name}")
             case GlobalSafety.UNKNOWN:
-                if not (
-                    is_deepspeed and module.startswith("deepspeed.")
-                ):  # it loads its files without a list
+                # DeepSpeed loads its files without a list, and FSDP adds its classes to torch's.
+                is_own = is_deepspeed and module.startswith("deepspeed.")
+                if not is_own and not (is_of_fsdp and (module, name) in SAFE_IN_FSDP):
                     unknown.append((module, name))
             case GlobalSafety.SAFE_IN_RNG_STATE:
                 if (

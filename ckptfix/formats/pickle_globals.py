@@ -184,6 +184,15 @@ SAFE = frozenset(
 )
 """Globals that ``torch.load(weights_only=True)`` reads by default."""
 
+SAFE_IN_FSDP = frozenset(
+    _named("torch.distributed.tensor", "DTensor")
+    | _named("torch.distributed.tensor._dtensor_spec", "DTensorSpec TensorMeta ShardOrderEntry")
+    | _named("torch.distributed.tensor.placement_types", "Partial Replicate Shard _StridedShard")
+    | _named("torch.distributed.device_mesh", "DeviceMesh")
+    | _named("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout")
+)
+"""Globals that ``torch.load(weights_only=True)`` reads where FSDP2 was imported, as in every run that uses it."""
+
 _SAFE_IN_RNG_STATE = frozenset(
     _named("numpy", "ndarray dtype")
     | _named("numpy.dtypes", "UInt32DType")

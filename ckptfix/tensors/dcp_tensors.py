@@ -1,6 +1,6 @@
 """The weights in folders of torch.distributed.checkpoint (DCP), of Accelerate's FSDP and of anybody."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -202,14 +202,9 @@ class DcpLayouts:
         chunks = _filled(tensor)
         width = DTYPE_BITS[tensor.dtype or ""] // 8
         parts = [(chunk, self._part(tensor.fqn, chunk, width)) for chunk in chunks]
-        if len(parts) == 1:
-            return parts[0][1]
-        self._ensure_apart(tensor, parts)
-        pieces = [part.pieces for _, part in parts if isinstance(part, Contiguous)]
-        if len(pieces) == len(parts) and _is_cut_in_order(tensor.shape, chunks):
-            return Contiguous(tuple(piece for run in pieces for piece in run))
-        tiles = tuple(Tile(chunk.offsets, chunk.lengths, part) for chunk, part in parts)
-        return Tiled(shape=tensor.shape, tiles=tiles, width=width)
+        if len(parts) > 1:
+            self._ensure_apart(tensor, parts)
+        return layout_of_chunks(tensor.shape, parts, width)
 
     def _ensure_apart(self, tensor: DcpTensor, parts: list[tuple[Chunk, Contiguous | Strided]]) -> None:
         """Raise OperationError when two chunks lie in the same bytes: a small file would become any number of them."""
@@ -295,6 +290,19 @@ class DcpLayouts:
 def _filled(tensor: DcpTensor) -> list[Chunk]:
     """Return the chunks with elements, in the order of their first index."""
     return sorted(chunk for chunk in tensor.chunks if 0 not in chunk.lengths)
+
+
+def layout_of_chunks(
+    shape: tuple[int, ...], parts: Sequence[tuple[Chunk, Contiguous | Strided]], width: int
+) -> Layout:
+    """Return the layout of a tensor whose chunks, in the order of their first indexes, cover it once."""
+    if len(parts) == 1:
+        return parts[0][1]
+    pieces = [part.pieces for _, part in parts if isinstance(part, Contiguous)]
+    if len(pieces) == len(parts) and _is_cut_in_order(shape, [chunk for chunk, _ in parts]):
+        return Contiguous(tuple(piece for run in pieces for piece in run))
+    tiles = tuple(Tile(chunk.offsets, chunk.lengths, part) for chunk, part in parts)
+    return Tiled(shape=shape, tiles=tiles, width=width)
 
 
 def _is_cut_in_order(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:

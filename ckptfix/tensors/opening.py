@@ -25,6 +25,7 @@ from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command, existing, listed_files
 from ckptfix.tensors.dcp_tensors import dcp_folders, dcp_paths, dcp_weights
 from ckptfix.tensors.deepspeed import deepspeed_weights
+from ckptfix.tensors.rank_files import rank_files, rank_weights
 from ckptfix.tensors.single_files import file_weights
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
@@ -154,6 +155,9 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     for index, where in dcp_folders(folder):
         if index not in found:
             found[index] = dcp_weights(root, where, index)
+    for (role, index), files in rank_files(root, _lone_files(folder)).items():
+        if role is Role.MODEL and index not in found:
+            found[index] = rank_weights(root, index, files)
     for index, where in deepspeed_folders(folder):
         if index not in found:
             found[index] = deepspeed_weights(root, where, index, original=original)
@@ -169,6 +173,10 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     return folder, StoredCheckpoint(
         root=root, weights=weights, rivals=tuple(rivals), is_save_state=folder.is_save_state
     )
+
+
+def _lone_files(folder: CheckpointFolder) -> tuple[str, ...]:
+    return tuple(str(component.path) for component in folder.components)
 
 
 def _unsupported(folder: CheckpointFolder) -> str:

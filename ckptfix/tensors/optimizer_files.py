@@ -27,7 +27,8 @@ GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 
 _DEEPEST = 32
 _LONGEST_NUMBER = 2040  # bits that a pickle of protocol 2 can hold
-_FLAT = "_flat_param"
+FLAT = "_flat_param"
+"""Beginning of the name that FSDP1 gives a flat parameter."""
 
 
 class Unread(NamedTuple):
@@ -87,7 +88,7 @@ class PickledValues:
             return Global(*node.head)
         if node.kind is Kind.LIST and not is_dict_like(node):
             return [self.value(one, _below(name, place), depth) for place, one in enumerate(items_of(node))]
-        if is_dict_like(node) and not node.states:
+        if is_dict_like(node) and (not node.states or _is_ordered_dict(node)):
             return self._dict(node, name, depth)
         is_call = (
             node.kind in (Kind.CALL, Kind.NEW) and type(node.head) is Node and node.head.kind is Kind.GLOBAL
@@ -115,6 +116,11 @@ class PickledValues:
                 return Unread("a dict with keys that are neither text nor numbers")
             found[word] = self.value(value, _below(name, word), depth)
         return found
+
+
+def _is_ordered_dict(node: Node) -> bool:
+    """Return whether a node is an OrderedDict, whose attributes are the versions of modules."""
+    return type(node.head) is Node and node.head.is_global("collections", "OrderedDict")
 
 
 def _below(name: str, key: object) -> str:
@@ -251,9 +257,14 @@ def _flattened(
 
 
 def _ensure_whole_parameters(names: list[str]) -> None:
-    flat = next((name for name in names if name.rpartition(".")[2].startswith(_FLAT)), None)
+    flat = next((name for name in names if name.rpartition(".")[2].startswith(FLAT)), None)
     if flat is not None:
-        raise FormatError(
-            f"{flat!r} is a flat parameter of FSDP1, made of several parameters, and nothing in the checkpoint tells "
-            "where each of them lies in it; save it again from a run with use_orig_params=True"
-        )
+        raise FormatError(flat_parameter(flat))
+
+
+def flat_parameter(name: str) -> str:
+    """Say why a flat parameter is not read."""
+    return (
+        f"{name!r:.200} is a flat parameter of FSDP1, made of several parameters, and nothing in the checkpoint says "
+        "where each of them lies in it; save it again with state_dict_type='SHARDED_STATE_DICT'"
+    )

@@ -11,6 +11,7 @@ from ckptfix.storage.paths import existing
 from ckptfix.tensors.dcp_optimizers import dcp_optimizers
 from ckptfix.tensors.optimizer_files import read_optimizer_file
 from ckptfix.tensors.optimizers import OptimizerState
+from ckptfix.tensors.rank_files import rank_files, rank_optimizer
 from ckptfix.tensors.zero_states import zero_optimizer
 
 
@@ -38,6 +39,9 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
     for index, where in deepspeed_below(given, [PurePosixPath(name) for name in names]):
         if index not in found and (state := zero_optimizer(given, where, index)) is not None:
             found[index] = state
+    for (role, index), files in rank_files(given, names).items():
+        if role is Role.OPTIMIZER and index not in found:
+            found[index] = rank_optimizer(given, index, files)
     return tuple(found[index] for index in sorted(found))
 
 

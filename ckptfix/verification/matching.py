@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from ckptfix.checkpoint.filenames import ModelName, parse_file_name
+from ckptfix.checkpoint.filenames import ModelName, parse_file_name, parse_rank_file_name
 from ckptfix.checkpoint.keys import (
     KeyMap,
     collisions,
@@ -74,7 +74,8 @@ def crossing(pairs: Sequence[tuple[Weights, Weights]], a: str = "A", b: str = "B
 
 def _slot(weights: Weights) -> object:
     """Return what a loader finds a model by: its position, or the name of its file where that has none."""
-    if weights.format in (Format.DCP, Format.DEEPSPEED):
+    is_of_ranks = bool(weights.files) and parse_rank_file_name(weights.files[0].name) is not None
+    if weights.format in (Format.DCP, Format.DEEPSPEED) or is_of_ranks:
         return weights.position
     name = parse_file_name(weights.files[0].name) if weights.files and not weights.path else None
     if name is None or not name.is_of_library or name.model is None:

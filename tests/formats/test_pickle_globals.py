@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.formats.pickle_globals import SAFE, GlobalSafety, can_be_allowed, classify, safe_globals_line
+from ckptfix.formats.pickle_globals import (
+    SAFE,
+    SAFE_IN_FSDP,
+    GlobalSafety,
+    can_be_allowed,
+    classify,
+    safe_globals_line,
+)
 from tests.formats.making import read
 
 UNSAFE = """
@@ -39,6 +46,14 @@ def test_safe_is_what_the_installed_torch_allows() -> None:
     from torch._weights_only_unpickler import _get_allowed_globals
 
     assert {f"{module}.{name}" for module, name in SAFE} == set(_get_allowed_globals())
+
+
+def test_what_fsdp_adds_is_what_the_installed_torch_adds() -> None:
+    import torch.distributed.tensor  # noqa: F401
+    from torch.serialization import get_safe_globals
+
+    added = {(one.__module__, one.__name__) for one in get_safe_globals() if isinstance(one, type)}
+    assert added >= SAFE_IN_FSDP
 
 
 def test_rng_state_globals_are_what_the_installed_accelerate_allows() -> None:

@@ -121,3 +121,75 @@ def save_all(root: Path) -> None:
     )
     dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(folder / "optimizer_0"))
     dist.destroy_process_group()
+
+
+def save_fsdp1(root: Path) -> None:
+    """Save FSDP1's sharded and local state dicts as one of two processes, each rank for itself."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def gathered(value: Any) -> Any:  # torch 2.13's own FULL_STATE_DICT mixes up moments on the CPU
+        if isinstance(value, dict):
+            return {key: gathered(one) for key, one in value.items()}
+        if not hasattr(value, "local_shards"):
+            return value
+        complete = torch.empty(value.size()) if rank == 0 else None
+        value.gather(0, complete)
+        return complete
+
+    model = FSDP(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    train(model, optimizer, rank=rank, ranks=2)
+    for folder, kind in (
+        ("sharded", StateDictType.SHARDED_STATE_DICT),
+        ("local", StateDictType.LOCAL_STATE_DICT),
+    ):
+        (root / folder).mkdir(exist_ok=True)
+        with FSDP.state_dict_type(model, kind):
+            weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        name = "pytorch_model_fsdp" + ("_0" if folder == "sharded" else "")
+        torch.save(weights, root / folder / f"{name}_rank{rank}.bin")
+        torch.save(states, root / folder / f"optimizer_0_rank{rank}.bin")
+        if folder == "sharded":
+            seen = {"weights": gathered(dict(weights)), "states": gathered(states["state"])}
+            if rank == 0:
+                torch.save(seen, root / "expected")
+    dist.destroy_process_group()
+
+
+def on_meshes() -> dict[str, torch.Tensor]:
+    """Return the tensors of ``save_meshes``, complete."""
+    shapes = {
+        "rows": [7, 3],
+        "both": [7, 5],
+        "twice": [9, 2],
+        "first": [3, 2],
+        "second": [2, 5],
+        "copies": [3, 3],
+    }
+    shapes |= {"few": [1, 4], "line": [5], "partial": [2, 2]}
+    torch.manual_seed(1)
+    return {name: torch.rand(shape) for name, shape in shapes.items()} | {"plain": torch.arange(3)}
+
+
+def save_meshes(root: Path) -> None:
+    """Save tensors that are cut over a mesh of two by two ranks, as one of four processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2))
+    cut = {"rows": (Replicate(), Shard(0)), "both": (Shard(0), Shard(1)), "twice": (Shard(0), Shard(0)),
+           "first": (Shard(0), Replicate()), "second": (Shard(1), Shard(0)), "copies": (Replicate(), Replicate()),
+           "few": (Shard(0), Shard(1)), "line": (Shard(0), Shard(0))}  # fmt: skip
+    state = on_meshes()
+    found: dict[str, Any] = {name: distribute_tensor(state[name], mesh, how) for name, how in cut.items()}
+    found["partial"] = DTensor.from_local(state["partial"], mesh, (Partial(), Replicate()), run_check=False)
+    found["plain"] = state["plain"]
+    torch.save(found, root / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+    dist.destroy_process_group()

@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfix.conversion.migrate import migrate
+from ckptfix.diagnosis.check import check
 from ckptfix.errors import OperationError
 from ckptfix.storage.reading import OpenFiles
+from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor, Tiled
+from ckptfix.verification.diff import diff
 from tests.tensors.dcp_making import save
-from tests.tensors.optimizer_ranks import Net, groups, in_memory, save_all, train
+from tests.tensors.optimizer_ranks import (
+    Net,
+    groups,
+    in_memory,
+    on_meshes,
+    save_all,
+    save_fsdp1,
+    save_meshes,
+    train,
+)
 from tests.training.ranks import run_ranks
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
@@ -198,7 +211,7 @@ def test_states_that_fit_no_other_strategy(tmp_path: Path) -> None:
 def test_flat_parameters_are_refused(tmp_path: Path) -> None:
     state = {"state": {}, "param_groups": [{"params": ["block._fsdp_wrapped_module._flat_param"], "lr": 0.1}]}
     torch.save(state, tmp_path / "optimizer.bin")
-    with pytest.raises(OperationError, match=r"a flat parameter of FSDP1.*use_orig_params=True; next: "):
+    with pytest.raises(OperationError, match=r"a flat parameter of FSDP1.*SHARDED_STATE_DICT'; next: "):
         open_optimizers(tmp_path)
 
 
@@ -245,3 +258,73 @@ def test_references_without_end_are_refused(tmp_path: Path) -> None:
     torch.save({"state": {0: {"x": loop}}, "param_groups": [{"params": [0]}]}, tmp_path / "optimizer.bin")
     (found,) = open_optimizers(tmp_path)
     assert found.states == {"0": {}}
+
+
+RANKS = ["ranks", "tiled-ranks", "copies-ranks"]
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_files_that_each_rank_saved_alone(saved: Path, name: str) -> None:
+    (found,) = open_optimizers(saved / name)
+    assert (found.strategy, found.label, found.world_size) == (Strategy.FSDP, "optimizer_0_rank*.bin", 2)
+    assert list(map(str, found.files)) == ["optimizer_0_rank0.bin", "optimizer_0_rank1.bin"]
+    ensure_same(found, expected_of(saved, name))
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_models_that_each_rank_saved_alone(saved: Path, name: str) -> None:
+    (weights,) = open_checkpoint(saved / name).weights
+    expected = expected_of(saved, name)["weights"]
+    found = {name: read(tensor) for name, tensor in weights.named().items()}
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], expected[name]) for name in expected)
+    assert weights.ties == {"head.weight": "embed.weight"}
+    assert (weights.label, weights.opaque) == ("pytorch_model_fsdp_0_rank*.bin", ())
+
+
+def test_sharded_tensors_of_fsdp1(tmp_path: Path) -> None:
+    assert run_ranks(2, lambda rank: save_fsdp1(tmp_path)) == [0, 0]
+    (weights,) = open_checkpoint(tmp_path / "sharded").weights
+    expected = torch.load(tmp_path / "expected", weights_only=True)
+    assert all(same(read(tensor), expected["weights"][name]) for name, tensor in weights.named().items())
+    assert weights.named().keys() == expected["weights"].keys()
+    (found,) = open_optimizers(tmp_path / "sharded")
+    assert found.world_size == 2
+    assert found.states.keys() == expected["states"].keys()
+    for name, state in expected["states"].items():
+        for key, value in state.items():
+            assert same(read(found.states[name][key]), value), (name, key)
+    with pytest.raises(OperationError, match="'_flat_param' is a flat parameter of FSDP1"):
+        open_checkpoint(tmp_path / "local")
+
+
+def test_shards_on_meshes_of_two_dimensions(tmp_path: Path) -> None:
+    assert run_ranks(4, lambda rank: save_meshes(tmp_path)) == [0, 0, 0, 0]
+    (weights,) = open_checkpoint(tmp_path).weights
+    expected = on_meshes()
+    assert all(same(read(tensor), expected[name]) for name, tensor in weights.named().items())
+    assert weights.named().keys() == expected.keys() - {"partial"}
+    assert weights.unread == {
+        "partial": "a tensor that is cut in a way that is not read (Partial), as with tensor parallelism"
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_named(saved: Path, tmp_path: Path, rank: int) -> None:
+    shutil.copytree(saved / "ranks", tmp_path, dirs_exist_ok=True)
+    for kind, opened in (("optimizer_0", open_optimizers), ("pytorch_model_fsdp_0", open_checkpoint)):
+        (tmp_path / f"{kind}_rank{rank}.bin").unlink()
+        with pytest.raises(
+            OperationError, match=rf"{kind}_rank{rank}\.bin is missing, the file of rank {rank}: 2 ranks"
+        ):
+            opened(tmp_path)
+
+
+def test_other_verbs_know_files_of_ranks(saved: Path, tmp_path: Path) -> None:
+    """A healthy checkpoint is not called damaged, and its model becomes the one that load_state looks for."""
+    assert check(saved / "ranks").status == 0
+    assert diff(saved / "ranks", saved / "sharded").verdict == "equal"
+    migrate(saved / "ranks", tmp_path / "new", to="safetensors")
+    assert (tmp_path / "new/model.safetensors").exists()
+    migrate(saved / "ranks", tmp_path / "dcp", to="dcp")
+    assert (tmp_path / "dcp/pytorch_model_fsdp_0/.metadata").exists()
