@@ -6,8 +6,9 @@ from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
 from ckptfix.cli.verb_options import Verb
 from ckptfix.conversion.migrate import migrate
-from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, TARGETS
+from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
 from ckptfix.diagnosis.policy import Keys
+from ckptfix.tensors.optimizers import Strategy
 
 
 @click.command(
@@ -16,12 +17,35 @@ from ckptfix.diagnosis.policy import Keys
     examples=[
         ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),
+        (
+            "ckptfix migrate SRC DST --state all --to fsdp --processes 4",
+            "Write the complete state for FSDP in 4 processes.",
+        ),
     ],
 )
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @click.option(
-    "--to", required=True, type=click.Choice([target.value for target in TARGETS]), help="The new format."
+    "--to",
+    required=True,
+    type=click.Choice([target.value for target in (*TARGETS, *Strategy)]),
+    help="The new format; with --state all: the new strategy.",
+)
+@click.option("--state", type=click.Choice(STATES), default=WEIGHTS,
+              help="weights: the models (the default); all: optimizers and everything else, too.")  # fmt: skip
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --state all: how many will load it (default: as many as saved it).",
+)
+@click.option(
+    "--model",
+    metavar="MODULE:FACTORY",
+    help="With --state all: the run's model, where the checkpoint does not name its optimizer's parameters.",
+)
+@click.option(
+    "--frozen", metavar="REGEX", help="With --state all: names of parameters that no optimizer has."
 )
 @click.option("--max-shard-size", metavar="SIZE",
               help="Bytes of tensors in a file, such as 5GB (the default, but for folders of save_state).")  # fmt: skip
@@ -41,6 +65,10 @@ def migrate_command(
     src: str,
     dst: str,
     to: str,
+    state: str,
+    processes: int | None,
+    model: str | None,
+    frozen: str | None,
     max_shard_size: str | None,
     keys: str | None,
     dtype: str | None,
@@ -59,6 +87,10 @@ def migrate_command(
             src,
             dst,
             to=to,
+            state=state,
+            processes=processes,
+            model=model,
+            frozen=frozen,
             max_shard_size=max_shard_size,
             keys=keys,
             dtype=dtype,

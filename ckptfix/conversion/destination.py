@@ -48,7 +48,8 @@ def check_paths(path: Path, output: Path, options: Options) -> None:
         return
     words = "name another place"
     if output.is_dir() and not path.is_dir():
-        words = f"it is a folder; name a new place in it: {output / (path.stem + next(iter(SUFFIXES[options.to]), ''))}"
+        suffix = next(iter(SUFFIXES.get(options.to, ())), "")
+        words = f"it is a folder; name a new place in it: {output / (path.stem + suffix)}"
     with suppress(UsageError):
         files_replaced(output)
         words += ", or replace it with --overwrite"
@@ -134,7 +135,7 @@ def write_receipt(folder: Path, plan: MigrationPlan) -> None:
     """Write the list of its files into a complete new folder, durably, so that a later migration may replace it."""
     document = {
         "version": _VERSION,
-        "to": plan.options.to.value,
+        "to": plan.options.target,
         "files": dict(_files_in(folder)),
     }
     (folder / JOURNAL).mkdir(exist_ok=True)

@@ -14,9 +14,9 @@ from ckptfix.conversion.destination import (
     files_replaced,
     write_receipt,
 )
-from ckptfix.conversion.migration_plan import MigrationPlan, make_options, make_plan
+from ckptfix.conversion.migration_plan import ALL, WEIGHTS, MigrationPlan, make_options, make_plan
 from ckptfix.conversion.producing import outdated, produce, record, source_manifest
-from ckptfix.conversion.proving import prove_copy, prove_model
+from ckptfix.conversion.proving import prove_copy, prove_model, prove_states
 from ckptfix.conversion.sources import (
     SourceDigests,
     Watch,
@@ -25,6 +25,7 @@ from ckptfix.conversion.sources import (
     files_read,
     warnings_of_source,
 )
+from ckptfix.conversion.state_plan import plan_states
 from ckptfix.conversion.target_names import NAME, LeftOut
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
@@ -35,6 +36,8 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.optimizers import Strategy
+from ckptfix.tensors.parameter_sources import Factory
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
 
@@ -49,6 +52,16 @@ class MigratedModel(NamedTuple):
     files: tuple[str, ...]
 
 
+class MigratedOptimizer(NamedTuple):
+    """One migrated optimizer: old label, numbers of parameters and param groups, bytes of its states, new files."""
+
+    label: str
+    parameters: int
+    groups: int
+    nbytes: int
+    files: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MigrateReceipt(Printable, Serialized):
     """The receipt of a migration, done or, in a dry run, only planned.
@@ -57,12 +70,13 @@ class MigrateReceipt(Printable, Serialized):
     lacks. ``rewritten``: files that were copied with changes: a config that names the dtype. ``warnings``:
     problems of the source and so of its copy, and losses of the conversion, in words. ``removed``: old files
     of the output that were replaced, relative to it. ``bytes_to_write``: the size of all of it. ``verified``:
-    every tensor was read back and its digest compared.
+    every tensor was read back and its digest compared. ``state``: the word of ``--state``; ``optimizers``: those that
+    were written anew; ``processes``: that will load the state, None for weights alone.
     """
 
     json_keys: ClassVar = (
         "path status output to dry_run verified bytes=bytes_to_write models carried left_out rewritten "
-        "warnings removed not_checked"
+        "warnings removed not_checked state processes optimizers"
     )
 
     path: Path
@@ -78,6 +92,9 @@ class MigrateReceipt(Printable, Serialized):
     not_checked: tuple[str, ...] = ()
     verified: bool = False
     dry_run: bool = False
+    state: str = WEIGHTS
+    processes: int | None = None
+    optimizers: tuple[MigratedOptimizer, ...] = ()
 
     @property
     def status(self) -> int:
@@ -96,6 +113,15 @@ class MigrateReceipt(Printable, Serialized):
             ties = f" and {count_of(model.ties, 'tie')}" if model.ties else ""
             tensors = f"{count_of(model.tensors, 'tensor')}{ties}, {human_size(model.nbytes)}"
             yield line(f"  {model.label}: {tensors} -> {_files(model.files)}")
+        for optimizer in self.optimizers:
+            parameters = count_of(optimizer.parameters, "parameter")
+            groups = count_of(optimizer.groups, "param group")
+            yield line(
+                f"  {optimizer.label}: {parameters} in {groups}, {human_size(optimizer.nbytes)} -> "
+                f"{_files(optimizer.files)}"
+            )
+        if self.processes is not None:
+            yield line(f"  to be loaded by {count_of(self.processes, 'process')} of {self.to}")
         if self.carried:
             yield line(f"  copied unchanged: {_files(self.carried)}")
         if self.rewritten:
@@ -107,7 +133,10 @@ class MigrateReceipt(Printable, Serialized):
 
     def outcome_lines(self) -> Iterator[Line]:
         """Yield the outcome, and what was not checked."""
-        what = f"{count_of(len(self.models), 'model')}, {human_size(self.bytes_to_write)} in {self.output}"
+        parts = [count_of(len(self.models), "model")]
+        if self.optimizers:
+            parts.append(count_of(len(self.optimizers), "optimizer"))
+        what = f"{', '.join(parts)}, {human_size(self.bytes_to_write)} in {self.output}"
         if self.dry_run:
             yield line(f"dry run: nothing was written; it would be {what}")
         else:
@@ -129,7 +158,19 @@ def receipt_of(
     return MigrateReceipt(
         path=plan.path,
         output=plan.output,
-        to=plan.options.to.value,
+        to=plan.options.target,
+        state=WEIGHTS if plan.options.strategy is None else ALL,
+        processes=plan.processes,
+        optimizers=tuple(
+            MigratedOptimizer(
+                label=one.label,
+                parameters=sum(len(group.names) for group in one.state.groups),
+                groups=len(one.state.groups),
+                nbytes=one.state.nbytes,
+                files=tuple(str(file.path) for file in one.files),
+            )
+            for one in plan.states
+        ),
         models=tuple(
             MigratedModel(
                 label=model.label,
@@ -143,7 +184,7 @@ def receipt_of(
         carried=tuple(map(str, plan.carried)),
         left_out=plan.left_out,
         rewritten=tuple(str(file.path) for file in plan.rewritten),
-        warnings=(*warnings, *(() if dry_run else _overflows(plan))),
+        warnings=(*warnings, *plan.warnings, *(() if dry_run else _overflows(plan))),
         removed=plan.removed,
         bytes_to_write=plan.bytes_to_write,
         not_checked=not_checked,
@@ -180,6 +221,8 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     words = []
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
+    if plan.options.strategy is not None:
+        return tuple(words)
     names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
     roles = {parsed.role for parsed in names if parsed is not None}
     if plan.options.keys is not None and Role.OPTIMIZER in roles:
@@ -218,7 +261,9 @@ def _may_lack_names(plan: MigrationPlan, *, is_guarded: bool) -> bool:
 
 def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
     """Yield in words the optimizers whose layout does not fit the loader of the new models."""
-    if any(one.format is Format.DEEPSPEED for one in plan.source.weights):
+    if plan.options.strategy is not None or any(
+        one.format is Format.DEEPSPEED for one in plan.source.weights
+    ):
         return
     to_dcp = plan.options.to is Format.DCP
     found = sorted(
@@ -238,7 +283,7 @@ def unfit_optimizers(plan: MigrationPlan) -> Iterator[str]:
         )
         yield (
             f"{', '.join(found[:3])}: copied unchanged, but next to these models {looks}: it can load the models, "
-            "and not the complete state"
+            f"and not the complete state; next, to convert that, too: --state all --to {'fsdp' if to_dcp else 'ddp'}"
         )
 
 
@@ -274,7 +319,11 @@ def migrate(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: str | Format,
+    to: str | Format | Strategy,
+    state: str = WEIGHTS,
+    processes: int | None = None,
+    model: str | Factory | None = None,
+    frozen: str | None = None,
     max_shard_size: int | str | None = None,
     keys: str | Keys | None = None,
     dtype: str | None = None,
@@ -286,6 +335,12 @@ def migrate(
     on_plan: OnPlan | None = None,
 ) -> MigrateReceipt:
     """Write the checkpoint ``src`` to ``dst`` in the format ``to``: ``safetensors``, ``bin`` or ``dcp``.
+
+    With ``state="all"`` the optimizers become those of another strategy, too, and everything else goes along; ``to``
+    is then ``ddp``, ``fsdp``, ``fsdp-full``, ``zero1``, ``zero2``, ``zero3`` or ``universal``, and ``processes`` the
+    number of those that will load it, None for as many as saved it. DDP numbers parameters and other strategies name
+    them: ``model``, ``"module:factory"`` or a function that returns the run's model, and ``frozen``, a regular
+    expression of the names that no optimizer has, decide where the checkpoint itself does not.
 
     ``src`` is not changed, and ``dst`` is complete or absent. ``max_shard_size``: bytes, or ``"5GB"``.
     ``keys``: new keys, as in ``repair``; None changes no key. ``dtype``: ``"bf16"`` and the like, for
@@ -299,6 +354,10 @@ def migrate(
     """
     options = make_options(
         to=to,
+        state=state,
+        processes=processes,
+        model=model,
+        frozen=frozen,
         max_shard_size=max_shard_size,
         keys=keys,
         dtype=dtype,
@@ -314,7 +373,8 @@ def migrate(
         if options.original and all(one.format is not Format.DEEPSPEED for one in source.weights):
             raise UsageError(f"--dtype original: {path} holds no weights of DeepSpeed; leave it out")
         ensure_finished(source)
-        plan = make_plan(source, path, output, options)
+        make = make_plan if options.strategy is None else plan_states
+        plan = make(source, path, output, options)
         warnings = (*warnings_of_source(path, source.weights, options.keys), *unfit_optimizers(plan))
     ensure_apart(plan)
     plan = replace(plan, removed=files_replaced(output))
@@ -328,25 +388,26 @@ def migrate(
     is_guarded = manifest is not None and manifest.is_of_a_save
     not_checked = (*not_checked_of(plan, is_guarded=is_guarded), *recorded.not_checked())
     warnings = (*warnings, *outdated(plan))
-    planned = receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
+    receipt = receipt_of(plan, warnings=warnings, not_checked=not_checked, dry_run=True)
     if on_plan is not None:
-        on_plan(planned)
+        on_plan(receipt)
     if dry_run:
-        return planned
+        return receipt
     with staging_for(output, name=output.name if plan.is_file else None) as staging:
         with_sha256 = manifest is not None and bool(manifest.sha256)
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
         new = open_new(plan, staging.complete)
         if options.verify:
-            for model, weights, digests in zip(plan.models, new, produced.digests, strict=True):
+            for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
                 prove_model(
-                    f"{output}: {model.label}",
+                    f"{output}: {planned.label}",
                     weights,
-                    sources=model.sources,
-                    ties=model.weights.ties,
+                    sources=planned.sources,
+                    ties=planned.weights.ties,
                     digests=digests,
                     progress=progress,
                 )
+            prove_states(plan, staging.complete, produced.digests[len(plan.models) :], progress)
             for carried in plan.carried:
                 prove_copy(source.root / carried, staging.new / carried, progress)
         if manifest is not None:

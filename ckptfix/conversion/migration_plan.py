@@ -38,6 +38,8 @@ from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_dcp import dcp_files
 from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
 from ckptfix.tensors.new_torch_files import torch_files
+from ckptfix.tensors.optimizers import OptimizerState, Strategy
+from ckptfix.tensors.parameter_sources import Factory
 from ckptfix.tensors.single_files import unwritable
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
@@ -80,6 +82,17 @@ def _key_map(names: list[str], keys: Keys) -> KeyMap | None:
 TARGETS = (Format.SAFETENSORS, Format.TORCH, Format.DCP)
 """Formats that migrate writes."""
 
+WEIGHTS, ALL = STATES = ("weights", "all")
+"""Words of ``--state``: the models, or everything that a run needs to go on."""
+
+FORMATS = {
+    Strategy.DDP: Format.SAFETENSORS,
+    Strategy.FSDP: Format.DCP,
+    Strategy.FSDP_FULL: Format.TORCH,
+    **dict.fromkeys((Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3, Strategy.UNIVERSAL), Format.DEEPSPEED),
+}
+"""The format in which each strategy's loader looks for the weights."""
+
 FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64"} | {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
 }  # fmt: skip
@@ -107,7 +120,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 class Options:
     """The options of a migration.
 
-    ``most``: bytes of tensors in a file (None: the default of the kind of folder).
+    ``strategy``: of whose loader the complete state is written, None for weights alone; ``to`` is then the format of
+    its weights. ``processes``: that will load the state, None for as many as saved it. ``model``, ``frozen``: as in
+    ``name_optimizers``. ``most``: bytes of tensors in a file (None: the default of the kind of folder).
 
     ``keys``: None leaves keys alone. ``dtype``: of all floating point tensors, in safetensors' nouns; None
     leaves them as they are. ``original``: of DeepSpeed, those in the dtype of training. ``drop_opaque``:
@@ -116,6 +131,10 @@ class Options:
     """
 
     to: Format
+    strategy: Strategy | None = None
+    processes: int | None = None
+    model: str | Factory | None = None
+    frozen: str | None = None
     most: int | None = None
     keys: Keys | None = None
     dtype: str | None = None
@@ -123,6 +142,11 @@ class Options:
     drop_opaque: bool = False
     verify: bool = True
     overwrite: bool = False
+
+    @property
+    def target(self) -> str:
+        """The word of ``--to``."""
+        return self.to.value if self.strategy is None else self.strategy.value
 
 
 def parse_size(text: str) -> int:
@@ -139,7 +163,11 @@ def parse_size(text: str) -> int:
 
 def make_options(
     *,
-    to: str | Format,
+    to: str | Format | Strategy,
+    state: str = WEIGHTS,
+    processes: int | None = None,
+    model: str | Factory | None = None,
+    frozen: str | None = None,
     max_shard_size: int | str | None,
     keys: str | Keys | None,
     dtype: str | None,
@@ -148,15 +176,39 @@ def make_options(
     overwrite: bool,
 ) -> Options:
     """Return the options that these words mean. Raises UsageError for an unknown word."""
-    words = [target.value for target in TARGETS]
-    if (to.value if isinstance(to, Format) else to) not in words:
-        raise UsageError(f"--to {to}: write one of {', '.join(words)}")
+    if state not in STATES:
+        raise UsageError(f"--state {state}: write one of {', '.join(STATES)}")
+    is_all = state == ALL
+    targets: Sequence[Format | Strategy] = [*Strategy] if is_all else TARGETS
+    words = [target.value for target in targets]
+    if (word := to.value if isinstance(to, Format | Strategy) else to) not in words:
+        others = [*map(_word, TARGETS if is_all else Strategy)]
+        other = f" (--to {word} goes with --state {WEIGHTS if is_all else ALL})" if word in others else ""
+        raise UsageError(f"--to {word}: write one of {', '.join(words)}{other}")
+    if is_all:
+        for name, value in (("max-shard-size", max_shard_size), ("keys", keys)):
+            if value is not None:
+                raise UsageError(f"--{name} is for --state {WEIGHTS}; leave it out")
+        if dtype == ORIGINAL:
+            raise UsageError(f"--dtype {ORIGINAL} is for --state {WEIGHTS}; leave it out")
+    for name, is_given in () if is_all else (("model", model is not None), ("frozen", frozen is not None)):
+        if is_given:
+            raise UsageError(
+                f"--{name} is for --state {ALL}, which needs the names of parameters; leave it out"
+            )
+    if processes is not None and (not is_all or processes < 1):
+        raise UsageError(f"--processes {processes}: write a number from 1 on, together with --state {ALL}")
     if dtype is not None and dtype not in (*FLOATS, ORIGINAL):
         raise UsageError(f"--dtype {dtype}: write one of {', '.join((*FLOATS, ORIGINAL))}")
     if keys is not None and keys not in [*Keys, *(one.value for one in Keys)]:
         raise UsageError(f"--keys {keys}: write one of {', '.join(one.value for one in Keys)}")
+    strategy = Strategy(word) if is_all else None
     return Options(
-        to=Format(to),
+        to=Format(word) if strategy is None else FORMATS[strategy],
+        strategy=strategy,
+        processes=processes,
+        model=model,
+        frozen=frozen,
         most=parse_size(str(max_shard_size)) if max_shard_size is not None else None,
         keys=Keys(keys) if keys is not None else None,
         dtype=FLOATS.get(dtype or ""),
@@ -165,6 +217,10 @@ def make_options(
         verify=verify,
         overwrite=overwrite,
     )
+
+
+def _word(target: Format | Strategy) -> str:
+    return str(target.value)
 
 
 _SCALE = re.compile(r"(^|[._])(scales?|scale_inv)$")
@@ -191,7 +247,8 @@ _MOST_BYTES = 1 << 60
 class PlannedModel:
     """One planned model: ``before`` as it is stored, ``weights`` under their new keys, and its new files.
 
-    ``sources``: new name -> where its bytes come from; ties are not in it.
+    ``sources``: new name -> where its bytes come from; ties are not in it. ``parts``: the same for the keys of the
+    ``Data`` in its files, where a file does not hold tensors one by one; None where the keys are the names.
     """
 
     label: str
@@ -199,6 +256,22 @@ class PlannedModel:
     weights: Weights
     files: tuple[OutputFile, ...] = field(repr=False)
     sources: Mapping[str, Source] = field(repr=False)
+    parts: Mapping[str, Source] | None = field(default=None, repr=False)
+
+    @property
+    def data(self) -> Mapping[str, Source]:
+        """The source of the bytes of each ``Data`` in its files."""
+        return self.sources if self.parts is None else self.parts
+
+    @property
+    def old_files(self) -> tuple[PurePosixPath, ...]:
+        """The files that hold it now, relative to the source."""
+        return self.weights.files
+
+    @property
+    def checksums(self) -> Mapping[Piece, int]:
+        """Stretch of its old files -> the CRC-32 that the file has for it."""
+        return self.weights.checksums
 
     @property
     def nbytes(self) -> int:
@@ -207,12 +280,52 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedState:
+    """One planned optimizer: ``before`` as it is stored, ``state`` as it must be read back, and its new files.
+
+    ``data``: key of each ``Data`` in its files -> where its bytes come from.
+    """
+
+    label: str
+    before: OptimizerState = field(repr=False)
+    state: OptimizerState
+    files: tuple[OutputFile, ...] = field(repr=False)
+    data: Mapping[str, Source] = field(repr=False)
+
+    @property
+    def old_files(self) -> tuple[PurePosixPath, ...]:
+        """The files that hold it now, relative to the source."""
+        return self.before.files
+
+    @property
+    def checksums(self) -> Mapping[Piece, int]:
+        """Stretch of its old files -> the CRC-32 that the file has for it."""
+        return self.before.checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedExtra:
+    """Small new files without tensors. ``old_files``: one that they are like, relative to the source."""
+
+    files: tuple[OutputFile, ...]
+    old_files: tuple[PurePosixPath, ...]
+    data: Mapping[str, Source] = field(default_factory=dict)
+    checksums: Mapping[Piece, int] = field(default_factory=dict)
+
+
+Planned = PlannedModel | PlannedState | PlannedExtra
+"""A part of a new checkpoint that is written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MigrationPlan:
     """Plan of a migration. ``carried``: files that are copied unchanged, relative to the source's folder.
 
     ``rewritten``: files that are copied with changes, so that they describe the new weights. ``empty``: empty
     folders, which are made again. ``is_file``: the new checkpoint is one file. ``removed``: files at the
-    output that go away, relative to it.
+    output that go away, relative to it. ``states``: the optimizers that are written anew, of ``--state all``;
+    ``extras``: what belongs to no model and no optimizer. ``processes``: that will load it. ``warnings``: what is
+    otherwise than the run that saved it had it, in words.
     """
 
     source: StoredCheckpoint
@@ -226,11 +339,20 @@ class MigrationPlan:
     rewritten: tuple[OutputFile, ...] = ()
     empty: tuple[PurePosixPath, ...] = ()
     removed: tuple[str, ...] = ()
+    states: tuple[PlannedState, ...] = ()
+    extras: tuple[PlannedExtra, ...] = ()
+    processes: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def planned(self) -> tuple[Planned, ...]:
+        """All that is written anew: the models, then the optimizers, then the rest."""
+        return (*self.models, *self.states, *self.extras)
 
     @property
     def bytes_to_write(self) -> int:
         """The size of all new files and of all copies."""
-        new = sum(file.size for model in self.models for file in model.files)
+        new = sum(file.size for one in self.planned for file in one.files)
         new += sum(file.size for file in self.rewritten)
         return new + sum(os.stat(self.source.root / path).st_size for path in self.carried)
 
@@ -245,7 +367,7 @@ def make_plan(source: StoredCheckpoint, path: Path, output: Path, options: Optio
     configs = {home: read_config(source, home) for home in {one.home for one in source.weights}}
     known = {home: library_stem(source, home, config) for home, config in configs.items()}
     models = tuple(
-        _model(
+        planned_model(
             weights,
             stem,
             options,
@@ -296,9 +418,13 @@ def _most(source: StoredCheckpoint, weights: Weights, options: Options, *, is_fi
     return options.most
 
 
-def _model(
+def planned_model(
     weights: Weights, stem: str, options: Options, config: Config, most: int | None, suffix: str
 ) -> PlannedModel:
+    """Plan one model. ``stem``: the new name without suffix; ``most``: bytes of tensors a file takes.
+
+    Raises OperationError for what the new format cannot hold, UsageError for options that do not fit.
+    """
     if weights.unread:
         raise _not_carried(weights)
     if weights.nested:
@@ -317,8 +443,7 @@ def _model(
     if config.ties_nothing and options.to is Format.SAFETENSORS:
         new = _with_copies(new)
     sources = {
-        tensor.fqn: _checked(_source(tensor, options.dtype, weights.label), new.checksums)
-        for tensor in new.tensors
+        tensor.fqn: source_of(tensor, options.dtype, weights.label, new.checksums) for tensor in new.tensors
     }
     if len(sources) != len(new.tensors):
         raise OperationError(f"{weights.label}: a key is in it more than once")
@@ -364,25 +489,26 @@ def _ensure_no_codes(weights: Weights, config: Config) -> None:
         )
 
 
-def _source(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
-    """Return the source of the bytes of a new tensor."""
+def source_of(tensor: StoredTensor, dtype: str | None, label: str, checksums: Mapping[Piece, int]) -> Source:
+    """Return the source of the bytes of a new tensor, with the CRC-32 that its file records for it.
+
+    ``dtype``: the new one of floating point tensors, None leaves all as they are. Raises OperationError for one that
+    is not converted.
+    """
     if dtype is not None and tensor.dtype in PACKED:
         raise OperationError(
             f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
         )
     if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
-        return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
+        source = Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
+        piece = source.piece if checksums else None
+        return source if piece is None else source._replace(crc=checksums.get(piece))
     assert dtype is not None
     from ckptfix.tensors.numbers import Counting  # numpy takes 0.1 s
 
     nbytes = prod(tensor.shape) * DTYPE_BITS[dtype] // 8
-    return Source(NewTensor(tensor.fqn, dtype, tensor.shape, nbytes), tensor, Counting(tensor.dtype, dtype))
-
-
-def _checked(source: Source, checksums: Mapping[Piece, int]) -> Source:
-    """Return a source with the CRC-32 that its file records for it."""
-    piece = source.piece if checksums else None
-    return source if piece is None else source._replace(crc=checksums.get(piece))
+    new = NewTensor(tensor.fqn, dtype, tensor.shape, nbytes)
+    return Source(new, tensor, Counting(tensor.dtype, dtype))
 
 
 def _files(

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
-from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
+from ckptfix.conversion.migration_plan import MigrationPlan, Planned, PlannedModel, PlannedState
 from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, loose_records, sha256_of
 from ckptfix.conversion.streaming import Stopped, copy_file, stopping, write_file
 from ckptfix.dataclass import dataclass
@@ -36,7 +36,7 @@ _MODE = 0o777
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Digests of new files. ``digests``: of each model in the plan, key -> digest; ``sha256``: of the files.
+    """Digests of new files. ``digests``: of each ``planned`` one, key of ``Data`` -> digest; ``sha256``: of the files.
 
     Both are empty if not requested.
     """
@@ -59,9 +59,9 @@ def produce(
     changed meanwhile, OSError.
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
-    new = sum(file.size for model in plan.models for file in model.files)
+    new = sum(file.size for one in plan.planned for file in one.files)
     ensure_space(plan.output, new if shares else plan.bytes_to_write)
-    produced = Produced(digests=tuple({} for _ in plan.models))
+    produced = Produced(digests=tuple({} for _ in plan.planned))
     with _workers() as (pool, stop):
         work = _Work(
             plan=plan,
@@ -73,16 +73,14 @@ def produce(
             stop=stop,
             report=one_at_a_time(progress),
         )
-        sized = [
-            (file.size, number, file) for number, model in enumerate(plan.models) for file in model.files
-        ]
+        sized = [(file.size, number, file) for number, one in enumerate(plan.planned) for file in one.files]
         sized.sort(
             key=lambda item: -item[0]
         )  # large files first, so that no thread is left alone with one at the end
         jobs = [pool.submit(work.produce, number, file, produced) for _, number, file in sized]
         jobs += [pool.submit(work.carry, path) for path in plan.carried]
-        for model in plan.models if plan.options.verify else ():
-            jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(model)]
+        for one in plan.planned if plan.options.verify else ():
+            jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(one)]
         jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
         try:
             _finish(jobs, stop)
@@ -93,7 +91,7 @@ def produce(
     for path in plan.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
     _keep_modes(plan, folder)
-    recorded.compare(produced.digests)
+    recorded.compare(produced.digests[: len(plan.models)])
     for where, _, _ in os.walk(folder):
         sync_folder(Path(where))
     return produced
@@ -114,20 +112,20 @@ class _Work:
 
     def produce(self, number: int, file: OutputFile, produced: Produced) -> None:
         """Write one file of a model, and note its digests."""
-        model = self.plan.models[number]
+        planned = self.plan.planned[number]
         target = self.folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         written = write_file(
             target,
             file,
-            model.sources,
+            planned.data,
             with_digests=self.with_digests,
             with_sha256=self.with_sha256,
             shares=self.shares,
             stop=self.stop,
             progress=self.report,
         )
-        os.chmod(target, _mode_of(self.plan, model))
+        os.chmod(target, _mode_of(self.plan, planned))
         produced.digests[number].update(written.digests)
         if self.with_sha256:
             produced.sha256[str(file.path)] = written.sha256
@@ -163,14 +161,14 @@ def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
         os.chmod(folder / path, stat.S_IMODE(os.stat(plan.source.root / path).st_mode) & _MODE | stat.S_IRWXU)
 
 
-def _mode_of(plan: MigrationPlan, model: PlannedModel) -> int:
-    """Return the permissions of the first file of a model, so that the same users can read the new one.
+def _mode_of(plan: MigrationPlan, planned: Planned) -> int:
+    """Return the permissions of the first old file of a planned part, so that the same users can read the new one.
 
     Users without access to a folder around the old file, which is not made again, could not read that file.
     """
-    first = plan.source.root / model.weights.files[0]
+    first = plan.source.root / planned.old_files[0]
     mode = stat.S_IMODE(os.stat(first).st_mode) & 0o666
-    folders = [plan.source.root / parent for parent in model.weights.files[0].parents]
+    folders = [plan.source.root / parent for parent in planned.old_files[0].parents]
     if not plan.is_file:
         folders.pop()  # the folder itself, whose permissions the new one gets
     for folder in folders if plan.source.only is None else ():
@@ -256,14 +254,16 @@ def record(
     without them, too; OSError.
     """
     carried = set(map(str, plan.carried))
-    sizes = {str(file.path): file.size for model in plan.models for file in model.files}
+    sizes = {str(file.path): file.size for one in plan.planned for file in one.files}
     sizes |= {str(file.path): file.size for file in plan.rewritten if str(file.path) in old.files}
     manifest = replace(
         old,
         models=tuple(
             _entry(model, replace(weights, label=lasting_label(weights, folder)), digests, old)
-            for model, weights, digests in zip(plan.models, new, produced.digests, strict=True)
+            for model, weights, digests in zip(plan.models, new, produced.digests, strict=False)
         ),
+        optimizers=tuple(_optimizer_entry(one, plan.states) for one in old.optimizers),
+        world_size=plan.processes or old.world_size if old.is_of_a_save else old.world_size,
         files=_kept(old.files, carried) | sizes if old.is_of_a_save else {},
         sha256=_kept(old.sha256, carried) | produced.sha256 if old.sha256 else {},
     )
@@ -293,7 +293,7 @@ def _shortened(plan: MigrationPlan, manifest: Manifest, length: int) -> tuple[by
 def outdated(plan: MigrationPlan) -> Iterator[str]:
     """Yield in words the manifests above the output that do not list the new files, and the command to seal again."""
     output = plan.output.absolute()
-    names = ["."] if plan.is_file else [str(file.path) for model in plan.models for file in model.files]
+    names = ["."] if plan.is_file else [str(file.path) for one in plan.planned for file in one.files]
     for folder in output.parents:
         manifest = None
         with suppress(FormatError, OSError):  # its next reader reports it
@@ -328,6 +328,15 @@ def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: M
         aliases=ties if is_apart else {},
         digests={name: digests[ties.get(name, name)] for name in held} if digests else {},
     )
+
+
+def _optimizer_entry(old: ManifestEntry, states: Sequence[PlannedState]) -> ManifestEntry:
+    """Return the manifest entry of an optimizer with the name of its new file or folder."""
+    for state in states:
+        if state.state.index == old.index:
+            path = state.files[0].path
+            return replace(old, file=str(path if len(path.parts) == 1 else path.parts[0]))
+    return old
 
 
 def _type(weights: Weights, old: Manifest) -> str:

@@ -1,15 +1,19 @@
 """Proof that new files hold the bytes that were read from the source, by reading every byte of them back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ckptfix.conversion.migration_plan import MigrationPlan
 from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import OpenFiles, open_reader
 from ckptfix.tensors.hashing import TensorJob, hash_all
-from ckptfix.tensors.stored import Format, Weights
+from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.optimizers import STEP, OptimizerState, number_in
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
 
 
 def prove_model(
@@ -40,6 +44,92 @@ def prove_model(
             raise _differs(where, f"{tensor.fqn!r} cannot be read back: {one.problem}")
         if one.digest != digests[ties.get(tensor.fqn, tensor.fqn)]:
             raise _differs(where, f"{tensor.fqn!r} has other bytes than were read from the source")
+
+
+def prove_states(
+    plan: MigrationPlan, folder: Path, digests: Sequence[Mapping[str, str]], progress: Progress | None
+) -> None:
+    """Compare the optimizers in ``folder`` with the planned ones: parameters, moments, masters, steps, hyperparameters.
+
+    ``digests``: of each optimizer, key of ``Data`` -> digest, taken while the source was read. Raises OperationError
+    about the first value that differs.
+    """
+    if not plan.states:
+        return
+    found = {one.index: one for one in open_optimizers(folder)}
+    for planned, known in zip(plan.states, digests, strict=False):
+        where = f"{plan.output}: {planned.label}"
+        state = found.get(planned.state.index)
+        if state is None:
+            raise _differs(where, "no loader finds it in the new files")
+        if planned.state.is_named and not state.is_named:
+            names = [name for group in planned.state.groups for name in group.names]
+            state = state.named({str(number): name for number, name in enumerate(names)})
+        _compare_groups(where, planned.state, state)
+        wanted, there = _tensors(planned.state), _tensors(state)
+        for name in (*wanted, *there):
+            if _kind(wanted.get(name)) != _kind(there.get(name)):
+                raise _differs(
+                    where, f"{name} is {_kind(there.get(name))} (expected {_kind(wanted.get(name))})"
+                )
+        _compare_numbers(where, _steps(planned.state), _steps(state))
+        unread = [name for name in wanted if name not in known]
+        hashed = hash_all([TensorJob(wanted[name]) for name in unread], keep_cached=False)
+        expected = {**known, **{name: one.digest for name, one in zip(unread, hashed, strict=True)}}
+        read = hash_all([TensorJob(one) for one in there.values()], keep_cached=False, progress=progress)
+        for name, one in zip(there, read, strict=True):
+            if one.problem:
+                raise _differs(where, f"{name} cannot be read back: {one.problem}")
+            if one.digest != expected[name]:
+                raise _differs(where, f"{name} has other bytes than were read from the source")
+
+
+def _kind(tensor: StoredTensor | None) -> tuple[str, tuple[int, ...]] | None:
+    return None if tensor is None else (tensor.dtype, tensor.shape)
+
+
+def _tensors(state: OptimizerState) -> dict[str, StoredTensor]:
+    """Return the tensors of an optimizer, but its steps, by the keys that its writers give them."""
+    states = {
+        f"{name}/{key}": value
+        for name, values in state.states.items()
+        for key, value in values.items()
+        if isinstance(value, StoredTensor) and key != STEP
+    }
+    return states | {f"{name}/fp32": tensor for name, tensor in state.masters.items()}
+
+
+def _steps(state: OptimizerState) -> dict[str, Any]:
+    """Return the numbers of an optimizer: plain values, and steps, which strategies keep in different kinds."""
+    with OpenFiles() as files:
+        return {
+            f"{name}/{key}": number_in(value, files) if isinstance(value, StoredTensor) else value
+            for name, values in state.states.items()
+            for key, value in values.items()
+            if key == STEP or not isinstance(value, StoredTensor)
+        }
+
+
+def _compare_numbers(where: str, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    for name in (*wanted, *there):
+        if wanted.get(name) != there.get(name):
+            raise _differs(where, f"{name} is {there.get(name)!r} (expected {wanted.get(name)!r})")
+
+
+def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -> None:
+    if [group.names for group in wanted.groups] != [group.names for group in there.groups]:
+        raise _differs(where, "its param groups have other parameters")
+    with OpenFiles() as files:
+        for number, (one, other) in enumerate(zip(wanted.groups, there.groups, strict=True)):
+            for key in (*one.options, *other.options):
+                pair = [
+                    number_in(value, files) if isinstance(value, StoredTensor) else value
+                    for value in (one.options.get(key), other.options.get(key))
+                ]
+                if pair[0] != pair[1]:
+                    raise _differs(
+                        where, f"{key!r} of param group {number} is {pair[1]!r} (expected {pair[0]!r})"
+                    )
 
 
 def prove_copy(source: Path, copy: Path, progress: Progress | None) -> None:

@@ -14,7 +14,7 @@ from ckptfix.checkpoint.folder import Fingerprint, NameScope
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
-from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
+from ckptfix.conversion.migration_plan import MigrationPlan, Planned, PlannedModel
 from ckptfix.conversion.streaming import Stopped, damaged, stopping
 from ckptfix.conversion.target_names import LeftOut
 from ckptfix.diagnosis import contents
@@ -118,10 +118,10 @@ def _new_names(model: PlannedModel) -> dict[str, str]:
     return {before.fqn: after.fqn for before, after in pairs}
 
 
-def loose_records(model: PlannedModel) -> Iterator[tuple[Piece, int]]:
+def loose_records(planned: Planned) -> Iterator[tuple[Piece, int]]:
     """Yield the records of an archive, with CRC-32, from which no complete, unconverted tensor is read."""
-    whole = {source.piece for source in model.sources.values()}
-    yield from ((piece, crc) for piece, crc in model.weights.checksums.items() if piece not in whole)
+    whole = {source.piece for source in planned.data.values()}
+    yield from ((piece, crc) for piece, crc in planned.checksums.items() if piece not in whole)
 
 
 def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
@@ -233,7 +233,10 @@ def _look(path: str | Path) -> Fingerprint | None:
 
 def files_read(plan: MigrationPlan) -> Iterator[str]:
     """Yield every file that a plan reads, relative to the root of its source."""
-    yield from {str(file): None for model in plan.source.weights for file in model.files}
+    models = (file for model in plan.source.weights for file in model.files)
+    yield from {
+        str(file): None for file in (*models, *(file for one in plan.states for file in one.old_files))
+    }
     yield from map(str, plan.carried)
     yield from (str(file.path) for file in plan.rewritten)
 

@@ -6,6 +6,7 @@ cuts that into a partition for each rank. A reader of each turns its files into 
 each turns an ``OptimizerState`` into files, so that any of them becomes any other.
 """
 
+import struct
 from collections.abc import Mapping
 from dataclasses import field, replace
 from enum import Enum
@@ -14,7 +15,7 @@ from typing import Any
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
-from ckptfix.storage.reading import Piece
+from ckptfix.storage.reading import OpenFiles, Piece
 from ckptfix.tensors.joined import Zeros, joined
 from ckptfix.tensors.stored import StoredTensor
 from ckptfix.wording import count_of, list_names
@@ -135,3 +136,19 @@ def _zero(like: StateValue, shape: tuple[int, ...]) -> StateValue:
         return None if like is None else type(like)()
     zeros = like._replace(shape=shape if like.shape else ())
     return zeros._replace(layout=joined([Zeros(zeros.nbytes)]))
+
+
+_NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q", "F16": "<e"}
+
+
+def number_in(tensor: StoredTensor, files: OpenFiles) -> float | int | bytes:
+    """Return the number in a tensor of one element, such as a step; the bytes of any other.
+
+    Raises ChangedError when its file has become shorter, OSError.
+    """
+    data = b"".join(map(bytes, tensor.blocks(files, memoryview(bytearray(1 << 16)))))
+    form = _NUMBERS.get(tensor.dtype)
+    if form is None or len(data) != struct.calcsize(form):
+        return data
+    number: float | int = struct.unpack(form, data)[0]
+    return number

@@ -44,11 +44,13 @@ class ModelsOfRun:
     """The models of a run.
 
     ``parameters``: of each model in its order; one that several models share is that of the first. ``optimizers``:
-    those that each optimizer has, by group; empty where no optimizer is known. ``source``: of all this, in words.
+    those that each optimizer has, by group; empty where no optimizer is known. ``ties``: model, other name and first
+    name of each parameter that has two. ``source``: of all this, in words.
     """
 
     parameters: tuple[Parameter, ...]
     optimizers: tuple[Groups, ...] = ()
+    ties: tuple[tuple[int, str, str], ...] = ()
     source: str
 
 
@@ -59,13 +61,15 @@ def name_optimizers(
     weights: Sequence[Weights] = (),
     model: str | Factory | None = None,
     frozen: str | re.Pattern[str] | None = None,
+    run: Callable[[], ModelsOfRun] | None = None,
 ) -> tuple[OptimizerState, ...]:
     """Return the optimizers of a checkpoint under the names of its weights, those that number their parameters, too.
 
     The names come from the optimizer itself, else from the guarded save's run state, else from ``model`` ("module:
     factory", or the function), else from the class that ``config.json`` names. The first two are exact; of a model's
     parameters the assignments are counted (``name_parameters``). ``weights``: of the checkpoint; its keys decide which
-    wrappers a name has. ``frozen``: matches the names of parameters that no optimizer has.
+    wrappers a name has. ``frozen``: matches the names of parameters that no optimizer has. ``run``: ``run_of`` the same
+    arguments, for a caller that needs more of it.
 
     Raises OperationError where nothing names the parameters, or not in one way; UsageError for wrong
     arguments; OSError.
@@ -73,11 +77,13 @@ def name_optimizers(
     pattern = _pattern(frozen)
     keys = _Keys(weights)
 
-    @cache
-    def built() -> ModelsOfRun:
-        return models_of_run(root, model, keys)
-
+    built = run or run_of(root, weights, model)
     return tuple(state if state.is_named else _named(root, state, keys, built, pattern) for state in states)
+
+
+def run_of(root: Path, weights: Sequence[Weights], model: str | Factory | None) -> Callable[[], ModelsOfRun]:
+    """Return a function that builds the models of a run when it is first called, as ``name_optimizers`` does."""
+    return cache(lambda: models_of_run(root, model, _Keys(weights)))
 
 
 def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[tuple[int, str]]] | None:
@@ -132,6 +138,13 @@ def described(made: Any, shown: str) -> dict[str, Any]:
         for name, parameter in one.named_parameters():
             if places.setdefault(id(parameter), len(parameters)) == len(parameters):
                 parameters.append((name, list(parameter.shape), bool(parameter.requires_grad), number))
+    ties = [
+        (number, name, first)
+        for number, one in enumerate(models)
+        for name, parameter in one.named_parameters(remove_duplicate=False)
+        for first, _, _, owner in (parameters[places[id(parameter)]],)
+        if owner == number and name != first
+    ]
     optimizers = [value.param_groups for value in values if hasattr(value, "param_groups")]
     groups = [[list(map(id, group["params"])) for group in of_one] for of_one in optimizers]
     if any(one not in places for of_one in groups for group in of_one for one in group):
@@ -140,6 +153,7 @@ def described(made: Any, shown: str) -> dict[str, Any]:
         )
     return {
         "parameters": parameters,
+        "ties": ties,
         "optimizers": [[[places[one] for one in group] for group in of_one] for of_one in groups],
     }
 
@@ -151,8 +165,11 @@ def _read(found: Mapping[str, Any], source: str, keys: "_Keys") -> ModelsOfRun:
             for name, shape, trainable, model in found["parameters"]
         ]
     )
+    pairs = [[Parameter(name, (), None, model) for name in both] for model, *both in found["ties"]]
+    named = [(one[0].model, [name.name for name in keys.of(one)]) for one in pairs]
     return ModelsOfRun(
         parameters=tuple(parameters),
+        ties=tuple((model, other, first) for model, (other, first) in named),
         optimizers=tuple(
             [[parameters[place] for place in group] for group in of_one] for of_one in found["optimizers"]
         ),

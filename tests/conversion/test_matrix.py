@@ -184,7 +184,8 @@ MATRIX: dict[str, dict[str, Callable[[Path], Source]]] = {
         "alone": dcp_alone,
         "accelerate": dcp_of_accelerate,
     },
-    "DeepSpeed ZeRO-1, 2, 3 (fp32; `original` for 1 and 2)": {},  # test_deepspeed_cells
+    "DeepSpeed ZeRO-1, 2, 3 and universal (fp32; `original` for 1 and 2)": {},  # test_deepspeed_cells
+    "FSDP without DCP, a file for each rank (`pytorch_model_fsdp_<i>_rank<r>.bin`)": {},  # test_optimizer_opening
     "`save_state` folder as a whole": {
         "safetensors": lambda folder: save_state(folder, safe=True),
         "bin": lambda folder: save_state(folder, safe=False),

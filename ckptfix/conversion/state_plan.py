@@ -1,0 +1,346 @@
+"""Plan of a migration of the complete training state to another strategy and number of processes.
+
+The loaders that the new checkpoint is for, and the names they look for: stock accelerate 1.15 (``checkpointing.py``,
+``utils/fsdp_utils.py``) and transformers' Trainer 5 (``trainer.py``). What they share is by fqn: models, moments and
+hyperparameters. What belongs to a process (random states, data positions) goes on only where the same processes do.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.checkpoint.filenames import (
+    TRAINER_STATE,
+    Role,
+    dcp_model_folder,
+    model_file,
+    parse_file_name,
+    random_states_name,
+)
+from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.conversion.migration_plan import (
+    MigrationPlan,
+    Options,
+    Planned,
+    PlannedExtra,
+    PlannedModel,
+    PlannedState,
+    planned_model,
+    source_of,
+)
+from ckptfix.conversion.streaming import Source
+from ckptfix.conversion.target_names import LeftOut, OtherFiles, is_lone, other_files, read_config
+from ckptfix.errors import FormatError, OperationError, UnsupportedFormat, UsageError
+from ckptfix.formats.pickle_tree import child
+from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.storage.paths import command
+from ckptfix.storage.reading import open_reader
+from ckptfix.tensors.new_files import NewStates
+from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
+from ckptfix.tensors.new_torch_files import torch_file
+from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.optimizers import OptimizerState, Strategy
+from ckptfix.tensors.parameter_sources import ModelsOfRun, name_optimizers, run_of
+from ckptfix.tensors.stored import StoredCheckpoint, StoredTensor, Weights
+from ckptfix.wording import count_of, list_names
+
+_ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
+_BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
+
+
+def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
+    """Plan the migration of a complete state; reads only headers and small values.
+
+    Raises OperationError for what the new strategy cannot hold, by name, UsageError for a path that is not a folder of
+    ``save_state`` or the Trainer.
+    """
+    strategy = options.strategy
+    assert strategy is not None
+    if is_lone(source) or output.suffix in (".safetensors", ".bin"):
+        raise UsageError(
+            f"{path}: --state all takes the folder of a save_state or of a checkpoint of the Trainer, and writes one"
+        )
+    if strategy not in _WRITERS:
+        raise UsageError(f"--to {strategy.value}: not written yet; write one of ddp, fsdp, fsdp-full")
+    source = replace(source, weights=tuple(one for one in source.weights if not one.home.parts))
+    optimizers = open_optimizers(source.root)
+    if not optimizers:
+        raise OperationError(
+            f"{path}: no optimizer in it (expected optimizer.bin, optimizer_0/ or the states of DeepSpeed); next: "
+            f"{command('migrate', path, '', '--to', options.to.value)} {output} writes its models alone"
+        )
+    names = _Names(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
+    before = _processes_of(source.root, optimizers)
+    processes = options.processes or before
+    if processes is None:
+        raise UsageError(f"{path}: nothing in it shows how many processes saved it; give --processes N")
+    planning = _Planning(source, options, strategy, names)
+    states = planning.states(optimizers)
+    models = planning.models()
+    parts: tuple[Planned, ...] = (*models, *states)
+    new = frozenset(file.path for one in parts for file in one.files)
+    replaced = {file for one in states for file in one.old_files}
+    others = _others(source.root, other_files(source, new), replaced, names, before, processes)
+    return MigrationPlan(
+        source=source,
+        path=path,
+        output=output,
+        options=options,
+        is_file=False,
+        models=models,
+        states=states,
+        extras=others.extras,
+        processes=processes,
+        carried=others.carried,
+        empty=others.empty,
+        left_out=others.left_out,
+        warnings=(*planning.warnings, *_scheduler_words(others.carried, names, before, processes)),
+    )
+
+
+class _Names(NamedTuple):
+    """The names of the files that the loader of a strategy looks for."""
+
+    strategy: Strategy
+    is_trainer: bool
+
+    def model_stem(self, index: int) -> str:
+        """Return the name of a model's file without its suffix, or of its folder."""
+        if self.strategy is Strategy.FSDP:
+            return str(dcp_model_folder(index))
+        if self.strategy is Strategy.FSDP_FULL:
+            return str(dcp_model_folder(0).at(index)) if index else dcp_model_folder(0).stem
+        return str(model_file(".safetensors", index)).removesuffix(".safetensors")
+
+    def optimizer(self, index: int) -> PurePosixPath:
+        """Return the path of an optimizer's file or folder."""
+        if self.strategy is Strategy.FSDP:
+            return PurePosixPath(f"optimizer_{index}")
+        if self.is_trainer and self.strategy is Strategy.DDP:
+            return PurePosixPath("optimizer.pt")
+        return PurePosixPath(f"optimizer_{index}.bin" if index else "optimizer.bin")
+
+    def random_states(self, processes: int) -> list[str]:
+        """Return the names of the files in which each rank looks for its random states."""
+        if not self.is_trainer:
+            return [random_states_name(rank) for rank in range(processes)]
+        return ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+
+
+class _Planning:
+    """The models and optimizers of one plan. ``warnings``: what is said about them, in words."""
+
+    def __init__(self, source: StoredCheckpoint, options: Options, strategy: Strategy, names: _Names) -> None:
+        self._source, self._options, self._strategy, self._names = source, options, strategy, names
+        self._weights = source.weights
+        self.warnings: list[str] = []
+
+    def models(self) -> tuple[PlannedModel, ...]:
+        """Plan the models."""
+        config = read_config(self._source, PurePosixPath())
+        suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
+        return tuple(
+            planned_model(one, self._names.model_stem(one.index), self._options, config, None, suffix)
+            for one in self._weights
+        )
+
+    def states(self, optimizers: Sequence[OptimizerState]) -> tuple[PlannedState, ...]:
+        """Plan the optimizers whose files change."""
+        changed = [one for one in optimizers if not self._is_kept(one)]
+        named: Sequence[OptimizerState] = changed
+        if self._strategy is not Strategy.DDP:
+            root, model = self._source.root, self._options.model
+            built: list[ModelsOfRun] = []
+            run = run_of(root, self._weights, model)
+
+            def noted() -> ModelsOfRun:
+                built[:] = [run()]
+                return built[0]
+
+            named = name_optimizers(
+                root, changed, weights=self._weights, frozen=self._options.frozen, run=noted
+            )
+            self._weights = tuple(
+                _with_lost_ties(one, built[0].ties if built else ()) for one in self._weights
+            )
+        return tuple(map(self._state, changed, named))
+
+    def _is_kept(self, state: OptimizerState) -> bool:
+        """Return whether the files of an optimizer are those that the new loader looks for."""
+        home = self._names.optimizer(state.index)
+        return state.strategy is self._strategy and all(
+            file == home or (self._strategy is Strategy.FSDP and file.parent == home) for file in state.files
+        )
+
+    def _state(self, before: OptimizerState, state: OptimizerState) -> PlannedState:
+        """Plan one optimizer. ``state``: ``before`` under fqns."""
+        tensors = {name: tensor for one in self._weights for name, tensor in one.named().items()}
+        if self._strategy is not Strategy.DDP or state.is_named:
+            _ensure_fit(state, tensors)
+        if self._strategy is not Strategy.DDP:
+            lacking = [name for group in state.groups for name in group.names if not state.states.get(name)]
+            state = state.started({name: tensor.shape for name, tensor in tensors.items()})
+            if lacking and state.states:
+                self.warnings.append(
+                    f"{state.label}: {count_of(len(lacking), 'parameter')} without moments, {list_names(lacking)}: "
+                    "they get zeros and step 0, with which torch starts them at their first gradient"
+                )
+        home = self._names.optimizer(state.index)
+        try:
+            new = _WRITERS[self._strategy](home, state)
+        except UnsupportedFormat as error:
+            raise OperationError(f"{state.label}: {error}") from error
+        return PlannedState(
+            label=state.label,
+            before=before,
+            state=state,
+            files=new.files,
+            data=_data(new, state),
+        )
+
+
+_WRITERS = {
+    Strategy.DDP: ddp_optimizer,
+    Strategy.FSDP: dcp_optimizer,
+    Strategy.FSDP_FULL: fsdp_full_optimizer,
+}
+
+
+def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> Weights:
+    """Return weights with the names of tied tensors that safetensors files leave out, which FSDP and ZeRO look for."""
+    held = weights.named()
+    kept = {tensor.fqn for tensor in weights.tensors}
+    lost = {}
+    for model, *pair in ties:
+        there = [name for name in pair if name in held]
+        if model == weights.index and len(there) == 1:
+            lost[next(name for name in pair if name not in held)] = (
+                there[0] if there[0] in kept else weights.ties[there[0]]
+            )
+    return replace(weights, ties={**weights.ties, **lost}) if lost else weights
+
+
+def _data(new: NewStates, state: OptimizerState) -> Mapping[str, Source]:
+    return {
+        key: source_of(tensor._replace(fqn=key), new.dtypes.get(key), state.label, state.checksums)
+        for key, tensor in new.sources.items()
+    }
+
+
+def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise OperationError for states that no other strategy can hold, by name."""
+    weights = "next: --state weights carries the models alone"
+    for name, why in state.unfit.items():
+        raise OperationError(
+            f"{state.label}: {name}: {why}, which only the optimizer itself can load; {weights}"
+        )
+    for name, values in state.states.items():
+        if state.is_named and name not in tensors:
+            raise OperationError(
+                f"{state.label}: {name!r} has moments, and no model has such a parameter; {weights}"
+            )
+        shape = tensors[name].shape if name in tensors else None
+        for key, value in values.items():
+            if isinstance(value, StoredTensor) and shape is not None and value.shape not in (shape, (), (1,)):
+                raise OperationError(
+                    f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} (expected {list(shape)}, "
+                    "as its parameter): states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks; "
+                    f"{weights}"
+                )
+
+
+class _Others(NamedTuple):
+    """Files without weights and optimizers. ``extras``: those that are made for new ranks."""
+
+    carried: tuple[PurePosixPath, ...]
+    empty: tuple[PurePosixPath, ...]
+    left_out: tuple[LeftOut, ...]
+    extras: tuple[PlannedExtra, ...] = ()
+
+
+def _others(
+    root: Path,
+    found: OtherFiles,
+    replaced: set[PurePosixPath],
+    names: _Names,
+    before: int | None,
+    processes: int,
+) -> _Others:
+    """Sort the files that are neither weights nor optimizers. ``replaced``: files of optimizers that change."""
+    wanted = names.random_states(processes)
+    carried: list[PurePosixPath] = []
+    left = [one for one in found.left_out if PurePosixPath(one.what) not in replaced]
+    had: list[str] = []
+    for path in found.carried:
+        parsed = parse_file_name(str(path))
+        if path in replaced:
+            continue
+        why = ""
+        if parsed is not None and parsed.role is Role.RNG_STATE:
+            had.append(str(path))
+            why = "" if str(path) in wanted else f"no rank of {count_of(processes, 'process')} looks for it"
+        elif parsed is not None and parsed.role is Role.RUN_STATE and (parsed.rank or 0) >= processes:
+            why = f"no rank of {count_of(processes, 'process')} looks for it"
+        elif parsed is not None and parsed.role is Role.DATALOADER and before != processes:
+            why = f"it counts the batches of one of {before} processes; the epoch begins anew"
+        if why:
+            left.append(LeftOut(str(path), why))
+        else:
+            carried.append(path)
+    extras: tuple[PlannedExtra, ...] = ()
+    lacking = [name for name in wanted if name not in had] if had else []
+    if lacking:
+        step = None if names.is_trainer else _step(root / had[0])
+        if step is not None:
+            files = tuple(torch_file(PurePosixPath(name), {"step": step}) for name in lacking)
+            extras = (PlannedExtra(files=files, old_files=(PurePosixPath(had[0]),)),)
+        only = f": only accelerator.step, {step}, is in it" if extras else ""
+        left.append(
+            LeftOut(
+                f"random states in {list_names(lacking)}",
+                f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
+            )
+        )
+    return _Others(tuple(carried), found.empty, tuple(left), extras)
+
+
+def _step(path: Path) -> int | None:
+    """Return ``accelerator.step`` from a file of random states, None where it has none."""
+    try:
+        with open_reader(path) as reader:
+            step = child(read_torch_file(reader).tree.root, "step")
+    except (FormatError, OSError):
+        return None
+    return step if type(step) is int else None
+
+
+def _scheduler_words(
+    carried: Sequence[PurePosixPath], names: _Names, before: int | None, processes: int
+) -> Iterator[str]:
+    """Yield the sentence about schedulers that count every process."""
+    found = [
+        str(path)
+        for path in carried
+        if (parsed := parse_file_name(str(path))) is not None and parsed.role is Role.SCHEDULER
+    ]
+    if found and before not in (None, processes) and not names.is_trainer:
+        yield (
+            f"{list_names(found)}: copied unchanged; Accelerate advances a scheduler once per process at each step "
+            f"(by {before} so far, by {processes} from now on), unless the script has split_batches=True or "
+            "step_scheduler_with_optimizer=False"
+        )
+
+
+def _processes_of(root: Path, optimizers: Sequence[OptimizerState]) -> int | None:
+    """Return how many processes saved a checkpoint, None where nothing shows it."""
+    manifest = usable_manifest(root)
+    if manifest is not None and manifest.is_of_a_save:
+        return manifest.world_size
+    known = next((one.world_size for one in optimizers if one.world_size is not None), None)
+    if known is not None:
+        return known
+    parsed = [one for one in map(parse_file_name, os.listdir(root)) if one is not None]
+    ranks = [one.rank or 0 for one in parsed if one.role in (Role.RNG_STATE, Role.RUN_STATE)]
+    return max(ranks) + 1 if ranks else None

@@ -1,0 +1,300 @@
+"""Complete states in the files of another strategy: every moment, step and hyperparameter by name, and the rest."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import ckptfix
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.paths import MANIFEST
+from tests.tensors.dcp_making import load, save
+from tests.tensors.writing import raw
+
+STRATEGIES = ("ddp", "fsdp", "fsdp-full")
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+def net() -> torch.nn.Module:
+    """Return a model with two layers of one shape, so that only their order tells them apart."""
+    torch.manual_seed(4)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 2)
+    )
+
+
+def trained(*, seed: int = 0, skipped: str = "") -> Trained:
+    """Return a model and its optimizer after three steps; ``skipped``: a parameter that never gets a gradient."""
+    model = net()
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [one for one in parameters.values() if one.dim() > 1], "weight_decay": 0.1},
+            {"params": [one for one in parameters.values() if one.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01 + seed,
+    )
+    torch.manual_seed(seed)
+    for _ in range(3):
+        model(torch.randn(4, 6)).square().sum().backward()
+        if skipped:
+            parameters[skipped].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_state(root: Path, strategy: str, *runs: Trained, processes: int = 2) -> Path:
+    """Save as ``save_state`` does with a strategy. Its schedulers, random states and other objects are stand-ins."""
+    root.mkdir()
+    for index, (model, optimizer) in enumerate(runs):
+        end = f"_{index}" if index else ""
+        weights = {name: one.detach().clone() for name, one in model.state_dict().items()}
+        named = get_optimizer_state_dict(model, optimizer)
+        if strategy == "ddp":
+            save_file(weights, root / f"model{end}.safetensors", {"format": "pt"})
+            torch.save(optimizer.state_dict(), root / f"optimizer{end}.bin")
+        elif strategy == "fsdp-full":
+            torch.save(weights, root / f"pytorch_model_fsdp{end}.bin")
+            torch.save(named, root / f"optimizer{end}.bin")
+        else:
+            save(root / f"pytorch_model_fsdp_{index}", {"model": weights})
+            save(root / f"optimizer_{index}", {"optimizer": named})
+        torch.save({"last_epoch": 6, "_step_count": 7}, root / f"scheduler{end}.bin")
+    torch.save({"count": 5}, root / "custom_checkpoint_0.pkl")
+    for rank in range(processes):
+        state = {"step": 3, "random_state": (3, tuple(range(rank, rank + 625)), None)}
+        torch.save(state, root / f"random_states_{rank}.pkl")
+    return root
+
+
+def assert_loads(root: Path, strategy: str, *runs: Trained) -> None:
+    """Load as the loader of a strategy does, and compare weights and optimizers bit for bit."""
+    for index, (model, optimizer) in enumerate(runs):
+        end = f"_{index}" if index else ""
+        weights, named = model.state_dict(), get_optimizer_state_dict(model, optimizer)
+        if strategy == "ddp":
+            assert_same(load_file(root / f"model{end}.safetensors"), dict(weights))
+            fresh = torch.optim.AdamW(
+                [{"params": group["params"]} for group in optimizer.param_groups], lr=9.0
+            )
+            fresh.load_state_dict(torch.load(root / f"optimizer{end}.bin", weights_only=True))
+            assert_same(fresh.state_dict(), optimizer.state_dict())
+        elif strategy == "fsdp-full":
+            assert_same(
+                dict(torch.load(root / f"pytorch_model_fsdp{end}.bin", weights_only=True)), dict(weights)
+            )
+            assert_same(torch.load(root / f"optimizer{end}.bin", weights_only=True), named)
+        else:
+            there = {"model": {name: torch.zeros_like(one) for name, one in weights.items()}}
+            load(root / f"pytorch_model_fsdp_{index}", there)
+            assert_same(there["model"], dict(weights))
+            state = {"optimizer": get_optimizer_state_dict(*trained(seed=5))}
+            load(root / f"optimizer_{index}", state)
+            assert_same(state["optimizer"], named)
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Compare two values, tensors by dtype, shape and bytes, dicts in any order."""
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert raw(found) == raw(expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}/{number}")
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("before", STRATEGIES)
+@pytest.mark.parametrize("after", STRATEGIES)
+def test_every_state_is_there_by_name(tmp_path: Path, before: str, after: str) -> None:
+    runs = trained(), trained(seed=1)
+    source = save_state(tmp_path / "source", before, *runs)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to=after, state="all", model=lambda: [*runs[0], *runs[1]]
+    )
+    assert_loads(tmp_path / "new", after, *runs)
+    assert receipt.verified
+    assert receipt.processes == 2
+    assert not receipt.warnings
+    assert not receipt.left_out
+    assert len(receipt.optimizers) == (0 if before == after else 2)
+    for name in ("custom_checkpoint_0.pkl", "random_states_1.pkl", "scheduler.bin", "scheduler_1.bin"):
+        assert (tmp_path / "new" / name).read_bytes() == (source / name).read_bytes()
+    others = {"ddp": ["optimizer.bin"], "fsdp-full": ["optimizer.bin"], "fsdp": ["optimizer_0"]}
+    found = {path.name for path in (tmp_path / "new").iterdir()}
+    assert found & {"optimizer.bin", "optimizer_0"} == {*others[after]}
+
+
+@pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
+def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(tmp_path: Path, after: str) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained(skipped="2.weight"))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=net)
+    assert "1 parameter without moments, '2.weight'" in receipt.warnings[0]
+    if after == "fsdp":
+        state = {"optimizer": get_optimizer_state_dict(*trained(seed=5))}
+        load(tmp_path / "new" / "optimizer_0", state)
+        found = state["optimizer"]["state"]
+    else:
+        found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)["state"]
+    zeros = torch.zeros(6, 6)
+    expected = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros}
+    assert_same(found["2.weight"], expected)
+
+
+def test_it_stays_without_states_where_the_loader_does_not_ask_for_them(tmp_path: Path) -> None:
+    run = trained(skipped="2.weight")
+    source = save_state(tmp_path / "source", "fsdp-full", run)
+    ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
+    assert_loads(tmp_path / "new", "ddp", run)
+
+
+def test_fewer_processes(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained(), processes=4)
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=2)
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= names
+    assert not {"random_states_2.pkl", "random_states_3.pkl"} & names
+    assert [one.what for one in receipt.left_out] == ["random_states_2.pkl", "random_states_3.pkl"]
+    assert "by 4 so far, by 2 from now on" in receipt.warnings[0]
+
+
+def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    (source / "dl_state_dict.bin").write_bytes((source / "custom_checkpoint_0.pkl").read_bytes())
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=3, model=net)
+    found = torch.load(tmp_path / "new" / "random_states_2.pkl", weights_only=True)
+    assert found == {"step": 3}, "accelerator.step must not differ between ranks"
+    assert not (tmp_path / "new" / "dl_state_dict.bin").exists()
+    assert [one.what.split("'")[0] for one in receipt.left_out] == ["dl_state_dict.bin", "random states in "]
+
+
+def test_the_manifest_of_a_guarded_save_is_of_the_new_files(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    ckptfix.seal(source)
+    ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", model=net)
+    assert ckptfix.verify(tmp_path / "new").status == 0
+    assert (
+        json.loads((tmp_path / "new" / MANIFEST).read_text())["models"][0]["file"] == "pytorch_model_fsdp_0"
+    )
+
+
+def test_a_dry_run_shows_the_optimizers(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=1, dry_run=True)
+    assert not (tmp_path / "new").exists()
+    assert "  optimizer_0: 8 parameters in 2 param groups, 912 B -> optimizer.bin" in str(receipt)
+    assert "  to be loaded by 1 process of ddp" in str(receipt)
+    document = receipt.as_json()
+    assert (document["state"], document["processes"], document["to"]) == ("all", 1, "ddp")
+    assert document["optimizers"][0]["parameters"] == 8
+
+
+def test_without_verification_it_says_so(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", verify=False)
+    assert not receipt.verified
+    assert "(--no-verify)" in receipt.not_checked[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["state"]["0.weight"]["exp_avg"].add_(1), "0.weight/exp_avg has other bytes"),
+        (lambda state: state["state"]["0.weight"].update(step=torch.tensor(9.0)), "0.weight/step is 9.0 (expected 3"),
+        (lambda state: state["param_groups"][1].update(weight_decay=0.5), "'weight_decay' of param group 1 is 0.5"),
+        (lambda state: state["state"]["2.bias"].pop("exp_avg_sq"), "2.bias/exp_avg_sq is None"),
+        (lambda state: state["param_groups"][0]["params"].reverse(), "its param groups have other parameters"),
+    ],
+)  # fmt: skip
+def test_the_proof_finds_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
+) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    produce = ckptfix.conversion.migrate.produce
+
+    def altered(plan: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
+        produced = produce(plan, folder, *args, **kwargs)
+        state = torch.load(folder / "optimizer.bin", weights_only=True)
+        change(state)
+        torch.save(state, folder / "optimizer.bin")
+        return produced
+
+    monkeypatch.setattr("ckptfix.conversion.migrate.produce", altered)
+    with pytest.raises(OperationError) as caught:
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp-full", state="all")
+    assert words in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_states_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    optimizer.state[model[0].weight]["exp_avg_sq_row"] = torch.ones(6)
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    with pytest.raises(
+        OperationError, match=r"'exp_avg_sq_row' of '0.weight' has the shape \[6\].*Adafactor"
+    ):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+    ckptfix.migrate(source, tmp_path / "same", to="fsdp-full", state="all")
+
+
+def test_moments_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    torch.save({"other": torch.ones(2)}, source / "pytorch_model_fsdp.bin")
+    with pytest.raises(OperationError, match=r"'0.weight' has moments, and no model has such a parameter"):
+        ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
+
+
+def test_numbers_need_names(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    with pytest.raises(OperationError, match="--model MODULE:FACTORY"):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"to": "ddp"}, "--to ddp goes with --state all"),
+        ({"to": "dcp", "state": "all"}, "--to dcp goes with --state weights"),
+        ({"to": "ddp", "state": "some"}, "--state some: write one of weights, all"),
+        ({"to": "ddp", "state": "all", "keys": "bare"}, "--keys is for --state weights"),
+        ({"to": "dcp", "processes": 2}, "--processes 2"),
+        ({"to": "ddp", "state": "all", "processes": 0}, "--processes 0"),
+        ({"to": "dcp", "frozen": "x"}, "--frozen is for --state all"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, options: Any, words: str) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    with pytest.raises(UsageError) as caught:
+        ckptfix.migrate(source, tmp_path / "new", **options)
+    assert words in str(caught.value)
+
+
+def test_a_folder_without_an_optimizer(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    (source / "optimizer.bin").unlink()
+    with pytest.raises(OperationError, match="no optimizer in it"):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+
+
+def test_a_lone_file(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained())
+    with pytest.raises(UsageError, match="--state all takes the folder"):
+        ckptfix.migrate(source / "model.safetensors", tmp_path / "new", to="fsdp", state="all")
+
+
+def test_processes_that_nothing_shows(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained(), processes=0)
+    with pytest.raises(UsageError, match="--processes N"):
+        ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
