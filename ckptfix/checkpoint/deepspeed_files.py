@@ -20,15 +20,17 @@ from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
 
-BESIDE = (PurePosixPath("latest"), PurePosixPath("zero_to_fp32.py"))
-"""Files that DeepSpeed puts next to its folders: ``latest``, which contains a tag, and a conversion script."""
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+"""Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest universal one."""
+
+BESIDE = (PurePosixPath(LATEST), PurePosixPath(LATEST_UNIVERSAL), PurePosixPath("zero_to_fp32.py"))
+"""Files that DeepSpeed puts next to its folders: those with a tag, and a conversion script."""
 
 UNIVERSAL = PurePosixPath("zero")
 """The folder in a universal checkpoint that has a folder for each trained parameter."""
 
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
-_LATEST = "latest"
 _MAX_LATEST = 4096
 
 
@@ -56,7 +58,8 @@ def deepspeed_folders(folder: CheckpointFolder) -> Iterator[tuple[int, PurePosix
 def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tuple[int, PurePosixPath]]:
     """Yield position and path of each DeepSpeed checkpoint in a folder with sub-folders of these names.
 
-    Their place is accelerate's, else the one in DeepSpeed's file ``latest``; ``.`` is the folder itself.
+    Their place is accelerate's, else the one in DeepSpeed's file ``latest`` or ``latest_universal``; ``.`` is the
+    folder itself.
     """
     if _is_deepspeed(root):
         yield 0, PurePosixPath(".")
@@ -68,9 +71,11 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
             found = True
             yield tag.index, name
     if not found:
-        latest = _latest(root)
-        if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
-            yield 0, latest
+        for file in (LATEST, LATEST_UNIVERSAL):
+            latest = _latest(root / file)
+            if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
+                yield 0, latest
+                return
 
 
 def is_deepspeed_file(name: str) -> bool:
@@ -91,10 +96,10 @@ def _is_deepspeed(path: Path) -> bool:
     return any(is_deepspeed_file(name) for name in names)
 
 
-def _latest(root: Path) -> PurePosixPath:
-    """Return the folder named in the file ``latest``, ``.`` when the file cannot be read."""
+def _latest(path: Path) -> PurePosixPath:
+    """Return the folder named in a file, ``.`` when the file cannot be read."""
     try:
-        with open(root / _LATEST, "rb", opener=_open) as file:
+        with open(path, "rb", opener=_open) as file:
             return PurePosixPath(file.read(_MAX_LATEST).decode().strip())
     except (OSError, UnicodeDecodeError):
         return PurePosixPath(".")

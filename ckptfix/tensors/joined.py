@@ -103,3 +103,19 @@ def _within(part: Stretch, files: OpenFiles, buffer: memoryview) -> Iterator[mem
         done += len(block)
         if done >= part.end:
             return
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The elements of a layout in another dtype. ``source``, ``target``: as ``numbers.converter`` takes them."""
+
+    layout: Layout
+    source: str
+    target: str
+
+    def blocks(self, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes, as ``Layout`` says; takes as much memory again."""
+        from ckptfix.tensors.numbers import converter  # imports numpy
+
+        convert = converter(self.source, self.target)
+        return (convert(block) for block in self.layout.blocks(files, buffer))

@@ -70,12 +70,13 @@ class NewStates(NamedTuple):
     """New files of an optimizer's states, or of weights with them. ``sources``: key of each ``Data`` -> its bytes.
 
     ``dtypes``: key -> dtype in the new file, in safetensors' nouns, where its source has another one: such a tensor is
-    converted while it is written.
+    converted while it is written. ``notes``: what the new files hold otherwise than the old ones, in sentences.
     """
 
     files: tuple[OutputFile, ...]
     sources: Mapping[str, StoredTensor]
     dtypes: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
 
 
 NO_WORDS: Mapping[str, Any] = {}

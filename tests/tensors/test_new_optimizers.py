@@ -9,14 +9,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from ckptfix.errors import OperationError
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
-from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.joined import Inline
-from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.optimizers import OptimizerState, ParamGroup, Strategy
 from ckptfix.tensors.stored import StoredTensor
 from tests.tensors.dcp_making import load
-from tests.tensors.writing import raw, write_file
+from tests.tensors.writing import raw, write_states
 
 NOUNS = {getattr(torch, name): noun for name, noun in TORCH_DTYPES.items()}
 
@@ -70,15 +68,6 @@ def described(
     )
 
 
-def write(root: Path, new: NewStates) -> None:
-    def source(key: str) -> Any:
-        with OpenFiles() as files:
-            yield from new.sources[key].blocks(files, memoryview(bytearray(1 << 16)))
-
-    for file in new.files:
-        write_file(root, file, source)
-
-
 def assert_same(found: Any, expected: Any) -> None:
     """Compare two values, tensors by dtype, shape and bytes."""
     assert type(found) is type(expected)
@@ -98,7 +87,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def test_ddp_numbers_parameters_through_the_groups(tmp_path: Path) -> None:
     model, optimizer = trained()
-    write(tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
+    write_states(tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     assert_same(found, optimizer.state_dict())
     assert sorted(found["state"]) == [0, 1, 2, 3, 4], "the last bias never had a gradient"
@@ -106,7 +95,7 @@ def test_ddp_numbers_parameters_through_the_groups(tmp_path: Path) -> None:
 
 def test_fsdp_full_has_fqns(tmp_path: Path) -> None:
     model, optimizer = trained()
-    write(tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
+    write_states(tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), described(model, optimizer)))
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)
     expected = get_optimizer_state_dict(model, optimizer)
     assert_same(found["param_groups"], expected["param_groups"])
@@ -125,7 +114,7 @@ def with_all_moments() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def test_dcp_is_loaded_into_a_new_optimizer(tmp_path: Path) -> None:
     model, optimizer = with_all_moments()
-    write(tmp_path, dcp_optimizer(PurePosixPath("optimizer_0"), described(model, optimizer)))
+    write_states(tmp_path, dcp_optimizer(PurePosixPath("optimizer_0"), described(model, optimizer)))
     other, fresh = trained()
     fresh.state.clear()
     fresh.param_groups[1]["weight_decay"] = 0.7
@@ -143,7 +132,7 @@ def test_a_step_of_deepspeed_becomes_a_tensor(tmp_path: Path, strategy: Strategy
         groups=(ParamGroup(names=("a",), options={"lr": 0.1}),),
         states={"a": {"step": 7}},
     )
-    write(tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), state))
+    write_states(tmp_path, ddp_optimizer(PurePosixPath("optimizer.bin"), state))
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)["state"][0]["step"]
     assert_same(found, torch.tensor(7.0) if strategy is Strategy.ZERO2 else 7)
 
@@ -152,7 +141,7 @@ def test_a_parameter_without_a_gradient_starts_from_zero(tmp_path: Path) -> None
     model, optimizer = trained()
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
     state = described(model, optimizer).started(shapes)
-    write(tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), state))
+    write_states(tmp_path, fsdp_full_optimizer(PurePosixPath("optimizer.bin"), state))
     found = torch.load(tmp_path / "optimizer.bin", weights_only=True)["state"]
     expected = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
     assert_same(found.pop("2.bias"), expected)

@@ -12,7 +12,8 @@ from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.storage.atomic import write_all
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.storage.recipes import Literal
-from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
+from ckptfix.tensors.new_files import Computed, Data, NewStates, NewTensor, OutputFile
+from ckptfix.tensors.numbers import converter
 from ckptfix.tensors.stored import Weights, digest_head, tensor_digest
 
 
@@ -49,6 +50,19 @@ def write_tensors(root: Path, files: tuple[OutputFile, ...], tensors: Mapping[st
     """Write new files whose tensors are these."""
     for file in files:
         write_file(root, file, lambda fqn: iter([memoryview(raw(tensors[fqn]))]))
+
+
+def write_states(root: Path, new: NewStates) -> None:
+    """Write the files of an optimizer's states."""
+
+    def source(key: str) -> Iterator[memoryview]:
+        stored = new.sources[key]
+        with OpenFiles() as files:
+            for block in stored.blocks(files, memoryview(bytearray(1 << 16))):
+                yield converter(stored.dtype, new.dtypes[key])(block) if key in new.dtypes else block
+
+    for file in new.files:
+        write_file(root, file, source)
 
 
 def raw(tensor: torch.Tensor) -> bytes:

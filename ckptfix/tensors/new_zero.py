@@ -1,0 +1,667 @@
+"""New checkpoints of DeepSpeed: the files of ZeRO-1, 2 and 3 for any number of ranks, and universal checkpoints.
+
+The files are those of DeepSpeed 0.18 and 0.19 (``runtime/engine.py``, ``_get_zero_ckpt_name``;
+``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, ``state_dict``; ``checkpoint/ds_to_universal.py``), so that stock
+DeepSpeed and accelerate's ``load_state`` load them. A flat partition is joined from stretches of the source's files:
+no tensor is held in memory. Objects of DeepSpeed are written by their names, and DeepSpeed is never imported.
+
+What the target's configuration must be, as the files cannot say it: ``round_robin_gradients`` off, and for ZeRO-3 the
+default ``sub_group_size``. ``clip_grad`` is left out on purpose: DeepSpeed would take the old run's for the new one's.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from math import prod
+from pathlib import PurePosixPath
+from struct import unpack
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.deepspeed_files import LATEST, LATEST_UNIVERSAL, UNIVERSAL
+from ckptfix.checkpoint.filenames import DeepSpeedName, DeepSpeedPart
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError
+from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage.reading import OpenFiles
+from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined
+from ckptfix.tensors.new_files import NewStates, NewTensor, OutputFile
+from ckptfix.tensors.new_torch_files import Call, Global, torch_file
+from ckptfix.tensors.optimizer_files import PARAMS
+from ckptfix.tensors.optimizers import (
+    STEP,
+    ZERO_AT_FIRST,
+    OptimizerState,
+    ParamGroup,
+    StateValue,
+    Strategy,
+)
+from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Weights
+from ckptfix.tensors.universal import GLOBAL_STATE, WEIGHT
+from ckptfix.tensors.zero_states import BUFFERS, DTYPE, MODEL_STATES
+from ckptfix.wording import count_of, list_names
+
+SUB_GROUP_SIZE = 1_000_000_000
+"""Elements of a rank after which ZeRO-3 begins another sub-group, where the configuration does not say it."""
+
+_VERSION = "0.18.2"
+_MASTER, _WIDTH = "F32", 4
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_EXACT = frozenset({"F32", "F16", "BF16"})
+_PREFIX = {"BF16": "bf16_"}
+_CONFIGS = {"BF16": "bf16", "F16": "fp16"}
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_SIZE = Global("torch", "Size")
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_SCALER = Call(
+    function=Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    state={"cur_scale": 1.0, "dynamic": False},
+    new=True,
+)
+_FP16_SCALER = Call(  # as a configuration that says nothing about it makes it
+    function=Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    state={
+        "cur_scale": 65536.0,
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "cur_hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dtype": Global("torch", "float16"),
+    },
+    new=True,
+)
+_BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+_OF_THE_SAVE = frozenset(
+    [
+        "optimizer",
+        "module",
+        "ds_config",
+        "ds_version",
+        "dp_world_size",
+        "mp_world_size",
+        "data_sampler",
+        "random_ltd",
+    ]
+)
+_SCALERS = ("loss_scaler", "dynamic_loss_scale")
+Shape = tuple[int, ...]
+
+
+def zero_files(
+    strategy: Strategy,
+    folder: PurePosixPath,
+    weights: Weights,
+    state: OptimizerState,
+    *,
+    processes: int,
+    dtype: str | None = None,
+    frozen: Collection[str] = (),
+    buffers: Collection[str] | None = None,
+) -> NewStates:
+    """Return all files of a DeepSpeed checkpoint in ``folder``, whose name is the tag, and ``latest`` next to it.
+
+    ``dtype``: of the module in safetensors' nouns; None for that of the source's training. The fp32 masters are the
+    state's own, else the weights converted. ``frozen``: parameters that are not trained although a param group lists
+    them; others without moments get zeros. ``buffers``: tensors of the model that are not parameters, None where
+    that is not known. Raises OperationError for what the strategy cannot hold, by name; UnsupportedFormat as
+    ``torch_file`` does.
+    """
+    plan = _Plan(strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers)
+    files = tuple(plan.files())
+    return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A param group as DeepSpeed has it: its trained parameters, and what the flat tensor of all of them has.
+
+    ``moments``: states with a flat tensor; ``shared``: values that all parameters have in common, such as a step.
+    """
+
+    options: Mapping[str, Any]
+    shapes: Mapping[str, Shape]
+    moments: tuple[str, ...]
+    shared: Mapping[str, StateValue]
+
+
+class _Flat(NamedTuple):
+    """A flat tensor of one rank: how many elements it has, and where they come from."""
+
+    numel: int
+    parts: tuple[Stretch | Zeros, ...]
+
+    def padded(self, numel: int) -> "_Flat":
+        """Return it with zeros up to ``numel`` fp32 elements."""
+        missing = (numel - self.numel) * _WIDTH
+        return _Flat(numel, (*self.parts, Zeros(missing)) if missing else self.parts)
+
+
+class _Plan:
+    """The files of one checkpoint. ``sources``, ``dtypes`` and ``notes``: as ``NewStates`` has them."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        folder: PurePosixPath,
+        weights: Weights,
+        state: OptimizerState,
+        processes: int,
+        dtype: str | None,
+        frozen: frozenset[str],
+        buffers: Collection[str] | None,
+    ) -> None:
+        self.sources: dict[str, StoredTensor] = {}
+        self.dtypes: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._strategy, self._folder, self._weights, self._state = strategy, folder, weights, state
+        self._ranks = processes
+        self._model_states = state.extra.get(MODEL_STATES, {})
+        self._named = weights.named()
+        self._groups = [
+            self._group(number, group, frozen) for number, group in enumerate(self._ensured_groups())
+        ]
+        self._trained = {name: shape for group in self._groups for name, shape in group.shapes.items()}
+        self._ties = self._tied()
+        self._dtype = dtype or self._model_states.get(DTYPE) or self._dtype_of_weights()
+        self._buffers = self._known_buffers(buffers)
+        self._frozen = {
+            name: tensor.shape
+            for name, tensor in self._named.items()
+            if name not in self._trained and name not in self._ties and name not in self._buffers
+        }
+
+    # What is refused, and what is said
+
+    def _ensured_groups(self) -> tuple[ParamGroup, ...]:
+        names = [name for group in self._state.groups for name in group.names]
+        unknown = sorted(set(names) - set(self._named))
+        if unknown:
+            raise OperationError(
+                f"{self._state.label}: {list_names(unknown)}: in the optimizer, and not in the model; next: take both "
+                "from one checkpoint"
+            )
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise OperationError(f"{self._state.label}: {list_names(twice)}: in two param groups")
+        return self._state.groups
+
+    def _group(self, number: int, group: ParamGroup, frozen: frozenset[str]) -> _Group:
+        """Return a param group with its trained parameters. Raises OperationError where it has no flat form."""
+        names = [name for name in group.names if name not in frozen]
+        shapes = {name: self._named[name].shape for name in names}
+        held = {name: dict(self._state.states.get(name, {})) for name in names}
+        keys = dict.fromkeys(key for states in held.values() for key in states)
+        moments = [key for key in keys if any(self._is_moment(name, key, held[name]) for name in names)]
+        shared: dict[str, StateValue] = {}
+        for key in keys:
+            if key in moments:
+                self._ensure_moments(key, held, shapes)
+            else:
+                shared[key] = self._common(number, key, held)
+        without = [name for name in names if keys and not held[name]]
+        if without:
+            self.notes.append(
+                f"{self._state.label}: {count_of(len(without), 'parameter')} without moments, {list_names(without)}: "
+                f"ZeRO keeps those of a param group together, so they get zeros and the step of the others"
+            )
+        if not names and self._strategy in (Strategy.ZERO1, Strategy.ZERO2):
+            raise OperationError(
+                f"{self._state.label}: param group {number} has no parameter that is trained, with which DeepSpeed "
+                "does not start; next: --to zero3, or leave the group out of the script"
+            )
+        return _Group(options=group.options, shapes=shapes, moments=tuple(moments), shared=shared)
+
+    def _is_moment(self, name: str, key: str, states: Mapping[str, StateValue]) -> bool:
+        value = states.get(key)
+        return (
+            key != STEP
+            and isinstance(value, StoredTensor)
+            and (value.shape != () or self._named[name].shape == ())
+        )
+
+    def _ensure_moments(
+        self, key: str, held: Mapping[str, Mapping[str, StateValue]], shapes: Mapping[str, Shape]
+    ) -> None:
+        for name, states in held.items():
+            value = states.get(key)
+            label = f"{self._state.label}: {name}.{key}"
+            if value is None and key not in states:
+                if key not in ZERO_AT_FIRST:
+                    raise OperationError(
+                        f"{label}: not in the optimizer, and it does not begin with zeros; ZeRO needs it for every "
+                        "parameter of a group"
+                    )
+            elif not isinstance(value, StoredTensor) or value.shape != shapes[name]:
+                have = f"the shape {list(value.shape)}" if isinstance(value, StoredTensor) else "no tensor"
+                raise OperationError(
+                    f"{label}: {have}, and the parameter {list(shapes[name])}: ZeRO cuts states as it cuts parameters "
+                    "(8-bit optimizers, Adafactor and Shampoo have others); next: --to ddp, fsdp or fsdp-full"
+                )
+            elif value.dtype not in _EXACT:
+                raise OperationError(
+                    f"{label}: of {value.dtype}, and ZeRO keeps states in fp32; next: --to ddp, fsdp or fsdp-full"
+                )
+
+    def _common(self, number: int, key: str, held: Mapping[str, Mapping[str, StateValue]]) -> StateValue:
+        """Return a state that ZeRO keeps once for a group. Raises OperationError where parameters differ in it."""
+        named = [(name, states[key]) for name, states in held.items() if key in states]
+        (first, value), *others = named
+        for name, other in others:
+            if _scalar(other) != _scalar(value):
+                raise OperationError(
+                    f"{self._state.label}: param group {number}: {key} is {_scalar(value)} for {first} and "
+                    f"{_scalar(other)} for {name}, and ZeRO keeps one {key} for a group; next: --to ddp, fsdp or "
+                    "fsdp-full"
+                )
+        return value
+
+    def _dtype_of_weights(self) -> str:
+        dtypes = sorted({self._named[name].dtype for name in self._trained} & _FLOATS)
+        if len(dtypes) > 1:
+            raise OperationError(
+                f"{self._weights.label}: weights of several dtypes ({', '.join(dtypes)}), and DeepSpeed trains in one; "
+                "next: name it, as in --dtype bf16"
+            )
+        return dtypes[0] if dtypes else _MASTER
+
+    def _known_buffers(self, given: Collection[str] | None) -> frozenset[str]:
+        """Return the tensors that are no parameters: as said, else those of no floating point, and batch norm's."""
+        if given is None:
+            given = self._model_states.get(BUFFERS)
+        if given is not None:
+            return frozenset(given) & self._named.keys()
+        return frozenset(
+            name
+            for name, tensor in self._named.items()
+            if name not in self._trained
+            and (tensor.dtype not in _FLOATS or name.rpartition(".")[2] in _BUFFER_NAMES)
+        )
+
+    def _tied(self) -> dict[str, str]:
+        """Return other name -> name, where the optimizer's own name of a tied parameter is the one that is kept."""
+        found: dict[str, str] = {}
+        members: dict[str, list[str]] = {}
+        for other, kept in self._weights.ties.items():
+            members.setdefault(kept, [kept]).append(other)
+        for kept, names in members.items():
+            first = next((name for name in names if name in self._trained), kept)
+            found |= {name: first for name in names if name != first and name not in self._trained}
+        return found
+
+    # The files
+
+    def files(self) -> Iterator[OutputFile]:
+        """Yield them all."""
+        if self._strategy is Strategy.UNIVERSAL:
+            yield from self._universal()
+            latest = LATEST_UNIVERSAL
+        else:
+            for rank in range(self._ranks):
+                yield self._optimizer_file(rank)
+            by_rank = self._strategy is Strategy.ZERO3
+            for rank in range(self._ranks if by_rank else 1):
+                yield self._model_file(rank if by_rank else None)
+            latest = LATEST
+        yield OutputFile(path=self._folder.parent / latest, parts=(Literal(self._folder.name.encode()),))
+
+    def _path(self, part: DeepSpeedPart, rank: int | None) -> PurePosixPath:
+        before = _PREFIX.get(self._dtype, "") if part is DeepSpeedPart.OPTIMIZER else ""
+        return self._folder / str(DeepSpeedName(part=part, rank=rank, before=before))
+
+    def _model_file(self, rank: int | None) -> OutputFile:
+        """Return a file of model states. ``rank``: None for those of all ranks, which have the complete module."""
+        module: dict[str, Any] = {}
+        for name in (*(tensor.fqn for tensor in self._weights.tensors), *self._weights.ties):
+            kept = self._ties.get(name, name)
+            is_empty = rank is not None and kept not in self._buffers
+            module[name] = self._empty(kept) if is_empty else self._module_tensor(kept)
+        versions = {module: {"version": version} for module, version in self._weights.versions.items()}
+        metadata = {"_metadata": _ordered(versions)} if versions else None
+        has_frozen = self._strategy is not Strategy.ZERO1 and (
+            rank is None or self._strategy is Strategy.ZERO3
+        )
+        content = {
+            "module": Call(function=_ORDERED_DICT, items=module, state=metadata),
+            "buffer_names": [name for name in module if name in self._buffers],
+            "optimizer": None,
+            "param_shapes": [_shapes(flat) for group in self._groups for flat in self._flats(group)],
+            "frozen_param_shapes": _shapes(self._frozen) if has_frozen else None,
+            "shared_params": dict(self._ties) if not rank else {},
+            "frozen_param_fragments": self._fragments(rank) if has_frozen else None,
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": Call(function=Global("__builtin__", "set"), args=([],)),
+            "skipped_steps": 0,
+            "global_steps": self._steps(),
+            "dp_world_size": self._ranks,
+            "mp_world_size": 1,
+            "ds_config": self._config(),
+            "ds_version": _VERSION,
+        }
+        return torch_file(self._path(DeepSpeedPart.MODEL, rank), content | self._kept_model_states())
+
+    def _module_tensor(self, name: str) -> NewTensor:
+        stored = self._named[name]
+        converts = stored.dtype in _FLOATS and name not in self._buffers
+        return self._tensor(f"module/{name}", stored, self._dtype if converts else stored.dtype)
+
+    def _empty(self, name: str) -> NewTensor:
+        dtype = self._dtype if self._named[name].dtype in _FLOATS else self._named[name].dtype
+        return self._tensor(f"empty/{dtype}/{name}", StoredTensor(name, dtype, (0,), Contiguous(())), dtype)
+
+    def _fragments(self, rank: int | None) -> Call:
+        """Return the frozen parameters, or a rank's shares of them."""
+        items: dict[str, NewTensor] = {}
+        for name, shape in self._frozen.items():
+            if rank is None:
+                items[name] = self._module_tensor(name)
+                continue
+            stored = self._named[name]
+            dtype = self._dtype if stored.dtype in _FLOATS else stored.dtype
+            share = _share(stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks)
+            layout = joined(share.parts)
+            cut_out = StoredTensor(name, stored.dtype, (share.numel,), layout)
+            items[name] = self._tensor(f"rank{rank}/frozen/{name}", cut_out, dtype)
+        return _ordered(items)
+
+    def _kept_model_states(self) -> dict[str, Any]:
+        """Return the entries of the source's own model states that go on: counters, a scheduler, the script's own."""
+        left = {BUFFERS, DTYPE, *_OF_THE_SAVE}
+        return {
+            key: self._placed(value, f"model_states/{key}")
+            for key, value in self._model_states.items()
+            if key not in left
+        }
+
+    def _steps(self) -> int:
+        steps = (_scalar(group.shared[STEP]) for group in self._groups if STEP in group.shared)
+        return max((int(step) for step in steps if isinstance(step, int | float)), default=0)
+
+    def _config(self) -> dict[str, Any]:
+        zero = {Strategy.ZERO1: 1, Strategy.ZERO2: 2, Strategy.ZERO3: 3}
+        config: dict[str, Any] = {}
+        if self._strategy in zero:
+            config["zero_optimization"] = {"stage": zero[self._strategy]}
+        if self._dtype in _CONFIGS:
+            config[_CONFIGS[self._dtype]] = {"enabled": True}
+        return config
+
+    def _optimizer_file(self, rank: int) -> OutputFile:
+        """Return the states of one rank's optimizer."""
+        states: dict[int, Any] = {}
+        masters: list[NewTensor] = []
+        listed: list[Any] = []
+        paddings: list[int] = []
+        mappings: list[Any] = []
+        for number, group in enumerate(self._groups):
+            members = []
+            for shapes in self._flats(group):
+                key, size = f"rank{rank}/{len(masters)}", self._size(shapes)
+                master = self._flat(WEIGHT, shapes, rank)
+                held = {name: self._value(value, f"{key}/{name}") for name, value in group.shared.items()}
+                for moment in group.moments:
+                    flat = self._flat(moment, shapes, rank).padded(size)
+                    held[moment] = self._flat_tensor(f"{key}/{moment}", flat)
+                if held:
+                    states[len(masters)] = held
+                members.append(len(masters))
+                masters.append(self._flat_tensor(f"{key}/{WEIGHT}", master))
+                paddings.append(size - master.numel)
+                mappings.append(_mapping(shapes, rank, size))
+            listed.append(self._options(number, group, members))
+        base = {"state": states, "param_groups": listed}
+        optimizer: dict[str, Any] = {**self._global(), "zero_stage": _stage(self._strategy)}
+        if self._strategy is Strategy.ZERO3:
+            optimizer |= {
+                "partition_count": self._ranks,
+                "optimizer_state_dict": base,
+                "fp32_flat_groups": masters,
+            }
+        else:
+            optimizer |= {
+                "base_optimizer_state": base,
+                "single_partition_of_fp32_groups": masters,
+                "group_paddings": paddings,
+                "partition_count": [self._ranks] * len(self._groups),
+                "ds_version": _VERSION,
+                "param_slice_mappings": mappings,
+            }
+        content = {"optimizer_state_dict": optimizer, "ds_config": self._config(), "ds_version": _VERSION}
+        return torch_file(self._path(DeepSpeedPart.OPTIMIZER, rank), content)
+
+    def _flats(self, group: _Group) -> list[Mapping[str, Shape]]:
+        """Return the parameters of each flat tensor of a group: one, or for ZeRO-3 its sub-groups."""
+        if self._strategy is not Strategy.ZERO3:
+            return [group.shapes]
+        return sub_groups(group.shapes, self._ranks)
+
+    def _size(self, shapes: Mapping[str, Shape]) -> int:
+        """Return the elements that a flat tensor has on every rank, padding included."""
+        if self._strategy is Strategy.ZERO3:
+            return sum(-(-prod(shape) // self._ranks) for shape in shapes.values())
+        return partition_size(sum(map(prod, shapes.values())), self._ranks)
+
+    def _flat(self, state: str, shapes: Mapping[str, Shape], rank: int) -> _Flat:
+        """Return the part that a rank has of the masters or moments of parameters."""
+        if self._strategy is Strategy.ZERO3:
+            shares = [
+                _share(self._in_fp32(name, state), prod(shape), _WIDTH, rank, self._ranks)
+                for name, shape in shapes.items()
+            ]
+            return _Flat(
+                sum(one.numel for one in shares), tuple(part for one in shares for part in one.parts)
+            )
+        begin = rank * self._size(shapes)
+        end = min(begin + self._size(shapes), sum(map(prod, shapes.values())))
+        parts: list[Stretch | Zeros] = []
+        for name, start, stop in _spans(shapes):
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                layout = self._in_fp32(name, state)
+                parts.append(_stretch(layout, (first - start) * _WIDTH, (last - start) * _WIDTH))
+        return _Flat(max(end - begin, 0), tuple(parts))
+
+    def _in_fp32(self, name: str, state: str) -> Layout | None:
+        """Return a parameter's master or moment, None where it has no such moment, which is zeros then."""
+        if state == WEIGHT:
+            stored: StateValue = self._state.masters.get(name, self._named[name])
+        else:
+            stored = self._state.states.get(name, {}).get(state)
+        if not isinstance(stored, StoredTensor):
+            return None
+        if stored.dtype == _MASTER:
+            return stored.layout
+        if stored.dtype not in _FLOATS:
+            raise OperationError(
+                f"{self._weights.label}: {name!r} is of {stored.dtype}, of which ZeRO trains no parameter; next: "
+                "--to ddp, fsdp or fsdp-full"
+            )
+        return Converted(stored.layout, stored.dtype, _MASTER)
+
+    def _flat_tensor(self, key: str, flat: _Flat) -> NewTensor:
+        stored = StoredTensor(key, _MASTER, (flat.numel,), joined(flat.parts))
+        return self._tensor(key, stored, _MASTER)
+
+    def _options(self, number: int, group: _Group, members: list[int]) -> dict[str, Any]:
+        options = {
+            key: self._placed(value, f"param_groups/{number}/{key}") for key, value in group.options.items()
+        }
+        return {**options, PARAMS: members}
+
+    def _global(self) -> dict[str, Any]:
+        """Return the loss scaler: the source's where it trains in the same dtype, else a new one."""
+        extra, before = self._state.extra, self._model_states.get(DTYPE)
+        if before == self._dtype and all(key in extra for key in _SCALERS):
+            scaler = {key: self._placed(extra[key], key) for key in _SCALERS}
+        elif self._dtype == "F16":
+            self.notes.append(f"{self._state.label}: fp16 begins with a new loss scale, of 65536")
+            scaler = {"loss_scaler": _FP16_SCALER, "dynamic_loss_scale": True}
+        else:
+            scaler = {"loss_scaler": _SCALER, "dynamic_loss_scale": False}
+        return {**scaler, "overflow": False}
+
+    def _universal(self) -> Iterator[OutputFile]:
+        below = self._folder / UNIVERSAL
+        for group in self._groups:
+            for name in group.shapes:
+                for state in (WEIGHT, *group.moments):
+                    tensor = self._parameter_tensor(name, state)
+                    yield torch_file(below / name / f"{state}.pt", {"param": tensor, "cat_dim": 0})
+                if STEP in group.shared:
+                    step = self._value(group.shared[STEP], f"{name}/{STEP}")
+                    yield torch_file(below / name / f"{STEP}.pt", step)
+        listed = [self._options(number, group, [number]) for number, group in enumerate(self._groups)]
+        content = {**self._global(), "ds_version": _VERSION, "param_groups": listed}
+        differ = self._difference()
+        if differ:
+            self.notes.append(
+                f"{self._state.label}: {differ} differs between param groups: the universal checkpoint is for ZeRO-1 "
+                "and 2; ZeRO-3 would take that of group 0 for all, so it stops with KeyError: 'optimizer_state_dict'; "
+                "for ZeRO-3 use --to zero3"
+            )
+        else:
+            first = {
+                key: self._value(value, f"shared/{key}") for key, value in self._groups[0].shared.items()
+            }
+            content["optimizer_state_dict"] = {"state": {0: first}, "param_groups": listed}
+        yield torch_file(self._folder / GLOBAL_STATE, content)
+        yield self._model_file(None)
+        yield self._model_file(0)  # where ZeRO-3 looks for counters, which is all that it takes out of it
+        kept = [*self._frozen, *sorted(self._buffers)]
+        if kept:
+            self.notes.append(
+                f"{self._weights.label}: DeepSpeed takes no buffers and no frozen parameters out of a universal "
+                f"checkpoint, {list_names(kept)}; the script must load them itself, before it prepares the model"
+            )
+
+    def _difference(self) -> str | None:
+        """Return a hyperparameter, or a state such as the step, in which param groups differ."""
+        first, *others = ({**group.options, **group.shared} for group in self._groups)
+        for one in others:
+            for key in {**first, **one}:
+                if _scalar(first.get(key)) != _scalar(one.get(key)):
+                    return key
+        return None
+
+    def _parameter_tensor(self, name: str, state: str) -> NewTensor:
+        layout = self._in_fp32(name, state)
+        shape = self._trained[name]
+        if layout is None:
+            layout = joined([Zeros(prod(shape) * _WIDTH)])
+        key = f"{name}/{state}"
+        return self._tensor(key, StoredTensor(key, _MASTER, shape, layout), _MASTER)
+
+    # Tensors in the pickles
+
+    def _tensor(self, key: str, stored: StoredTensor, dtype: str) -> NewTensor:
+        self.sources[key] = stored
+        if dtype != stored.dtype:
+            self.dtypes[key] = dtype
+        return NewTensor(key, dtype, stored.shape, prod(stored.shape) * DTYPE_BITS[dtype] // 8)
+
+    def _value(self, value: StateValue, key: str) -> Any:
+        """Return a value of a state in a pickle."""
+        return self._tensor(key, value, value.dtype) if isinstance(value, StoredTensor) else value
+
+    def _placed(self, value: Any, key: str) -> Any:
+        """Return a value with ``NewTensor`` for the tensors in it."""
+        if isinstance(value, StoredTensor):
+            return self._tensor(key, value, value.dtype)
+        if isinstance(value, Mapping):
+            return {name: self._placed(one, f"{key}/{name}") for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._placed(one, f"{key}/{place}") for place, one in enumerate(value)]
+        return value
+
+
+def partition_size(numel: int, ranks: int) -> int:
+    """Return the elements of a partition of ZeRO-1 or 2: all together are a multiple of twice the number of ranks."""
+    return -(-numel // (2 * ranks)) * 2
+
+
+def sub_groups(
+    shapes: Mapping[str, Shape], ranks: int, size: int = SUB_GROUP_SIZE
+) -> list[Mapping[str, Shape]]:
+    """Return the sub-groups of a param group of ZeRO-3: each is full once a rank has ``size`` elements of it."""
+    shares = {name: -(-prod(shape) // ranks) for name, shape in shapes.items()}
+    if size >= sum(shares.values()):
+        return [shapes] if shapes else []
+    found: list[Mapping[str, Shape]] = []
+    current: dict[str, Shape] = {}
+    filled = 0
+    for name, shape in shapes.items():
+        current[name] = shape
+        filled += shares[name]
+        if filled >= size:
+            found.append(current)
+            current, filled = {}, 0
+    return [*found, current] if current else found
+
+
+def _spans(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, int, int]]:
+    """Yield where each parameter begins and ends in the flat tensor of them all."""
+    start = 0
+    for name, shape in shapes.items():
+        yield name, start, start + prod(shape)
+        start += prod(shape)
+
+
+def _mapping(shapes: Mapping[str, Shape], rank: int, size: int) -> Call:
+    """Return where the parameters lie in a rank's partition, for ``ds_to_universal.py``."""
+    items: dict[str, Call] = {}
+    for name, start, stop in _spans(shapes):
+        first, last = max(rank * size, start), min((rank + 1) * size, stop)
+        if first < last:
+            place = {"numel": last - first, "start": first - rank * size}
+            items[name] = Call(function=_FRAGMENT, state=place, new=True)
+    return _ordered(items)
+
+
+def _share(layout: Layout | None, numel: int, width: int, rank: int, ranks: int) -> _Flat:
+    """Return a rank's share of a parameter under ZeRO-3. ``layout``: None for zeros."""
+    share = -(-numel // ranks)
+    first, last = min(rank * share, numel), min((rank + 1) * share, numel)
+    padding = Zeros((share - (last - first)) * width)
+    return _Flat(share, (_stretch(layout, first * width, last * width), padding))
+
+
+def _stretch(layout: Layout | None, begin: int, end: int) -> Stretch | Zeros:
+    """Return the bytes ``begin`` to ``end`` of a layout, None for zeros."""
+    if layout is None:
+        return Zeros(end - begin)
+    if isinstance(layout, Converted) and isinstance(layout.layout, Contiguous):  # converts no more than these
+        before, after = DTYPE_BITS[layout.source] // 8, DTYPE_BITS[layout.target] // 8
+        run = cut(layout.layout, begin // after * before, end // after * before)
+        return Stretch(Converted(run, layout.source, layout.target), 0, end - begin)
+    return Stretch(layout, begin, end)
+
+
+def _ordered(items: Mapping[str, Any]) -> Call:
+    return Call(function=_ORDERED_DICT, items=items)
+
+
+def _shapes(shapes: Mapping[str, Shape]) -> Call:
+    return _ordered({name: Call(function=_SIZE, args=(shape,)) for name, shape in shapes.items()})
+
+
+def _stage(strategy: Strategy) -> Call:
+    stage = {Strategy.ZERO1: 1, Strategy.ZERO2: 2, Strategy.ZERO3: 3}[strategy]
+    return Call(function=Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,))
+
+
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+
+
+def _scalar(value: Any) -> Any:
+    """Return the number in a tensor of no dimension; any other value as it is."""
+    if not isinstance(value, StoredTensor) or value.shape != ():
+        return value
+    with OpenFiles() as files:
+        data = b"".join(bytes(block) for block in value.blocks(files, memoryview(bytearray(1 << 16))))
+    form = _SCALARS.get(value.dtype)
+    return unpack(form, data)[0] if form else (value.dtype, data)
