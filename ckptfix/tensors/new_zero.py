@@ -269,7 +269,7 @@ class _Plan:
         return dtypes[0] if dtypes else _MASTER
 
     def _known_buffers(self, given: Collection[str] | None) -> frozenset[str]:
-        """Return the tensors that are no parameters: as said, else those of no floating point, and batch norm's."""
+        """Return the tensors that are not parameters: as said, else those of other dtypes, and those of batch norm."""
         if given is None:
             given = self._model_states.get(BUFFERS)
         if given is not None:
