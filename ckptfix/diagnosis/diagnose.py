@@ -36,6 +36,7 @@ from ckptfix.diagnosis.findings.damaged import (
 )
 from ckptfix.diagnosis.findings.duplicates import DoubledModel, EntryGap, IdenticalModels, IdenticalStates
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave, MissingRank
+from ckptfix.diagnosis.optimizer_states import diagnose_optimizers
 from ckptfix.diagnosis.wrapped_keys import diagnose_names
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_zip import TorchZip
@@ -184,6 +185,9 @@ def diagnose(
         of_items, refused = diagnose_items(folder.root, sharded, data=data, progress=progress)
         findings += of_items
     damaged = frozenset(finding.path for finding in findings if isinstance(finding, _OF_CONTENT))
+    findings += diagnose_optimizers(
+        folder, sharded, frozenset(one.path for one in findings), has_deepspeed=bool(deepspeed)
+    )
     of_save = diagnose_save(folder, sharded, damaged, has_deepspeed=bool(deepspeed))
     findings += of_save.findings
     order = {kind.code: position for position, kind in enumerate(CATALOGUE)}

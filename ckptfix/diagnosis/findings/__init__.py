@@ -50,6 +50,12 @@ from ckptfix.diagnosis.findings.incomplete import (
     StagingFolder,
     StrayShard,
 )
+from ckptfix.diagnosis.findings.inconsistent import (
+    InconsistentGroups,
+    MismatchedMoments,
+    MissingMoments,
+    UnsavedParameters,
+)
 
 CATALOGUE: tuple[type[Finding], ...] = (
     DoubledModel,
@@ -80,6 +86,10 @@ CATALOGUE: tuple[type[Finding], ...] = (
     IncompleteTensor,
     StrayShard,
     FlatParameters,
+    InconsistentGroups,
+    MismatchedMoments,
+    UnsavedParameters,
+    MissingMoments,
     CrcMismatch,
     CompressedRecord,
     UncheckedFile,
@@ -122,13 +132,16 @@ __all__ = [
     "IdenticalStates",
     "IncompleteCheckpoint",
     "IncompleteTensor",
+    "InconsistentGroups",
     "IndexMismatch",
     "InterruptedRepair",
     "InterruptedSave",
     "MalformedFile",
+    "MismatchedMoments",
     "MismatchedNames",
     "MissingFile",
     "MissingModel",
+    "MissingMoments",
     "MissingRank",
     "MissingShard",
     "NestedPrefix",
@@ -149,6 +162,7 @@ __all__ = [
     "UndecidedPrefix",
     "UnloadablePickle",
     "UnsafePickle",
+    "UnsavedParameters",
     "WrapperPrefix",
     "finding_lines",
     "labelled",

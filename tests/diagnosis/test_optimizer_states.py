@@ -1,0 +1,386 @@
+"""Optimizers against themselves and the weights: each kind of damage is found, and no healthy optimizer is blamed."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+import ckptfix
+from ckptfix import check
+from ckptfix.diagnosis.optimizer_states import bare
+
+CODES = {"inconsistent-groups", "mismatched-moments", "unsaved-parameters", "missing-moments"}
+
+
+def found(root: Path) -> list[str]:
+    """Return the codes and sentences about optimizers."""
+    report = check(root)
+    return [f"{one.code}: {one}" for one in report.all_findings if one.code in CODES]
+
+
+def net() -> Any:
+    return torch.nn.Sequential(
+        torch.nn.Embedding(11, 6), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)
+    )
+
+
+def step(model: Any, optimizer: Any, times: int = 2) -> None:
+    for _ in range(times):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+def save(root: Path, models: list[Any], optimizers: list[Any], *, custom: tuple[Any, ...] = ()) -> Path:
+    """Save with stock accelerate."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(*models, *optimizers)
+    accelerator.register_for_checkpointing(*custom)
+    accelerator.save_state(str(root))
+    return root
+
+
+Make = Callable[[Any], Any]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters()),
+    "amsgrad": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
+    "adamax": lambda model: torch.optim.Adamax(model.parameters()),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters()),
+    "radam": lambda model: torch.optim.RAdam(model.parameters()),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), centered=True, momentum=0.5),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters()),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters()),
+    "capturable": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)),
+    "named": lambda model: torch.optim.AdamW(list(model.parameters())[::-1]),
+}
+if hasattr(torch.optim, "Adafactor"):
+    OPTIMIZERS["adafactor"] = lambda model: torch.optim.Adafactor(model.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_are_healthy(tmp_path: Path, name: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[name](model)
+    step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
+
+
+def test_an_optimizer_that_has_not_stepped_is_healthy(tmp_path: Path) -> None:
+    model = net()
+    assert found(save(tmp_path / "checkpoint", [model], [torch.optim.AdamW(model.parameters())])) == []
+
+
+class OtherShapes(torch.optim.Optimizer):  # type: ignore[misc]
+    """An optimizer that keeps states of its own shapes, like those of other libraries."""
+
+    def __init__(self, parameters: Any, make: Callable[[Any], dict[str, Any]], **options: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, **options})
+        self._make = make
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter] = self._make(parameter)
+
+
+def factored(parameter: Any) -> dict[str, Any]:
+    """Return states like those of transformers' Adafactor."""
+    if parameter.dim() < 2:
+        return {"step": 1, "RMS": 0.5, "exp_avg_sq": torch.zeros_like(parameter)}
+    rows, columns = torch.zeros(parameter.shape[0]), torch.zeros(parameter.shape[1])
+    return {"step": 1, "RMS": 0.5, "exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+
+
+def eight_bit(parameter: Any) -> dict[str, Any]:
+    """Return states like those of bitsandbytes."""
+    blocks = -(-parameter.numel() // 256)
+    return {
+        "step": 1,
+        "state1": torch.zeros(parameter.shape, dtype=torch.uint8),
+        "state2": torch.zeros(parameter.shape, dtype=torch.uint8),
+        "qmap1": torch.zeros(256),
+        "qmap2": torch.zeros(256),
+        "absmax1": torch.zeros(blocks),
+        "absmax2": torch.zeros(blocks),
+    }
+
+
+def preconditioned(parameter: Any) -> dict[str, Any]:
+    """Return states like those of Shampoo."""
+    sides = [torch.eye(length) for length in parameter.shape]
+    return {
+        "step": torch.tensor(1.0),
+        "preconditioners": sides,
+        "momentum_buffer": torch.zeros(parameter.numel()),
+    }
+
+
+def low_rank(parameter: Any) -> dict[str, Any]:
+    """Return states like those of GaLore."""
+    shape = (2, parameter.shape[1]) if parameter.dim() == 2 else parameter.shape
+    return {"step": 1, "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+
+
+def lion(parameter: Any) -> dict[str, Any]:
+    return {"exp_avg": torch.zeros_like(parameter)}
+
+
+FOREIGN: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]] = {
+    "adafactor of transformers": (factored, {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": -0.8}),
+    "bitsandbytes": (eight_bit, {"betas": (0.9, 0.999), "eps": 1e-8, "alpha": 0.0, "t_alpha": None}),
+    "shampoo": (preconditioned, {"update_freq": 1, "momentum": 0.9}),
+    "galore": (low_rank, {"betas": (0.9, 0.999), "eps": 1e-6, "rank": 2, "update_proj_gap": 200, "proj_type": "std"}),
+    "lion": (lion, {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_optimizers_of_other_libraries_are_healthy(tmp_path: Path, name: str) -> None:
+    make, options = FOREIGN[name]
+    model = net()
+    optimizer = OtherShapes(model.parameters(), make, **options)
+    step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
+
+
+def test_generator_and_discriminator_with_an_optimizer_each_are_healthy(tmp_path: Path) -> None:
+    models = [net(), torch.nn.Linear(7, 2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", models, optimizers)) == []
+
+
+def test_one_optimizer_of_two_models_is_healthy(tmp_path: Path) -> None:
+    models = [net(), torch.nn.Linear(7, 2)]
+    optimizer = torch.optim.AdamW([one for model in models for one in model.parameters()])
+    for model in models:
+        step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", models, [optimizer])) == []
+
+
+def test_an_ema_and_a_loss_with_weights_that_are_registered_are_healthy(tmp_path: Path) -> None:
+    model, loss = net(), torch.nn.Bilinear(4, 9, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    step(model, optimizer)
+    step(loss, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer], custom=(average, loss))) == []
+
+
+def test_adapters_alone_in_the_groups_are_healthy(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=["1", "3"]))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    step(model, optimizer)
+    assert found(save(tmp_path / "checkpoint", [model], [optimizer])) == []
+
+
+def test_frozen_and_unused_parameters_in_a_group_are_a_note(tmp_path: Path) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    assert found(root) == ["missing-moments: optimizer.bin: 1 of 7 parameters has no moments: 0"]
+    assert check(root).status == 0
+
+
+def test_weights_that_a_hook_saves_elsewhere_are_not_missed(tmp_path: Path) -> None:
+    model, other = net(), torch.nn.Linear(9, 9)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    step(model, optimizer)
+    step(other, optimizer)
+    root = save(tmp_path / "checkpoint", [model], [optimizer])
+    (words,) = found(root)
+    assert words == (
+        "unsaved-parameters: optimizer.bin: it has moments of shape [9], [9, 9], and no weights in the checkpoint have "
+        "it"
+    )
+    torch.save(other.state_dict(), root / "other.pt")
+    assert found(root) == []
+    (root / "other.pt").unlink()
+    (root / "other").mkdir()
+    torch.save(other.state_dict(), root / "other" / "weights.bin")
+    assert found(root) == []
+
+
+def test_more_parameters_than_tensors_are_of_another_model(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = save(tmp_path / "checkpoint", [model[:2]], [optimizer])
+    assert found(root) == [
+        "unsaved-parameters: optimizer.bin: it has 6 parameters, and the checkpoint 4 tensors of weights"
+    ]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = net()
+    optimizer = torch.optim.AdamW(
+        [{"params": [one for one in model.parameters() if (one.dim() > 1) is wide]} for wide in (True, False)]
+    )
+    step(model, optimizer)
+    return save(tmp_path / "checkpoint", [model], [optimizer])
+
+
+def test_groups_that_share_a_parameter_or_lack_one_with_moments(checkpoint: Path) -> None:
+    def share(state: dict[str, Any]) -> None:
+        state["param_groups"][1]["params"] = [2, 3, 4, 5]
+
+    rewrite(checkpoint / "optimizer.bin", share)
+    assert found(checkpoint) == [
+        "inconsistent-groups: optimizer.bin: two param groups have parameter 2; it has moments of parameter 6, which "
+        "no param group has"
+    ]
+
+
+def name_parameters(state: dict[str, Any], names: list[str]) -> None:
+    """Name the parameters as FSDP's full state dicts do."""
+    state["state"] = {names[number]: one for number, one in state["state"].items()}
+    for group in state["param_groups"]:
+        group["params"] = [names[number] for number in group["params"]]
+
+
+NAMES = ["0.weight", "1.weight", "3.weight", "1.bias", "2.weight", "2.bias", "3.bias"]
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_fsdp_wrapped_module.", "_orig_mod.module."])
+def test_names_of_fsdp_are_found_in_the_weights(checkpoint: Path, wrapper: str) -> None:
+    rewrite(
+        checkpoint / "optimizer.bin", lambda state: name_parameters(state, [wrapper + one for one in NAMES])
+    )
+    assert found(checkpoint) == []
+
+
+def test_names_that_the_weights_lack(checkpoint: Path) -> None:
+    names = [*NAMES[:-1], "3.offset"]
+    rewrite(checkpoint / "optimizer.bin", lambda state: name_parameters(state, names))
+    assert found(checkpoint) == [
+        "unsaved-parameters: optimizer.bin: 1 of 7 parameters has no weights in the checkpoint: '3.offset'"
+    ]
+
+
+def test_names_of_adapters_that_are_saved_under_others_are_healthy(checkpoint: Path) -> None:
+    names = [f"base_model.{one}.lora_A.default.weight" for one in NAMES]
+    rewrite(checkpoint / "optimizer.bin", lambda state: name_parameters(state, names))
+    assert found(checkpoint) == []
+
+
+def test_moments_of_another_shape_by_name(checkpoint: Path) -> None:
+    def turn(state: dict[str, Any]) -> None:
+        name_parameters(state, NAMES)
+        for one in ("exp_avg", "exp_avg_sq"):
+            state["state"]["1.weight"][one] = torch.zeros(6, 5)
+
+    rewrite(checkpoint / "optimizer.bin", turn)
+    assert found(checkpoint) == [
+        "mismatched-moments: optimizer.bin: the moments of '1.weight' have shape [6, 5] (expected [5, 6], as its "
+        "weights have)"
+    ]
+    rewrite(checkpoint / "optimizer.bin", lambda state: state["param_groups"][0].update(rank=4))
+    assert found(checkpoint) == []
+
+
+def test_a_guarded_save_has_the_names_of_numbered_parameters(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    accelerator = ckptfix.Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    root = tmp_path / "checkpoint"
+    accelerator.save_state(str(root))
+    assert found(root) == []
+    other = net()
+    other[3] = torch.nn.Linear(5, 4)
+    shutil.copytree(root, tmp_path / "other")
+    from safetensors.torch import save_model
+
+    save_model(other, str(tmp_path / "other" / "model.safetensors"))
+    assert found(tmp_path / "other") == [
+        "mismatched-moments: optimizer.bin: the moments of '3.weight' have shape [3, 5] (expected [4, 5], as its "
+        "weights have; 1 parameter more)"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flattened", [False, True])
+def test_dcp_folders_are_compared_by_their_metadata(tmp_path: Path, flattened: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    def write(model: Any, optimizer: Any, root: Path) -> Path:
+        save(root, [model], [optimizer])
+        (root / "model.safetensors").unlink()
+        (root / "optimizer.bin").unlink()
+        options = StateDictOptions(flatten_optimizer_state_dict=flattened)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        for name, content in (
+            ("pytorch_model_fsdp_0", {"model": model.state_dict()}),
+            ("optimizer_0", {"optimizer": state}),
+        ):
+            dcp.save(content, storage_writer=dcp.FileSystemWriter(root / name), no_dist=True)
+        return root
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    root = write(model, optimizer, tmp_path / "checkpoint")
+    assert found(root) == []
+    shutil.rmtree(root / "pytorch_model_fsdp_0")
+    other = net()
+    other[3] = torch.nn.Linear(5, 4, bias=False)
+    write(other, torch.optim.AdamW(other.parameters()), tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "pytorch_model_fsdp_0", root / "pytorch_model_fsdp_0")
+    assert found(root) == [
+        "mismatched-moments: optimizer_0: the moments of '3.weight' have shape [3, 5] (expected [4, 5], as its weights "
+        "have)",
+        "unsaved-parameters: optimizer_0: 1 of 7 parameters has no weights in the checkpoint: '3.bias'",
+    ]
+
+
+def test_a_trainer_checkpoint_is_not_judged_by_shapes(tmp_path: Path) -> None:
+    """Transformers merges and splits weights when it loads and saves: moments are of the merged ones."""
+    model = torch.nn.Linear(6, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    from safetensors.torch import save_file
+
+    halves = {f"experts.{half}.weight": torch.ones(4, 6) for half in range(2)}
+    save_file(halves, str(tmp_path / "model.safetensors"), {"format": "pt"})
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save({"python": 1}, tmp_path / "rng_state.pth")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("module.module.a.b", "a.b"),
+        ("a.module.b", "a.module.b"),
+        ("a._checkpoint_wrapped_module.b", "a.b"),
+        ("module.module", "module"),
+        ("_orig_mod.module.weight", "weight"),
+    ],
+)
+def test_names_without_wrappers(name: str, expected: str) -> None:
+    assert bare(name) == expected
