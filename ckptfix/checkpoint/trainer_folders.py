@@ -108,6 +108,12 @@ def _is_optimizer(name: str) -> bool:
     return "optimizer" in name and name.endswith((".pt", ".bin"))
 
 
+def trainer_step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files do."""
+    with (checkpoint / TRAINER_STATE).open("rb") as file:
+        return int(json.loads(file.read(_MAX_STATE))["global_step"])
+
+
 def is_model_alone(missing: Collection[MissingState]) -> bool:
     """Return whether a checkpoint lacks what one saved with ``save_only_model=True`` lacks."""
     return {one.role for one in missing} == {Role.OPTIMIZER, Role.SCHEDULER, Role.RNG_STATE}

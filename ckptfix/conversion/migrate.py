@@ -14,7 +14,15 @@ from ckptfix.conversion.destination import (
     files_replaced,
     write_receipt,
 )
-from ckptfix.conversion.migration_plan import ALL, WEIGHTS, MigrationPlan, make_options, make_plan
+from ckptfix.conversion.migration_plan import (
+    ALL,
+    WEIGHTS,
+    MigrationPlan,
+    PlannedModel,
+    PlannedState,
+    make_options,
+    make_plan,
+)
 from ckptfix.conversion.producing import outdated, produce, record, source_manifest
 from ckptfix.conversion.proving import prove_copy, prove_model, prove_states
 from ckptfix.conversion.sources import (
@@ -167,7 +175,7 @@ def receipt_of(
                 parameters=sum(len(group.names) for group in one.state.groups),
                 groups=len(one.state.groups),
                 nbytes=one.state.nbytes,
-                files=tuple(str(file.path) for file in one.files),
+                files=tuple(str(file.path) for file in one.files or _with_model(plan, one).files),
             )
             for one in plan.states
         ),
@@ -191,6 +199,11 @@ def receipt_of(
         verified=verified,
         dry_run=dry_run,
     )
+
+
+def _with_model(plan: MigrationPlan, state: PlannedState) -> PlannedModel:
+    """Return the model in whose files an optimizer is, too."""
+    return next(model for model in plan.models if model.weights.index == state.state.index)
 
 
 def _overflows(plan: MigrationPlan) -> Iterator[str]:
@@ -293,7 +306,7 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
     Raises OperationError when a model is not found in the files that were written for it.
     """
     try:
-        found = {frozenset(map(str, one.files)): one for one in open_checkpoint(whole).weights}
+        found = open_checkpoint(whole).weights
     except CkptfixError as error:
         words = str(error).replace(str(whole), str(plan.output))
         raise OperationError(
@@ -301,13 +314,14 @@ def open_new(plan: MigrationPlan, whole: Path) -> tuple[Weights, ...]:
         ) from error
     new = []
     for model in plan.models:
-        written = frozenset(str(file.path) for file in model.files)
-        if written not in found:
+        written = {file.path for file in model.files}
+        mine = [one for one in found if written.issuperset(one.files)]
+        if len(mine) != 1:
             raise OperationError(
-                f"{plan.output}: {model.label} became {sorted(written)[0]}, but other files would be loaded; nothing "
-                "was written there"
+                f"{plan.output}: {model.label} became {min(map(str, written))}, but other files would be loaded; "
+                "nothing was written there"
             )
-        new.append(found[written])
+        new.append(mine[0])
     return tuple(new)
 
 

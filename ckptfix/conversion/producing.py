@@ -24,6 +24,8 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.recipes import Literal
 from ckptfix.storage.staged import despite_interrupts, ensure_space
+from ckptfix.tensors.hashing import TensorJob, hash_all
+from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import OutputFile
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.wording import human_size
@@ -91,10 +93,34 @@ def produce(
     for path in plan.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
     _keep_modes(plan, folder)
+    for model, digests in zip(plan.models, produced.digests, strict=False):
+        if model.parts is not None and (plan.options.verify or recorded.has_digests):
+            digests.clear()
+            digests.update(_digests_of(model))
     recorded.compare(produced.digests[: len(plan.models)])
     for where, _, _ in os.walk(folder):
         sync_folder(Path(where))
     return produced
+
+
+def _digests_of(model: PlannedModel) -> dict[str, str]:
+    """Return the digests of the tensors of a model whose new files have them in parts, by their names."""
+    tensors = {
+        name: source.stored
+        if source.convert is None
+        else source.stored._replace(
+            dtype=source.new.dtype,
+            layout=Converted(source.stored.layout, source.stored.dtype, source.new.dtype),
+        )
+        for name, source in model.sources.items()
+    }
+    read = hash_all([TensorJob(one) for one in tensors.values()], keep_cached=False)
+    for name, one in zip(tensors, read, strict=True):
+        if one.problem:
+            raise OperationError(
+                f"{model.label}: {name!r} cannot be read: {one.problem}; nothing was written"
+            )
+    return {name: one.digest for name, one in zip(tensors, read, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ hyperparameters. What belongs to a process (random states, data positions) goes 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.manifest import usable_manifest
+from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.conversion.migration_plan import (
     MigrationPlan,
     Options,
@@ -36,16 +37,19 @@ from ckptfix.errors import FormatError, OperationError, UnsupportedFormat, Usage
 from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import Piece, open_reader
+from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_torch_files import torch_file
+from ckptfix.tensors.new_zero import zero_files
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import OptimizerState, Strategy
+from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_sources import ModelsOfRun, name_optimizers, run_of
 from ckptfix.tensors.stored import StoredCheckpoint, StoredTensor, Weights
 from ckptfix.wording import count_of, list_names
 
+NO_CHECKSUMS: Mapping[Piece, int] = {}
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
 
@@ -62,8 +66,6 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
         raise UsageError(
             f"{path}: --state all takes the folder of a save_state or of a checkpoint of the Trainer, and writes one"
         )
-    if strategy not in _WRITERS:
-        raise UsageError(f"--to {strategy.value}: not written yet; write one of ddp, fsdp, fsdp-full")
     source = replace(source, weights=tuple(one for one in source.weights if not one.home.parts))
     optimizers = open_optimizers(source.root)
     if not optimizers:
@@ -76,9 +78,8 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
     processes = options.processes or before
     if processes is None:
         raise UsageError(f"{path}: nothing in it shows how many processes saved it; give --processes N")
-    planning = _Planning(source, options, strategy, names)
-    states = planning.states(optimizers)
-    models = planning.models()
+    planning = _Planning(source, options, strategy, names, processes)
+    models, states = planning.of(optimizers)
     parts: tuple[Planned, ...] = (*models, *states)
     new = frozenset(file.path for one in parts for file in one.files)
     replaced = {file for one in states for file in one.old_files}
@@ -122,6 +123,12 @@ class _Names(NamedTuple):
             return PurePosixPath("optimizer.pt")
         return PurePosixPath(f"optimizer_{index}.bin" if index else "optimizer.bin")
 
+    def engine(self, index: int, root: Path) -> PurePosixPath:
+        """Return the folder of a model and its optimizer of DeepSpeed."""
+        if self.is_trainer:
+            return PurePosixPath(f"global_step{trainer_step(root)}")
+        return PurePosixPath(f"pytorch_model_{index}" if index else "pytorch_model")
+
     def random_states(self, processes: int) -> list[str]:
         """Return the names of the files in which each rank looks for its random states."""
         if not self.is_trainer:
@@ -132,40 +139,51 @@ class _Names(NamedTuple):
 class _Planning:
     """The models and optimizers of one plan. ``warnings``: what is said about them, in words."""
 
-    def __init__(self, source: StoredCheckpoint, options: Options, strategy: Strategy, names: _Names) -> None:
+    def __init__(
+        self,
+        source: StoredCheckpoint,
+        options: Options,
+        strategy: Strategy,
+        names: _Names,
+        processes: int,
+    ) -> None:
         self._source, self._options, self._strategy, self._names = source, options, strategy, names
+        self._processes = processes
         self._weights = source.weights
+        self._built: ModelsOfRun | None = None
+        self._run = run_of(source.root, source.weights, options.model)
         self.warnings: list[str] = []
 
-    def models(self) -> tuple[PlannedModel, ...]:
-        """Plan the models."""
-        config = read_config(self._source, PurePosixPath())
-        suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
-        return tuple(
-            planned_model(one, self._names.model_stem(one.index), self._options, config, None, suffix)
-            for one in self._weights
-        )
-
-    def states(self, optimizers: Sequence[OptimizerState]) -> tuple[PlannedState, ...]:
-        """Plan the optimizers whose files change."""
+    def of(
+        self, optimizers: Sequence[OptimizerState]
+    ) -> tuple[tuple[PlannedModel, ...], tuple[PlannedState, ...]]:
+        """Plan the models, and the optimizers whose files change."""
         changed = [one for one in optimizers if not self._is_kept(one)]
         named: Sequence[OptimizerState] = changed
         if self._strategy is not Strategy.DDP:
-            root, model = self._source.root, self._options.model
-            built: list[ModelsOfRun] = []
-            run = run_of(root, self._weights, model)
-
-            def noted() -> ModelsOfRun:
-                built[:] = [run()]
-                return built[0]
-
             named = name_optimizers(
-                root, changed, weights=self._weights, frozen=self._options.frozen, run=noted
+                self._source.root,
+                changed,
+                weights=self._weights,
+                frozen=self._options.frozen,
+                run=self._noted_run,
             )
-            self._weights = tuple(
-                _with_lost_ties(one, built[0].ties if built else ()) for one in self._weights
-            )
-        return tuple(map(self._state, changed, named))
+            ties = self._built.ties if self._built is not None else ()
+            self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
+        if self._strategy not in _BY_TORCH:
+            return self._of_deepspeed(changed, named)
+        states = tuple(map(self._state, changed, named))
+        config = read_config(self._source, PurePosixPath())
+        suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
+        models = tuple(
+            planned_model(one, self._names.model_stem(one.index), self._options, config, None, suffix)
+            for one in self._weights
+        )
+        return models, states
+
+    def _noted_run(self) -> ModelsOfRun:
+        self._built = self._run()
+        return self._built
 
     def _is_kept(self, state: OptimizerState) -> bool:
         """Return whether the files of an optimizer are those that the new loader looks for."""
@@ -177,6 +195,7 @@ class _Planning:
     def _state(self, before: OptimizerState, state: OptimizerState) -> PlannedState:
         """Plan one optimizer. ``state``: ``before`` under fqns."""
         tensors = {name: tensor for one in self._weights for name, tensor in one.named().items()}
+        state = replace(state, masters={})  # they are the weights
         if self._strategy is not Strategy.DDP or state.is_named:
             _ensure_fit(state, tensors)
         if self._strategy is not Strategy.DDP:
@@ -200,6 +219,78 @@ class _Planning:
             data=_data(new, state),
         )
 
+    def _of_deepspeed(
+        self, changed: Sequence[OptimizerState], named: Sequence[OptimizerState]
+    ) -> tuple[tuple[PlannedModel, ...], tuple[PlannedState, ...]]:
+        """Plan the files of DeepSpeed, which keeps a model and its optimizer together."""
+        positions = [one.index for one in self._weights]
+        if positions != [one.index for one in named]:
+            raise OperationError(
+                f"{self._source.root}: {count_of(len(self._weights), 'model')} and "
+                f"{count_of(len(named), 'optimizer')}: DeepSpeed has an optimizer for each model; next: migrate to "
+                "ddp, fsdp or fsdp-full"
+            )
+        models, states = [], []
+        for weights, before, state in zip(self._weights, changed, named, strict=True):
+            planned = self._engine(weights, before, state, is_last=weights is self._weights[-1])
+            models.append(planned[0])
+            states.append(planned[1])
+        return tuple(models), tuple(states)
+
+    def _engine(
+        self, weights: Weights, before: OptimizerState, state: OptimizerState, *, is_last: bool
+    ) -> tuple[PlannedModel, PlannedState]:
+        """Plan a model with its optimizer. ``is_last``: DeepSpeed's file ``latest`` leads to it."""
+        tensors = weights.named()
+        _ensure_fit(state, tensors)
+        known = (
+            ()
+            if self._built is None
+            else [one for one in self._built.parameters if one.model == weights.index]
+        )
+        listed = {name for group in state.groups for name in group.names}
+        frozen = {one.name for one in known if one.trainable is False} & listed
+        buffers = (
+            tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
+        )
+        folder = self._names.engine(weights.index, self._source.root)
+        try:
+            new = zero_files(
+                self._strategy,
+                folder,
+                weights,
+                state,
+                processes=self._processes,
+                dtype=self._options.dtype,
+                frozen=frozen,
+                buffers=buffers,
+            )
+        except UnsupportedFormat as error:
+            raise OperationError(f"{state.label}: {error}") from error
+        self.warnings += new.notes
+        data = _data(new, state, weights.checksums)
+        files = tuple(file for file in new.files if is_last or file.path.is_relative_to(folder))
+        state = _as_kept(state, tensors, frozen)
+        label = weights.label
+        trained = {
+            name: source_of(tensor._replace(fqn=name), "F32", label, {})
+            for name, tensor in state.masters.items()
+        }
+        others = {
+            tensor.fqn: source_of(tensor, new.dtypes.get(f"module/{tensor.fqn}"), label, {})
+            for tensor in weights.tensors
+            if tensor.fqn not in trained
+        }
+        model = PlannedModel(
+            label=weights.label,
+            before=weights,
+            weights=weights,
+            files=files,
+            sources=trained | others,
+            parts=data,
+        )
+        return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
+
 
 _WRITERS = {
     Strategy.DDP: ddp_optimizer,
@@ -222,9 +313,45 @@ def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> W
     return replace(weights, ties={**weights.ties, **lost}) if lost else weights
 
 
-def _data(new: NewStates, state: OptimizerState) -> Mapping[str, Source]:
+def _as_kept(
+    state: OptimizerState, tensors: Mapping[str, StoredTensor], frozen: Collection[str]
+) -> OptimizerState:
+    """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all in fp32."""
+
+    def in_fp32(value: StateValue, key: str) -> StateValue:
+        if not isinstance(value, StoredTensor) or key == STEP or value.dtype == "F32" or not value.shape:
+            return value
+        return value._replace(dtype="F32", layout=Converted(value.layout, value.dtype, "F32"))
+
+    groups = tuple(
+        replace(group, names=tuple(name for name in group.names if name not in frozen))
+        for group in state.groups
+    )
+    states: dict[str, Mapping[str, StateValue]] = {}
+    for group in groups:
+        shared = next((state.states[name] for name in group.names if state.states.get(name)), {})
+        own = replace(state, groups=(group,)).started({name: tensors[name].shape for name in group.names})
+        for name in group.names:
+            found = own.states.get(name, {})
+            if not state.states.get(name) and STEP in shared:
+                found = {**found, STEP: shared[STEP]}  # ZeRO keeps one for a group
+            states[name] = {key: in_fp32(value, key) for key, value in found.items()}
+    masters = {name: state.masters.get(name, tensors[name]) for group in groups for name in group.names}
+    fp32 = {name: in_fp32(tensor, "") for name, tensor in masters.items()}
+    return replace(
+        state,
+        groups=groups,
+        states={name: found for name, found in states.items() if found},
+        masters={name: tensor for name, tensor in fp32.items() if isinstance(tensor, StoredTensor)},
+    )
+
+
+def _data(
+    new: NewStates, state: OptimizerState, others: Mapping[Piece, int] = NO_CHECKSUMS
+) -> Mapping[str, Source]:
+    checksums = {**others, **state.checksums}
     return {
-        key: source_of(tensor._replace(fqn=key), new.dtypes.get(key), state.label, state.checksums)
+        key: source_of(tensor._replace(fqn=key), new.dtypes.get(key), state.label, checksums)
         for key, tensor in new.sources.items()
     }
 

@@ -136,6 +136,59 @@ def test_every_state_is_there_by_name(tmp_path: Path, before: str, after: str) -
     assert found & {"optimizer.bin", "optimizer_0"} == {*others[after]}
 
 
+@pytest.mark.parametrize("between", ["zero1", "zero2", "zero3", "universal"])
+@pytest.mark.parametrize("after", STRATEGIES)
+def test_deepspeed_and_back(tmp_path: Path, between: str, after: str) -> None:
+    run = trained()
+    source = save_state(tmp_path / "source", "fsdp", run)
+    first = ckptfix.migrate(source, tmp_path / "between", to=between, state="all", processes=3)
+    assert first.verified
+    assert first.models[0].files == first.optimizers[0].files
+    names = {path.name for path in (tmp_path / "between").iterdir()}
+    latest = "latest_universal" if between == "universal" else "latest"
+    assert {"pytorch_model", latest, "scheduler.bin", "random_states_1.pkl"} <= names
+    assert not {"optimizer_0", "pytorch_model_fsdp_0"} & names
+    ckptfix.migrate(tmp_path / "between", tmp_path / "after", to=after, state="all", processes=2)
+    assert_loads(tmp_path / "after", after, run)
+
+
+def test_two_engines_of_deepspeed(tmp_path: Path) -> None:
+    runs = trained(), trained(seed=1)
+    source = save_state(tmp_path / "source", "fsdp", *runs)
+    ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all")
+    assert (tmp_path / "between" / "pytorch_model_1").is_dir()
+    assert (tmp_path / "between" / "latest").read_text() == "pytorch_model_1", (
+        "as after the last save_checkpoint"
+    )
+    ckptfix.migrate(tmp_path / "between", tmp_path / "after", to="ddp", state="all")
+    assert_loads(tmp_path / "after", "ddp", *runs)
+
+
+def test_deepspeed_has_an_optimizer_for_each_model(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained(), trained(seed=1))
+    (source / "optimizer_1.bin").unlink()
+    with pytest.raises(
+        OperationError, match="2 models and 1 optimizer: DeepSpeed has an optimizer for each model"
+    ):
+        ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all")
+
+
+def test_moments_in_bf16_become_fp32_for_deepspeed(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.to(torch.bfloat16)
+    for state in optimizer.state.values():
+        state |= {key: one.to(torch.bfloat16) for key, one in state.items() if key != "step"}
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "between", to="zero1", state="all")
+    assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in receipt.models[0].files[0]
+    ckptfix.migrate(tmp_path / "between", tmp_path / "after", to="ddp", state="all")
+    found = torch.load(tmp_path / "after" / "optimizer.bin", weights_only=True)["state"][0]
+    assert_same(found["exp_avg"], optimizer.state[model[0].weight]["exp_avg"].float())
+    assert_same(
+        load_file(tmp_path / "after" / "model.safetensors")["0.weight"], model[0].weight.detach().float()
+    )
+
+
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
 def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(tmp_path: Path, after: str) -> None:
     source = save_state(tmp_path / "source", "ddp", trained(skipped="2.weight"))
