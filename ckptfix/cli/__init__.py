@@ -30,7 +30,7 @@ _ALREADY = b"ckptfix: interrupted already, and cleaning up; interrupt again to l
 VERBS: Mapping[str, Mapping[str, str]] = {
     "Look": {
         "check": "Find what is wrong with checkpoints.",
-        "diff": "Compare the weights of two checkpoints, of any formats.",
+        "diff": "Compare the weights and optimizers of two checkpoints.",
     },
     "Repair": {
         "repair": "Repair checkpoints in place; every repair can be undone.",

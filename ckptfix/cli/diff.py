@@ -23,14 +23,19 @@ from ckptfix.cli.verb_options import Verb
     "--rtol", type=float, metavar="R", help="Count |a - b| <= R * |a| (+ atol) as equal, any dtype."
 )
 @click.option("--atol", type=float, metavar="D", help="Count |a - b| <= D (+ rtol) as equal, any dtype.")
+@click.option(
+    "--model", metavar="MODULE:FACTORY",
+    help="A function that returns the models of the run: it names the parameters that DDP's optimizers number.",
+)  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors, too.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with a heat map.")
 def diff_command(
-    a: str, b: str, rtol: float | None, atol: float | None, show_all: bool, html: str | None, report: Report
-) -> int:
-    """Compare the weights of two checkpoints, of any formats.
+    a: str, b: str, rtol: float | None, atol: float | None, model: str | None, show_all: bool, html: str | None,
+    report: Report,
+) -> int:  # fmt: skip
+    """Compare the weights and optimizers of two checkpoints.
 
-    Lists every tensor of A and B that differs.
+    Lists every tensor of A and B that differs, and every step and hyperparameter.
 
     Exit status: 0 equal, 1 different, or values in a model that cannot be compared.
     """
@@ -39,7 +44,7 @@ def diff_command(
     from ckptfix.verification.diff import diff
 
     with report.progress(f"comparing {a} and {b}") as progress:
-        result = diff(a, b, rtol=rtol, atol=atol, progress=progress)
+        result = diff(a, b, rtol=rtol, atol=atol, model=model, progress=progress)
     report.show(result.lines(show_all=show_all))
     if html is not None:
         from ckptfix.verification.diff_page import html_page

@@ -278,7 +278,7 @@ def tally(
     with numpy.errstate(all="ignore"):
         if same and same_bytes(one, other):
             return _of_equals(one, dtypes[0])
-        a, b = _numbers(one, dtypes[0]), _numbers(other, dtypes[1])
+        a, b = numbers_in(one, dtypes[0]), numbers_in(other, dtypes[1])
         if a.dtype != b.dtype:
             wide = "<c16" if "c" in (a.dtype.kind, b.dtype.kind) else "<f8"
             a, b = a.astype(wide), b.astype(wide)
@@ -294,7 +294,7 @@ def tally(
 
 
 def _of_equals(block: memoryview, dtype: str) -> Tally:
-    numbers = _numbers(block, dtype)
+    numbers = numbers_in(block, dtype)
     if numbers.dtype.kind in "iu":
         return Tally(elements=len(numbers), norm=_norm(numbers.astype("<f8")))
     norm = _norm(numbers)
@@ -343,7 +343,7 @@ def _of_floats(a: Any, b: Any, unequal: Any, tolerance: Tolerance | None) -> Tal
     return found
 
 
-def _numbers(block: memoryview, dtype: str) -> Any:
+def numbers_in(block: memoryview, dtype: str) -> Any:
     """Return the elements as float64, complex128, or, integers of up to 64 bits, as int64 or uint64."""
     if dtype in _FLOATS:
         return numpy.frombuffer(block, _FLOATS[dtype]).astype("<f8", copy=False)

@@ -1,7 +1,8 @@
 """``diff``: two checkpoints of any formats compared tensor by tensor.
 
-``matching`` pairs models and tensors. Several threads read both sides, each a part of a tensor at a time: bytes first,
-numbers only where those differ. ``diff_report`` is the answer, ``diff_page`` lays it out as HTML.
+``matching`` pairs models and tensors, ``optimizer_pairs`` the states of optimizers. Several threads read both sides,
+each a part of a tensor at a time: bytes first, numbers only where those differ. ``diff_report`` is the answer,
+``diff_page`` lays it out as HTML.
 """
 
 import math
@@ -19,10 +20,18 @@ from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
-from ckptfix.tensors.opening import open_checkpoint, other_files
+from ckptfix.tensors.opening import other_files
 from ckptfix.tensors.stored import Contiguous, Layout, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, TensorDiff
+from ckptfix.verification.diff_report import (
+    DiffReport,
+    ModelDiff,
+    OptimizerDiff,
+    Outcome,
+    TensorDiff,
+    ValueDiff,
+)
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
+from ckptfix.verification.optimizer_pairs import OptimizerPair, open_side, pair_optimizers
 from ckptfix.wording import count_of, list_names
 
 BUFFER = 1 << 20
@@ -218,12 +227,15 @@ def diff(
     *,
     rtol: float | None = None,
     atol: float | None = None,
+    model: str | Callable[[], object] | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Compare the weights of two checkpoints, tensor by tensor.
+    """Compare the weights of two checkpoints, tensor by tensor, and their optimizers, parameter by parameter.
 
     ``rtol``, ``atol``: an element of A and one of B count as equal where ``|a - b| <= atol + rtol * |a|``; when either
-    is given, two dtypes count as equal, too. ``progress`` gets the bytes read, of both sides together, from any thread.
+    is given, two dtypes count as equal, too. ``model``: "module:factory", or the function, that makes the models of the
+    run, for optimizers that number their parameters where the other side names them. ``progress`` gets the bytes read,
+    of both sides together, from any thread.
 
     Raises UsageError when nothing can be compared, OperationError when a checkpoint cannot be read, OSError.
     """
@@ -232,19 +244,33 @@ def diff(
             raise UsageError(f"{name} is {value}: a tolerance is a number, 0 or more")
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
     with paused_gc():
-        left, right = open_checkpoint(a, lone_shard=True), open_checkpoint(b, lone_shard=True)
-        _ensure_tensors(left, right)
+        sides = open_side(a, lone_shard=True), open_side(b, lone_shard=True)
+        left, right = sides[0].checkpoint, sides[1].checkpoint
+        optimizers, not_paired = pair_optimizers(*sides, model=model, tolerance=tolerance)
+        if not optimizers:
+            _ensure_tensors(left, right)
         drafts = [_Draft(*models) for models in pair_models(left.weights, right.weights)]
         pairs = _Pairs()
         for draft in drafts:
-            pairs.collect(draft)
+            pairs.collect(draft.pairs())
+        for pair in optimizers:
+            pairs.collect(map(pair.of, pair.matched))
         pairs.compare(tolerance, progress)
         models = tuple(draft.finished(pairs, tolerance) for draft in drafts)
-    others = other_files(left), other_files(right)
+        states = tuple(_optimizer(pair, pairs, tolerance) for pair in optimizers)
+    compared = (
+        {file for pair in optimizers for file in pair.a.files},
+        {file for pair in optimizers for file in pair.b.files},
+    )
+    others = [
+        [path for path in other_files(one) if path not in of_optimizers]
+        for one, of_optimizers in zip((left, right), compared, strict=True)
+    ]
     return DiffReport(
         a=os.fspath(a),
         b=os.fspath(b),
         models=models,
+        optimizers=states,
         tolerance=tolerance,
         crossed=crossing(list(crossed((draft.a, draft.b) for draft in drafts))),
         is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
@@ -254,6 +280,8 @@ def diff(
             *_not_compared("B", right, others[1]),
             *_moved(drafts),
             *_opaque(drafts),
+            *not_paired,
+            *(words for pair in optimizers for words in pair.notes),
             *_too_small(models),
         ),
     )
@@ -274,6 +302,10 @@ class _Draft:
             self.left[one.a] if one.a is not None else None,
             self.right[one.b] if one.b is not None else None,
         )
+
+    def pairs(self) -> Iterator[tuple[StoredTensor | None, StoredTensor | None]]:
+        """Yield the tensors of both sides."""
+        return map(self.of, self.matched)
 
     def finished(self, pairs: "_Pairs", tolerance: Tolerance | None) -> ModelDiff:
         """Return what was found."""
@@ -296,10 +328,9 @@ class _Pairs:
         self._unequal: set[int] = set()
         self._tallies: dict[int, Tally] = {}
 
-    def collect(self, draft: _Draft) -> None:
-        """Take note of the pairs of a model."""
-        for one in draft.matched:
-            a, b = draft.of(one)
+    def collect(self, found: Iterable[tuple[StoredTensor | None, StoredTensor | None]]) -> None:
+        """Take note of the pairs of a model or an optimizer."""
+        for a, b in found:
             if a is not None and b is not None and a.shape == b.shape and _key(a, b) not in self._numbers:
                 self._numbers[_key(a, b)] = len(self._pairs)
                 self._pairs.append((a, b))
@@ -314,6 +345,23 @@ class _Pairs:
         """Return whether two tensors have equal dtypes and bytes, and how far apart their numbers are."""
         number = self._numbers[_key(a, b)]
         return number not in self._unequal, self._tallies.get(number)
+
+
+def _optimizer(pair: OptimizerPair, pairs: _Pairs, tolerance: Tolerance | None) -> OptimizerDiff:
+    """Return what was found of a pair of optimizers."""
+    return OptimizerDiff(
+        index=pair.a.index,
+        a=pair.a.label,
+        b=pair.b.label,
+        strategy_a=pair.a.strategy.value,
+        strategy_b=pair.b.strategy.value,
+        names=pair.words,
+        tensors=tuple(_finished(one, *pair.of(one), pairs, tolerance) for one in pair.matched),
+        values=pair.values,
+        differences=tuple(
+            ValueDiff(name=one.name, a=one.a, b=one.b, parameters=one.names) for one in pair.differences
+        ),
+    )
 
 
 def _key(a: StoredTensor, b: StoredTensor) -> tuple[int, int, str, str]:

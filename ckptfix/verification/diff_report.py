@@ -1,5 +1,6 @@
 """Report of a comparison of two checkpoints: values, rows for people (layers of one kind in one), and words."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import ClassVar
@@ -7,7 +8,7 @@ from typing import ClassVar
 from ckptfix.dataclass import dataclass
 from ckptfix.reports import Serialized, items
 from ckptfix.tensors.numbers import Tally, Tolerance
-from ckptfix.wording import Line, Printable, collapse_layers, count_of, layer_of, line
+from ckptfix.wording import Line, Printable, collapse_layers, count_of, few, layer_of, line, list_names
 
 
 class Outcome(Enum):
@@ -103,33 +104,96 @@ class ModelDiff(Serialized):
         """Yield a table of the tensors that differ, of equal ones, too, with ``show_all``."""
         names = f"; keys matched {self.names}" if self.names else ""
         yield line(f"{self.a or '(none)'} against {self.b or '(none)'}{names}:", bold=True)
-        found = rows(one for one in self.tensors if show_all or one.outcome is not Outcome.EQUAL)
-        shown = found if show_all else found[:_MOST_ROWS]
-        if not self.tensors:
-            yield line("  no tensor that can be compared")
-        elif shown:
-            yield from _table([_HEADS, *map(_cells, shown)])
-        else:
-            yield line(f"  {count_of(len(self.tensors), 'tensor')}, bytes equal")
-        if len(shown) < len(found):
-            yield line(f"  and {len(found) - len(shown)} more rows; --all or --json lists them")
+        yield from _tensor_lines(self.tensors, show_all=show_all)
+
+
+def _tensor_lines(tensors: Sequence[TensorDiff], *, show_all: bool) -> Iterator[Line]:
+    found = rows(one for one in tensors if show_all or one.outcome is not Outcome.EQUAL)
+    shown = found if show_all else found[:_MOST_ROWS]
+    if not tensors:
+        yield line("  no tensor that can be compared")
+    elif shown:
+        yield from _table([_HEADS, *map(_cells, shown)])
+    else:
+        yield line(f"  {count_of(len(tensors), 'tensor')}, bytes equal")
+    if len(shown) < len(found):
+        yield line(f"  and {len(found) - len(shown)} more rows; --all or --json lists them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDiff(Serialized):
+    """A hyperparameter, or a state of one element such as ``step``, that differs. ``parameters``: of these."""
+
+    json_keys: ClassVar = "name a b parameters"
+
+    name: str
+    a: object
+    b: object
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        count = count_of(len(self.parameters), "parameter")
+        a, b = ("not there" if one is None else one for one in (self.a, self.b))
+        return f"{self.name} of {count}: {a} in A, {b} in B ({list_names(self.parameters)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerDiff(Serialized):
+    """Comparison of one optimizer.
+
+    ``a``, ``b``: its label on each side, and the strategies that saved it. ``names``: how parameters were matched.
+    ``tensors``: moments and fp32 copies, by parameter and state. ``values``: how many states of one element and
+    hyperparameters were compared, and ``differences`` of those.
+    """
+
+    json_keys: ClassVar = "index a b strategy_a strategy_b names tensors values differences"
+
+    index: int
+    a: str
+    b: str
+    strategy_a: str
+    strategy_b: str
+    names: str
+    tensors: tuple[TensorDiff, ...]
+    values: int
+    differences: tuple[ValueDiff, ...]
+
+    @property
+    def is_different(self) -> bool:
+        """Return whether a tensor or a value differs, or is on one side only."""
+        return bool(self.differences) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors)
+
+    def lines(self, *, show_all: bool) -> Iterator[Line]:
+        """Yield a table of the tensors that differ, then the values that do."""
+        names = f"; {self.names}" if self.names else ""
+        yield line(
+            f"optimizer {self.a} ({self.strategy_a}) against {self.b} ({self.strategy_b}){names}:", bold=True
+        )
+        yield from _tensor_lines(self.tensors, show_all=show_all)
+        texts = [f"  {one}" for one in self.differences]
+        yield from map(line, texts) if show_all else few(texts, "values")
+        if self.values and not self.differences:
+            yield line(f"  {count_of(self.values, 'value')} of steps and hyperparameters, equal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DiffReport(Printable, Serialized):
     """Report of ``diff``. ``tolerance``: relative and absolute, None without one.
 
-    ``crossed``: models in each other's place, in words, "" when none do. ``not_compared``: in words.
-    ``is_partial``: whether values of the models themselves are among that.
+    ``optimizers``: those that both sides have. ``crossed``: models in each other's place, in words, "" when none do.
+    ``not_compared``: in words. ``is_partial``: whether values of the models themselves are among that.
     """
 
-    json_keys: ClassVar = "a b tolerance=_tolerance verdict summary=_counts models crossed notes not_compared"
+    json_keys: ClassVar = (
+        "a b tolerance=_tolerance verdict summary=_counts models optimizers crossed notes not_compared"
+    )
 
     a: str
     b: str
     models: tuple[ModelDiff, ...]
     tolerance: Tolerance | None
     not_compared: tuple[str, ...]
+    optimizers: tuple[OptimizerDiff, ...] = ()
     crossed: str = ""
     is_partial: bool = False
 
@@ -149,8 +213,12 @@ class DiffReport(Printable, Serialized):
 
     @property
     def is_different(self) -> bool:
-        """Return whether a tensor differs, or is on one side only, or models are in each other's place."""
-        return bool(self.crossed) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors())
+        """Return whether a tensor or a value differs, or is on one side only, or models are in each other's place."""
+        return (
+            bool(self.crossed)
+            or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors())
+            or any(one.is_different for one in self.optimizers)
+        )
 
     @property
     def verdict(self) -> str:
@@ -167,9 +235,15 @@ class DiffReport(Printable, Serialized):
     @property
     def summary(self) -> str:
         """One line: how many tensors of each outcome there are."""
-        counts = [(outcome, self.count(outcome)) for outcome in reversed(Outcome)]
-        said = (f"{count} {_COUNTED.get(outcome, outcome.value)}" for outcome, count in counts if count)
-        return ", ".join(said) or "no tensors"
+        models = _counted(self.tensors()) or "no tensors"
+        if not self.optimizers:
+            return models
+        values = sum(one.values for one in self.optimizers)
+        differing = sum(len(other.parameters) for one in self.optimizers for other in one.differences)
+        said = [_counted(tensor for one in self.optimizers for tensor in one.tensors)]
+        said += [f"{values - differing} of {count_of(values, 'value')} equal"] if values else []
+        optimizers = f"optimizers: {', '.join(filter(None, said)) or 'nothing'}"
+        return f"{models}; {optimizers}" if self.models else optimizers
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -186,6 +260,8 @@ class DiffReport(Printable, Serialized):
         yield line(f"B: {self.b}", bold=True)
         for model in self.models:
             yield from model.lines(show_all=show_all)
+        for optimizer in self.optimizers:
+            yield from optimizer.lines(show_all=show_all)
         if self.tolerance is not None:
             yield line(f"tolerance: |a - b| <= {self.tolerance[1]:g} + {self.tolerance[0]:g} * |a|")
         yield line(f"{self.verdict}: {self.summary}", colour="red" if self.status else "green")
@@ -204,6 +280,16 @@ class DiffReport(Printable, Serialized):
     @property
     def _counts(self) -> dict[str, int]:
         return {outcome.value: self.count(outcome) for outcome in Outcome}
+
+
+def _counted(tensors: Iterable[TensorDiff]) -> str:
+    """Return in words how many tensors have each outcome, "" for none."""
+    counts = Counter(one.outcome for one in tensors)
+    return ", ".join(
+        f"{counts[outcome]} {_COUNTED.get(outcome, outcome.value)}"
+        for outcome in reversed(Outcome)
+        if counts[outcome]
+    )
 
 
 def _side(name: str | None, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, object] | None:

@@ -1,0 +1,349 @@
+"""The optimizers of two checkpoints paired parameter by parameter, whatever strategies saved them.
+
+FSDP and DeepSpeed name parameters. DDP and the Trainer number them: numbers become names where the checkpoint records
+them, or where the other side has names and a model says the order. Two optimizers without names are compared by number.
+A state of one element, such as ``step``, is a tensor with one strategy and a number with another, so its number is
+compared; so are hyperparameters, for each parameter, as param groups are not the same in every strategy.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.paths import existing
+from ckptfix.storage.reading import OpenFiles
+from ckptfix.tensors.numbers import Tolerance, has_numbers, numbers_in
+from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.optimizers import OptimizerState, StateValue
+from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
+from ckptfix.tensors.stored import Contiguous, StoredCheckpoint, StoredTensor, tensor_digest
+from ckptfix.verification.matching import Matched, match_names
+from ckptfix.wording import list_names
+
+MASTER = "fp32"
+"""The key of a parameter's fp32 copy among its states, as DeepSpeed calls the file of one."""
+
+_NAMES = "param_names"  # an option of param groups that torch 2.6 adds for scripts that give names
+
+
+class Side(NamedTuple):
+    """One side of a comparison. ``unread``: why its optimizers cannot be read, "" where they can."""
+
+    checkpoint: StoredCheckpoint
+    optimizers: tuple[OptimizerState, ...] = ()
+    unread: str = ""
+
+
+def open_side(path: str | os.PathLike[str], *, lone_shard: bool = False) -> Side:
+    """Return the contents of a path: models and optimizers, or a lone file of either.
+
+    Raises UsageError when there is neither, and as ``open_checkpoint`` does; OSError.
+    """
+    try:
+        checkpoint = open_checkpoint(path, lone_shard=lone_shard)
+    except UsageError:
+        given = existing(path)
+        optimizers = open_optimizers(given)
+        if not optimizers:
+            raise
+        is_folder = given.is_dir()
+        checkpoint = StoredCheckpoint(
+            root=given if is_folder else given.parent, only=None if is_folder else given.name
+        )
+        return Side(checkpoint, optimizers)
+    if checkpoint.only is not None:
+        return Side(checkpoint)
+    try:
+        return Side(checkpoint, open_optimizers(checkpoint.root))
+    except OperationError as error:
+        return Side(checkpoint, unread=str(error))
+
+
+class Difference(NamedTuple):
+    """A state of one element or a hyperparameter that differs. ``names``: of the parameters with these two values."""
+
+    name: str
+    a: Any
+    b: Any
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPair:
+    """An optimizer of each side, under the same names.
+
+    ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds them. ``words``:
+    how names were matched, "" for as they are. ``values``: how many states of one element and hyperparameters were
+    compared, and ``differences`` of them. ``notes``: what was not compared, in words.
+    """
+
+    a: OptimizerState
+    b: OptimizerState
+    matched: tuple[Matched, ...]
+    tensors: tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]
+    words: str
+    values: int
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...] = ()
+
+    def of(self, one: Matched) -> tuple[StoredTensor | None, StoredTensor | None]:
+        """Return the tensors of both sides that a matched key means."""
+        return (
+            self.tensors[0][one.a] if one.a is not None else None,
+            self.tensors[1][one.b] if one.b is not None else None,
+        )
+
+
+def pair_optimizers(
+    left: Side,
+    right: Side,
+    *,
+    model: str | Callable[[], Any] | None = None,
+    tolerance: Tolerance | None = None,
+) -> tuple[tuple[OptimizerPair, ...], tuple[str, ...]]:
+    """Return the pairs of optimizers that can be compared, and in words those that cannot.
+
+    ``model``: "module:factory", or the function, that makes the models of the run, for parameters that are numbered.
+    ``tolerance``: for values of one element. Raises UsageError for a factory that does not work, OSError.
+    """
+    notes = [f"optimizers in {side}: {one.unread}" for side, one in (("A", left), ("B", right)) if one.unread]
+    if left.unread or right.unread:
+        return (), tuple(notes)
+    pairs = []
+    for a, b in _by_position(left.optimizers, right.optimizers):
+        if a is None or b is None:
+            one, side, other = (a, "A", "B") if a is not None else (b, "B", "A")
+            assert one is not None, "of one side at least"
+            notes.append(f"the optimizer {one.label} in {side}: {other} has none at its position")
+            continue
+        try:
+            pairs.append(_pair(*_named((left, a), (right, b), model), tolerance))
+        except OperationError as error:
+            notes.append(f"the optimizer {a.label} in A with {b.label} in B: {error}")
+    return tuple(pairs), tuple(notes)
+
+
+def _by_position(
+    left: Sequence[OptimizerState], right: Sequence[OptimizerState]
+) -> Iterator[tuple[OptimizerState | None, OptimizerState | None]]:
+    if len(left) == len(right) == 1:
+        yield left[0], right[0]
+        return
+    ours, theirs = ({one.index: one for one in side} for side in (left, right))
+    for index in sorted(ours.keys() | theirs.keys()):
+        yield ours.get(index), theirs.get(index)
+
+
+def _named(
+    left: tuple[Side, OptimizerState],
+    right: tuple[Side, OptimizerState],
+    model: str | Callable[[], Any] | None,
+) -> tuple[OptimizerState, OptimizerState, str]:
+    """Return both optimizers under names, or both under numbers, and in words what that rests on."""
+    (one, a), (other, b) = left, right
+    if a.is_named and b.is_named:
+        return a, b, ""
+    try:
+        both = a.is_named or b.is_named
+        return _with_names(one, a, model, may_build=both), _with_names(other, b, model, may_build=both), ""
+    except OperationError:
+        if a.is_named or b.is_named:
+            raise
+        return a, b, "parameters matched by number, as nothing names them"
+
+
+def _with_names(
+    side: Side, state: OptimizerState, model: str | Callable[[], Any] | None, *, may_build: bool
+) -> OptimizerState:
+    """Return an optimizer under names. ``may_build``: build the model that ``config.json`` names, which takes torch."""
+
+    root = side.checkpoint.root
+    if not state.is_named and model is None and not may_build and recorded_names(root, state) is None:
+        raise OperationError("nothing records the names of its parameters")
+    (named,) = name_optimizers(root, [state], weights=side.checkpoint.weights, model=model)
+    return named
+
+
+class _Values:
+    """States of one element and hyperparameters, and which of them differ. ``count``: how many were compared."""
+
+    def __init__(self, tolerance: Tolerance | None) -> None:
+        self._tolerance = tolerance
+        self._found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+        self.count = 0
+
+    def note(self, files: OpenFiles, key: str, a: Any, b: Any, name: str) -> None:
+        """Compare two values of a parameter."""
+        self.count += 1
+        one, other = _comparable(a, files), _comparable(b, files)
+        if not _are_equal(one, other, self._tolerance):
+            self._found.setdefault((key, repr(one), repr(other)), (one, other, []))[2].append(name)
+
+    def differences(self) -> tuple[Difference, ...]:
+        """Return the values that differ."""
+        return tuple(Difference(key[0], a, b, tuple(names)) for key, (a, b, names) in self._found.items())
+
+
+def _pair(a: OptimizerState, b: OptimizerState, words: str, tolerance: Tolerance | None) -> OptimizerPair:
+    states = _states(a, b), _states(b, a)
+    parameters, removed = match_names(*(dict.fromkeys(_parameters(one), _NOTHING) for one in (a, b)))
+    options = _options(a), _options(b)
+    matched: list[Matched] = []
+    alone: dict[tuple[str, str], None] = {}
+    begun: list[str] = []
+    values = _Values(tolerance)
+    tensors: tuple[dict[str, StoredTensor], dict[str, StoredTensor]] = ({}, {})
+    with OpenFiles() as files:
+        note = partial(values.note, files)
+        for one in parameters:
+            ours = states[0].get(one.a or "", {})
+            theirs = states[1].get(one.b or "", {})
+            if _is_at_begin(ours, theirs, files) or _is_at_begin(theirs, ours, files):
+                begun.append(one.name)
+                ours = theirs = {}
+            for key in dict.fromkeys([*ours, *theirs]):
+                x, y = ours.get(key), theirs.get(key)
+                if _are_values(x, y):
+                    if x is not None or y is not None:
+                        note(key, x, y, one.name)
+                    continue
+                names = [
+                    f"{name}.{key}" if isinstance(value, StoredTensor) else None
+                    for name, value in ((one.a, x), (one.b, y))
+                ]
+                matched.append(Matched(name=f"{one.name}.{key}", a=names[0], b=names[1]))
+                for side, name, value in zip(tensors, names, (x, y), strict=True):
+                    if name is not None and isinstance(value, StoredTensor):
+                        side[name] = value
+            if one.a not in options[0] or one.b not in options[1]:
+                continue
+            mine, others = options[0][one.a], options[1][one.b]
+            for key in (key for key in mine if key in others):
+                note(key, mine[key], others[key], one.name)
+            alone |= dict.fromkeys(("A", key) for key in mine if key not in others)
+            alone |= dict.fromkeys(("B", key) for key in others if key not in mine)
+    return OptimizerPair(
+        a=a,
+        b=b,
+        matched=tuple(matched),
+        tensors=tensors,
+        words="; ".join(filter(None, (words, removed))),
+        values=values.count,
+        differences=values.differences(),
+        notes=tuple(_left_out(a, b, alone, begun)),
+    )
+
+
+_NOTHING = StoredTensor("", "U8", (0,), Contiguous(()))  # names are matched as those of tensors are
+
+
+def _parameters(state: OptimizerState) -> Iterator[str]:
+    """Yield every parameter of an optimizer: in the order of its groups, then those of no group."""
+    for group in state.groups:
+        yield from group.names
+    yield from state.states
+    yield from state.masters
+
+
+def _states(state: OptimizerState, other: OptimizerState) -> Mapping[str, Mapping[str, StateValue]]:
+    """Return the states by parameter; with the masters where the other side has some, too.
+
+    Else the weights of the other side are the masters, and are compared as such.
+    """
+    if not other.masters:
+        return state.states
+    names = dict.fromkeys([*state.states, *state.masters])
+    return {
+        name: {
+            **state.states.get(name, {}),
+            **({MASTER: state.masters[name]} if name in state.masters else {}),
+        }
+        for name in names
+    }
+
+
+def _options(state: OptimizerState) -> dict[str | None, Mapping[str, Any]]:
+    """Return the hyperparameters of each parameter."""
+    return {
+        name: {key: value for key, value in group.options.items() if key != _NAMES}
+        for group in state.groups
+        for name in group.names
+    }
+
+
+def _are_values(a: StateValue, b: StateValue) -> bool:
+    """Return whether two states are single values, at least one of them not a moment of a parameter of one element."""
+    shapes = [value.shape if isinstance(value, StoredTensor) else () for value in (a, b)]
+    return all(prod(shape) == 1 for shape in shapes) and () in shapes
+
+
+def _comparable(value: Any, files: OpenFiles) -> Any:
+    """Return a value as it is compared: the number in a tensor of one element, a list as a tuple."""
+    if isinstance(value, StoredTensor):
+        buffer = memoryview(bytearray(1 << 16))
+        if prod(value.shape) != 1 or not has_numbers(value.dtype):
+            return f"sha256 {tensor_digest(value, files, buffer)[:12]}"
+        data = b"".join(bytes(block) for block in value.blocks(files, buffer))
+        return numbers_in(memoryview(data), value.dtype)[0].item()
+    if isinstance(value, list) or type(value) is tuple:
+        return tuple(_comparable(one, files) for one in value)
+    if isinstance(value, dict):
+        return tuple(sorted((str(key), repr(_comparable(one, files))) for key, one in value.items()))
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def _are_equal(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
+    if type(a) is type(b) is tuple and len(a) == len(b):
+        return all(_are_equal(one, other, tolerance) for one, other in zip(a, b, strict=True))
+    if a == b or (a != a and b != b):  # both are NaN
+        return True
+    if tolerance is None or not (isinstance(a, int | float) and isinstance(b, int | float)):
+        return False
+    return abs(a - b) <= tolerance[1] + tolerance[0] * abs(a)
+
+
+def _is_at_begin(ours: Mapping[str, StateValue], theirs: Mapping[str, StateValue], files: OpenFiles) -> bool:
+    """Return whether a parameter has no states on one side, and those that it begins with on the other.
+
+    FSDP and DeepSpeed save zeros for a parameter that never had a gradient, DDP nothing: a load gives the same.
+    """
+    return not ours and bool(theirs) and all(_is_zero(value, files) for value in theirs.values())
+
+
+def _is_zero(value: StateValue, files: OpenFiles) -> bool:
+    if not isinstance(value, StoredTensor):
+        return not value
+    return not any(any(block) for block in value.blocks(files, memoryview(bytearray(1 << 20))))
+
+
+def _left_out(
+    a: OptimizerState, b: OptimizerState, alone: Iterable[tuple[str, str]], begun: Sequence[str]
+) -> Iterator[str]:
+    """Yield in words what was not compared of two optimizers.
+
+    ``alone``: side and hyperparameter. ``begun``: parameters that have zeros on one side, and nothing on the other.
+    """
+    if begun:
+        yield f"moments of {list_names(begun)}: one side has none, the other those of a parameter without any gradient"
+    for side, state in (("A", a), ("B", b)):
+        if keys := [key for where, key in alone if where == side]:
+            yield f"hyperparameters that {state.label} in {side} alone has: {list_names(keys)}"
+        unread = [name for name in state.unfit if not _is_read(state, name)]
+        if unread:
+            yield f"what cannot be read in {state.label} in {side}: {list_names(unread)}"
+        if state.extra:
+            yield f"what {state.label} in {side} holds next to states and param groups: {list_names(state.extra)}"
+
+
+def _is_read(state: OptimizerState, name: str) -> bool:
+    """Return whether a value that fits no other strategy is among the states nevertheless."""
+    return any(
+        name.startswith(f"{parameter}.")
+        and any(f"{parameter}.{key}" == name or f"{parameter}.{key}".startswith(f"{name}.") for key in states)
+        for parameter, states in state.states.items()
+    )

@@ -1,0 +1,213 @@
+"""Optimizers side by side, whatever strategies saved them: moments, steps and hyperparameters of each parameter."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfix import UsageError
+from ckptfix.cli import run
+from ckptfix.verification.diff import diff
+from ckptfix.verification.diff_report import DiffReport, Outcome
+from tests.tensors.optimizer_ranks import Net, groups, save_all
+from tests.training.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    assert run_ranks(2, lambda rank: save_all(root)) == [0, 0]
+    for number in (1, 2):
+        shutil.rmtree(root / f"sharded/optimizer_{number}")
+    return root
+
+
+def make_ddp(
+    folder: Path, saved: Path, change: Callable[[dict[str, Any]], object] = lambda state: None
+) -> Path:
+    """Write the model and the optimizer of ``saved`` as DDP has them, changed."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(saved / "full/pytorch_model_fsdp.bin", folder / "pytorch_model.bin")
+    state = torch.load(saved / "full/optimizer.bin", weights_only=True)
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    state["state"] = {names.index(name): one for name, one in state["state"].items()}
+    for group in state["param_groups"]:
+        group["params"] = [names.index(name) for name in group["params"]]
+    change(state)
+    torch.save(state, folder / "optimizer.bin")
+    return folder
+
+
+def with_names(state: dict[str, Any]) -> None:
+    """Record the names in the param groups, as torch does where a script gives them."""
+    model = Net()
+    for group, own in zip(state["param_groups"], groups(model), strict=True):
+        named = {parameter: name for name, parameter in model.named_parameters()}
+        group["param_names"] = [named[parameter] for parameter in own["params"]]
+
+
+def changed(report: DiffReport) -> list[tuple[str, Outcome]]:
+    (one,) = report.optimizers
+    return [(tensor.name, tensor.outcome) for tensor in one.tensors if tensor.outcome is not Outcome.EQUAL]
+
+
+@pytest.mark.parametrize("name", ["sharded", "ranks", "flattened"])
+def test_strategies_do_not_matter(saved: Path, name: str) -> None:
+    report = diff(saved / "full", saved / name)
+    (found,) = report.optimizers
+    assert (found.strategy_a, found.strategy_b, found.names) == ("fsdp-full", "fsdp", "")
+    assert (len(found.tensors), changed(report), found.differences) == (12, [], ())
+    assert found.values == 6 + 6 * 11  # the steps, and the hyperparameters of each
+    if name != "flattened":  # which has no model
+        assert (report.status, report.verdict) == (0, "equal")
+        assert report.summary == "8 equal in bytes; optimizers: 12 equal in bytes, 72 of 72 values equal"
+
+
+def test_ddp_is_compared_by_recorded_names(saved: Path, tmp_path: Path) -> None:
+    report = diff(saved / "sharded", make_ddp(tmp_path / "ddp", saved, with_names))
+    assert (report.status, len(report.optimizers[0].tensors)) == (0, 12)
+    assert report.optimizers[0].tensors[0].name == "embed.weight.exp_avg"
+
+
+def test_ddp_is_compared_by_the_names_of_a_model(saved: Path, tmp_path: Path) -> None:
+    folder = make_ddp(tmp_path / "ddp", saved)
+    report = diff(saved / "sharded", folder)
+    assert (report.status, report.optimizers) == (0, ())
+    assert any("--model MODULE:FACTORY" in words for words in report.not_compared)
+    report = diff(saved / "sharded", folder, model=Net)
+    assert (report.status, len(report.optimizers[0].tensors), changed(report)) == (0, 12, [])
+    with pytest.raises(UsageError):
+        diff(saved / "sharded", folder, model="tests.no_such_module:model")
+
+
+def test_numbers_are_compared_with_numbers(saved: Path, tmp_path: Path) -> None:
+    a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved)
+    report = diff(a, b)
+    assert (report.status, report.optimizers[0].names) == (
+        0,
+        "parameters matched by number, as nothing names them",
+    )
+    torch.save(torch.load(b / "optimizer.bin", weights_only=True), b / "optimizer.bin")
+    assert diff(a / "optimizer.bin", b / "optimizer.bin").verdict == "equal"
+
+
+def moment(state: dict[str, Any]) -> None:
+    state["state"][1]["exp_avg_sq"][2, 3] += 1
+
+
+def step(state: dict[str, Any]) -> None:
+    state["state"][1]["step"] += 1
+
+
+def lost(state: dict[str, Any]) -> None:
+    del state["state"][1]
+
+
+def one_lost(state: dict[str, Any]) -> None:
+    del state["state"][1]["exp_avg"]
+
+
+def hyperparameter(state: dict[str, Any]) -> None:
+    state["param_groups"][1]["betas"] = (0.8, 0.91)
+
+
+def moved(state: dict[str, Any]) -> None:
+    state["param_groups"][1]["params"].append(state["param_groups"][0]["params"].pop())
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors", "values"),
+    [
+        (moment, [("1.exp_avg_sq", Outcome.VALUES)], {}),
+        (step, [], {"step": (2.0, 3.0, ("1",))}),
+        (
+            lost,
+            [("1.exp_avg", Outcome.ONLY_A), ("1.exp_avg_sq", Outcome.ONLY_A)],
+            {"step": (2.0, None, ("1",))},
+        ),
+        (one_lost, [("1.exp_avg", Outcome.ONLY_A)], {}),
+        (hyperparameter, [], {"betas": ((0.8, 0.9), (0.8, 0.91), ("3", "4", "5"))}),
+        (moved, [], {"weight_decay": (0.1, 0.0, ("2",))}),
+    ],
+)
+def test_every_difference_is_found(
+    saved: Path,
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], None],
+    tensors: list[tuple[str, Outcome]],
+    values: dict[str, tuple[Any, ...]],
+) -> None:
+    report = diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, change))
+    assert changed(report) == tensors
+    assert {one.name: (one.a, one.b, one.parameters) for one in report.optimizers[0].differences} == values
+    assert (report.status, report.verdict) == (1, "different")
+    found = report.as_json()["optimizers"][0]
+    assert found["values"] == 72
+    assert len(found["differences"]) == len(values)
+
+
+def test_a_tolerance_holds_for_values_too(saved: Path, tmp_path: Path) -> None:
+    def nearly(state: dict[str, Any]) -> None:
+        state["param_groups"][0]["lr"] *= 1 + 1e-9
+        state["state"][0]["exp_avg"] += 1e-9
+
+    a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, nearly)
+    assert diff(a, b).status == 1
+    assert diff(a, b, rtol=1e-6, atol=1e-8).status == 0
+
+
+def test_moments_that_never_began(saved: Path, tmp_path: Path) -> None:
+    """DDP has no states for a parameter that never had a gradient, FSDP zeros: a load gives the same."""
+
+    def zeros(state: dict[str, Any]) -> None:
+        for value in state["state"][1].values():
+            value.zero_()
+
+    a, b = make_ddp(tmp_path / "a", saved, lost), make_ddp(tmp_path / "b", saved, zeros)
+    report = diff(a, b)
+    assert (report.status, len(report.optimizers[0].tensors)) == (0, 10)
+    assert any("moments of '1'" in words for words in report.not_compared)
+
+
+def test_what_cannot_be_compared_is_said(saved: Path, tmp_path: Path) -> None:
+    def odd(state: dict[str, Any]) -> None:
+        state["param_groups"][0]["mine"] = 3
+        state["state"][0]["factors"] = {"left": torch.ones(2)}
+        state["state"][0]["sparse"] = torch.eye(2).to_sparse()
+        state["more"] = 1
+
+    report = diff(make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, odd))
+    assert changed(report) == [("0.factors.left", Outcome.ONLY_B)]
+    said = "; ".join(report.not_compared)
+    assert "hyperparameters that optimizer.bin in B alone has: 'mine'" in said
+    assert "what cannot be read in optimizer.bin in B: '0.sparse'" in said
+    assert "what optimizer.bin in B holds next to states and param groups: 'more'" in said
+
+
+def test_models_alone_are_equal_to_models_with_optimizers(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(saved / "full/pytorch_model_fsdp.bin", tmp_path / "model")
+    report = diff(saved / "full", tmp_path / "model")
+    assert (report.status, report.optimizers) == (0, ())
+    assert "the optimizer optimizer.bin in A: B has none at its position" in report.not_compared
+
+
+def test_a_damaged_optimizer_is_not_compared(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "full", tmp_path / "cut")
+    data = (tmp_path / "cut/optimizer.bin").read_bytes()
+    (tmp_path / "cut/optimizer.bin").write_bytes(data[: len(data) // 2])
+    report = diff(saved / "full", tmp_path / "cut")
+    assert (report.status, report.optimizers) == (0, ())
+    assert any(words.startswith("optimizers in B: ") for words in report.not_compared)
+
+
+def test_the_command_line_says_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, hyperparameter)
+    assert run(["diff", str(a), str(b)]) == 1
+    said = capsys.readouterr().out
+    assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by number" in said
+    assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
+    assert "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
