@@ -229,6 +229,15 @@ def judge_values(
                 yield ValueFinding(code=code, severity=severity, label=label, fqn=tensor.fqn, text=words)
 
 
+def judge_moment(label: str, tensor: StoredTensor, hashed: Hashed) -> Iterator[ValueFinding]:
+    """Yield a finding where a moment, or another tensor of an optimizer, holds NaN or Inf."""
+    if hashed.scan is not None and (hashed.scan.nan or hashed.scan.inf):
+        words = f"{tensor.fqn!r} ({tensor.dtype} {list(tensor.shape)}) {_nonfinite(hashed.scan)}"
+        yield ValueFinding(
+            code="nonfinite", severity=Severity.WARNING, label=label, fqn=tensor.fqn, text=words
+        )
+
+
 def _zero_alone(tensors: Sequence[tuple[StoredTensor, Hashed]]) -> dict[str, int]:
     """Return the tensors of zeros of which most other layers have one with other values -> how many do."""
     groups: dict[tuple[str, str, tuple[int, ...]], tuple[list[str], list[str]]] = {}

@@ -13,14 +13,15 @@ from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
-from ckptfix.errors import UsageError
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
-from ckptfix.tensors.stored import Format
+from ckptfix.tensors.optimizer_opening import open_optimizers
+from ckptfix.tensors.stored import Format, StoredTensor
 from ckptfix.verification.against import compare_with
 from ckptfix.verification.digests import compare
-from ckptfix.verification.values import ValueFinding, has_stepped, judge_values
+from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
 
@@ -65,7 +66,12 @@ def verify(
         items, hashed = tuple(compare(contents, recorded, done)), done
         lost = tuple(_lost(contents, recorded, data=data))
         told, crossed = (), ""
-    values = tuple(found_values(contents, hashed)) if data else ()
+    values: tuple[ValueFinding, ...] = ()
+    read: frozenset[str] = frozenset()
+    if data:
+        moments = _Moments(contents, target, progress)
+        values = (*found_values(contents, hashed), *moments.findings())
+        hashed, told, read = {**hashed, **moments.hashed}, (*told, *moments.unread), moments.files
     report = VerifyReport(
         path=target.path,
         nbytes=contents.nbytes,
@@ -75,7 +81,7 @@ def verify(
         sealed=manifest is not None,
         against=None if against is None else Path(against),
         crossed=crossed,
-        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, data=data)),
+        not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, read, data=data)),
         unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
         read_values=sum(one.scan is not None for one in hashed.values()),
     )
@@ -174,6 +180,42 @@ def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashe
         yield from judge_values(weights.label, tensors, stepped)
 
 
+class _Moments:
+    """The moments of a checkpoint's optimizers, and DeepSpeed's fp32 masters where they are not read as its weights.
+
+    ``hashed``: each with its scan. ``files``: of the optimizers. ``unread``: what could not be opened, in words.
+    """
+
+    def __init__(self, contents: Contents, target: Target, progress: Progress | None) -> None:
+        self.unread: tuple[str, ...] = ()
+        self.hashed: dict[str | TensorLocation, Hashed] = {}
+        self.files: frozenset[str] = frozenset()
+        self._tensors: dict[TensorLocation, StoredTensor] = {}
+        try:
+            states = open_optimizers(target.path)
+        except (CkptfixError, OSError) as error:
+            self.unread = (f"values of optimizers: {str(error).partition('; next: ')[0]}",)
+            return
+        self.files = frozenset(str(file) for state in states for file in state.files)
+        is_engine = any(weights.format is Format.DEEPSPEED for weights in contents.weights)
+        for state in states:
+            for name, values in state.states.items():
+                for key, value in values.items():
+                    if isinstance(value, StoredTensor):
+                        words = f"{key} of {name if state.is_named else f'parameter {name}'}"
+                        self._tensors[TensorLocation(state.label, words)] = value
+            for name, master in {} if is_engine else state.masters.items():
+                self._tensors[TensorLocation(state.label, f"master of {name}")] = master
+        jobs = [TensorJob(tensor, scan=True) for tensor in self._tensors.values()]
+        self.hashed = dict(zip(self._tensors, hash_all(jobs, progress=progress), strict=True))
+        contents.check_unchanged()
+
+    def findings(self) -> Iterator[ValueFinding]:
+        """Yield the tensors that hold NaN or Inf. Zeros are not judged: many moments begin with zeros, and stay so."""
+        for place, tensor in self._tensors.items():
+            yield from judge_moment(place.label, tensor._replace(fqn=place.fqn), self.hashed[place])
+
+
 def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str]:
     """Yield in words which tensors were to be read, and cannot be found: those with a digest, with ``data`` any."""
     counts = Counter((place.label, why) for place, why in recorded.lost(contents))
@@ -186,17 +228,25 @@ def _lost(contents: Contents, recorded: Recorded, *, data: bool) -> Iterator[str
 
 
 def _not_looked_at(
-    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], told: tuple[str, ...], *, data: bool
+    contents: Contents,
+    hashed: Mapping[str | TensorLocation, Hashed],
+    told: tuple[str, ...],
+    read: frozenset[str],
+    *,
+    data: bool,
 ) -> Iterator[str]:
-    """Yield in words what was not looked at, but for the files of which ``told`` says so."""
+    """Yield in words what was not looked at, but for the files of which ``told`` says so.
+
+    ``read``: the files of optimizers that were looked at.
+    """
     if not data:
         yield "values of tensors (NaN, Inf, zeros); ckptfix verify --data reads them"
     else:
-        yield "values of other states than weights, such as the optimizer's"
+        yield "values of other states than weights and moments, such as custom objects"
         beside = [
             name
             for name in contents.beside()
-            if not any(words.startswith(f"structure: {name}: ") for words in told)
+            if name not in read and not any(words.startswith(f"structure: {name}: ") for words in told)
         ]
         if beside:
             files = count_of(len(beside), "file")

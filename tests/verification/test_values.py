@@ -1,5 +1,7 @@
 """What ``verify --data`` says of values, and what it leaves alone."""
 
+import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ from safetensors.torch import save_file
 
 from ckptfix import Severity, verify
 from ckptfix.storage.reading import Piece
-from ckptfix.tensors.hashing import TensorJob, hash_all
+from ckptfix.tensors.hashing import TensorJob, first_place, hash_all
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Contiguous, StoredTensor, Strided, Tile, Tiled
 from ckptfix.verification.values import judge_values
 from tests.repairs.refused import nobody_may_read
@@ -285,3 +288,45 @@ def test_a_repair_is_not_advised_for_what_it_does_not_mend(tmp_path: Path) -> No
         said = str(verify(tmp_path, data=True))
     assert "ckptfix repair" not in said
     assert "next: make what could not be read readable" in said
+
+
+SAVES = [
+    "accelerate-1.15.0/clean-safetensors",
+    "dcp-2.13.0/fsdp2-clean",
+    "deepspeed-0.18.2/zero2",
+    "deepspeed-0.18.2/zero3",
+]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_nan_in_a_moment_is_found_whatever_the_strategy(tmp_path: Path, save: str) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(Path("fixtures") / save / "checkpoint", root)
+    healthy = verify(root, data=True)
+    assert healthy.values == ()
+    (state,) = open_optimizers(root)
+    name, moments = next(iter(state.states.items()))
+    key, tensor = next(
+        (key, one) for key, one in moments.items() if isinstance(one, StoredTensor) and one.shape
+    )
+    assert tensor.dtype == "F32"
+    path, offset = first_place(tensor.layout)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack("<f", float("nan")))
+    report = verify(root, data=True)
+    assert report.status == 1
+    words = name if state.is_named else f"parameter {name}"
+    assert [str(one) for one in report.values] == [
+        f"{state.label}: '{key} of {words}' (F32 {list(tensor.shape)}) holds 1 NaN, the first at index 0"
+    ]
+    assert report.read_values == healthy.read_values > len(state.states)
+    assert not any(words.startswith("values of optimizers") for words in report.not_checked)
+
+
+def test_an_optimizer_that_cannot_be_opened_is_said_not_to_be_read(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(Path("fixtures/accelerate-1.15.0/clean-safetensors/checkpoint"), root)
+    torch.save({"several": 1}, root / "optimizer.bin")
+    report = verify(root, data=True)
+    assert any(words.startswith("values of optimizers: ") for words in report.not_checked)
