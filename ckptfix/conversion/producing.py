@@ -357,11 +357,11 @@ def _entry(model: PlannedModel, new: Weights, digests: Mapping[str, str], old: M
 
 
 def _optimizer_entry(old: ManifestEntry, states: Sequence[PlannedState]) -> ManifestEntry:
-    """Return the manifest entry of an optimizer with the name of its new file or folder."""
+    """Return the manifest entry of an optimizer with the name of its new file; a guarded save names no folder."""
     for state in states:
         if state.state.index == old.index:
-            path = state.files[0].path
-            return replace(old, file=str(path if len(path.parts) == 1 else path.parts[0]))
+            names = [str(file.path) for file in state.files if len(file.path.parts) == 1]
+            return replace(old, file=names[0] if names else "")
     return old
 
 

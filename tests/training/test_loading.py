@@ -315,6 +315,17 @@ def test_fewer_ranks_saved_than_load(tmp_path: Path) -> None:
     assert not report.is_complete
 
 
+def test_a_rank_for_which_migrate_wrote_the_step_alone(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c")
+    torch.save({"step": 2}, folder / "random_states_0.pkl")
+    run = fresh()
+    with pytest.warns(UserWarning, match=r"random_states_0\.pkl holds the step alone"):
+        report = load_state_tolerant(run.accelerator, folder)
+    assert report.of("rng")[0].status is Status.SKIPPED
+    assert report.of("step")[0].status is Status.RESTORED
+    assert run.accelerator.step == 2
+
+
 @pytest.fixture
 def opened() -> Iterator[list[str]]:
     """The names of files of random states that Python opens, once each time."""

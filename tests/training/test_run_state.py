@@ -375,6 +375,14 @@ def test_a_checkpoint_that_was_copied_goes_on_bit_for_bit(tmp_path: Path) -> Non
     assert Run().resume(tmp_path / "copy") == expected
 
 
+@pytest.mark.parametrize("between", ["fsdp", "fsdp-full", "zero2"])
+def test_a_checkpoint_that_migrate_wrote_goes_on_bit_for_bit(tmp_path: Path, between: str) -> None:
+    expected = Run().save_at(tmp_path / "c", 4)
+    ckptfix.migrate(tmp_path / "c", tmp_path / "between", to=between, state="all")
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all")
+    assert Run().resume(tmp_path / "new") == expected
+
+
 def test_a_damaged_run_state_of_another_number_of_processes_fails_no_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

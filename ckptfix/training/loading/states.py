@@ -447,6 +447,10 @@ def _set_xla(seed: Any) -> list[str]:
 
 def _plan_generators(draft: Draft, entry: Entry, states: Any, problem: str, rank: int) -> None:
     what = f"rank {rank}"
+    if isinstance(states, Mapping) and states.keys() == {"step"}:  # as migrate writes it for more processes
+        reason = f"{random_states_name(rank)} holds the step alone: no such rank took part in the save"
+        draft.cannot(Part.RNG, reason, what=what, missing=True)
+        return
     if reason := problem or random_problem(states):
         draft.cannot(Part.RNG, reason, what=what, files=entry.files)
         return

@@ -22,6 +22,7 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name, run_state_name
 from ckptfix.checkpoint.manifest import is_repaired
 from ckptfix.checkpoint.run_states import digest_of_end
 from ckptfix.devices.callers import warn_caller
+from ckptfix.storage.paths import RECEIPT
 from ckptfix.training.prepared import innermost
 from ckptfix.training.ranks import SHARDED
 from ckptfix.training.resuming import positions
@@ -179,11 +180,15 @@ def _saved_over(folder: Path, state: State) -> str:
     for name, digest in state.get("beside", {}).items():
         parsed = parse_file_name(name)
         with suppress(OSError):  # removed: the load itself says what it lacks
-            if parsed is None or (parsed.role is not Role.RNG_STATE and is_repaired(folder)):
-                continue  # a repair may have renamed keys in it
+            if parsed is None or (parsed.role is not Role.RNG_STATE and _is_written_anew(folder)):
+                continue  # a repair may have renamed keys in it, migrate has written it for another strategy
             if digest_of_end(folder / name) != digest:
                 return str(name)
     return ""
+
+
+def _is_written_anew(folder: Path) -> bool:
+    return is_repaired(folder) or (folder / RECEIPT).is_file()
 
 
 # What a run state holds.
