@@ -38,6 +38,7 @@ from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
+from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
@@ -170,6 +171,9 @@ class _Planning:
             )
             ties = self._built.ties if self._built is not None else ()
             self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
+        if self._strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
+            trained = {name for one in named for group in one.groups for name in group.names}
+            self._weights = tuple(_with_found_ties(one, trained) for one in self._weights)
         if self._strategy not in _BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
@@ -311,6 +315,36 @@ def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> W
                 there[0] if there[0] in kept else weights.ties[there[0]]
             )
     return replace(weights, ties={**weights.ties, **lost}) if lost else weights
+
+
+def _with_found_ties(weights: Weights, trained: Collection[str]) -> Weights:
+    """Return weights in which ties are one tensor again: FSDP saves each twice, and optimizers have one of the names."""
+    candidates: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = {}
+    for tensor in weights.tensors:
+        if tensor.fqn in trained and tensor.nbytes:
+            candidates.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+    doubtful = [
+        tensor
+        for tensor in weights.tensors
+        if tensor.fqn not in trained and (tensor.dtype, tensor.shape) in candidates
+    ]
+    kinds = {(tensor.dtype, tensor.shape) for tensor in doubtful}
+    others = [tensor for kind in kinds for tensor in candidates[kind]]
+    read = hash_all([TensorJob(one) for one in (*doubtful, *others)])
+    digests = [one.digest for one in read]
+    same = {
+        digest: tensor.fqn for digest, tensor in zip(digests[len(doubtful) :], others, strict=True) if digest
+    }
+    found = {
+        tensor.fqn: same[digest] for tensor, digest in zip(doubtful, digests, strict=False) if digest in same
+    }
+    if not found:
+        return weights
+    return replace(
+        weights,
+        tensors=tuple(tensor for tensor in weights.tensors if tensor.fqn not in found),
+        ties={**{other: found.get(kept, kept) for other, kept in weights.ties.items()}, **found},
+    )
 
 
 def _as_kept(

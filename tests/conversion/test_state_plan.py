@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import ckptfix
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST
+from ckptfix.tensors.opening import open_checkpoint
 from tests.tensors.dcp_making import load, save
 from tests.tensors.writing import raw
 
@@ -187,6 +188,19 @@ def test_moments_in_bf16_become_fp32_for_deepspeed(tmp_path: Path) -> None:
     assert_same(
         load_file(tmp_path / "after" / "model.safetensors")["0.weight"], model[0].weight.detach().float()
     )
+
+
+@pytest.mark.parametrize("after", ["ddp", "zero2"])
+def test_a_tie_that_fsdp_saved_twice_is_one_tensor_again(tmp_path: Path, after: str) -> None:
+    run = trained()
+    source = save_state(tmp_path / "source", "fsdp-full", run)
+    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
+    weights |= {"head.weight": weights["2.weight"].clone(), "frozen.weight": weights["2.weight"] + 1}
+    torch.save(weights, source / "pytorch_model_fsdp.bin")
+    ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
+    (opened,) = open_checkpoint(tmp_path / "new").weights
+    assert opened.ties == {"head.weight": "2.weight"}
+    assert "frozen.weight" in {tensor.fqn for tensor in opened.tensors}
 
 
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
