@@ -318,7 +318,10 @@ def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> W
 
 
 def _with_found_ties(weights: Weights, trained: Collection[str]) -> Weights:
-    """Return weights in which ties are one tensor again: FSDP saves each twice, and optimizers have one of the names."""
+    """Return weights in which ties are one tensor again: FSDP saves each twice, and optimizers have one of two names.
+
+    Equal bytes show them.
+    """
     candidates: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = {}
     for tensor in weights.tensors:
         if tensor.fqn in trained and tensor.nbytes:
