@@ -31,6 +31,7 @@ UNIVERSAL = PurePosixPath("zero")
 
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
+_ON_NVME = "offloaded_tensors"
 _MAX_LATEST = 4096
 
 
@@ -191,6 +192,11 @@ def _ensure_kind(folder: Path, names: Collection[DeepSpeedName]) -> None:
     if experts := parts[DeepSpeedPart.EXPERT]:
         raise other_kind(
             folder, f"{experts} files hold experts of a mixture, which only their ranks can put together"
+        )
+    if (folder / _ON_NVME).is_dir():
+        raise other_kind(
+            folder,
+            f"the optimizer and the fp32 weights were offloaded to NVMe ({_ON_NVME}/), in files of its swapper",
         )
     if highest := max((name.model_rank for name in names), default=0):
         raise other_kind(folder, f"the model is cut into {highest + 1} parts, for tensor parallelism")

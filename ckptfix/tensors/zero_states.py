@@ -146,21 +146,29 @@ def _rank(path: Path, file: TorchFile) -> _Rank:
         raise FormatError(
             "its base_optimizer_state is not an optimizer's state dict: an elastic checkpoint, which is not read"
         )
+    if child(states, "ds_zero_partition_groups") is not None:
+        raise FormatError("experts of a mixture are cut among other ranks than the rest, which is not read")
     values = PickledValues(path, file)
-    flat = child(base, "state")
+    found: dict[int, dict[str, Any]] = {
+        number: {
+            key.value: values.value(value, f"{key.value} of flat parameter {number}")
+            for key, value in pairs(held)
+            if type(key) is Text
+        }
+        for number, held in pairs(child(base, "state"))
+        if type(number) is int
+    }
+    groups = _group_options(values, base)
+    for options, members in groups:
+        if type(options.get(STEP)) is int:  # DeepSpeed's FusedAdam counted there once
+            for member in members:
+                if found.get(member):
+                    found[member].setdefault(STEP, options[STEP])
     return _Rank(
         partitions=partitions,
         stage=_stage(child(states, "zero_stage")),
-        states={
-            number: {
-                key.value: values.value(value, f"{key.value} of flat parameter {number}")
-                for key, value in pairs(held)
-                if type(key) is Text
-            }
-            for number, held in pairs(flat)
-            if type(number) is int
-        },
-        groups=_group_options(values, base),
+        states=found,
+        groups=groups,
         extra=_shared_values(values, states),
     )
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptfix.checkpoint.deepspeed_files import OtherKindError
 from ckptfix.errors import OperationError
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
@@ -181,6 +182,34 @@ def test_ranks_that_disagree(tmp_path: Path, change: Any, message: str, stage: i
     changed_states(tmp_path, stage, change)
     with pytest.raises(OperationError, match=f"{message}.*; next: "):
         opened(tmp_path)
+
+
+def test_steps_that_the_group_counts(tmp_path: Path) -> None:
+    """Older versions of DeepSpeed's FusedAdam have no step for a parameter."""
+    parameters = trained((5, 3), (7,))
+    moments = {name: {"exp_avg": one["exp_avg"]} for name, one in moments_of(parameters, 1.0).items()}
+    make_zero(tmp_path, [parameters], stage=2, ranks=2, moments=moments, options=[{"lr": 0.1, "step": 6}])
+    state = opened(tmp_path)
+    assert {values["step"] for values in state.states.values()} == {6}
+
+
+def test_experts_that_are_cut_among_other_ranks_are_refused(tmp_path: Path) -> None:
+    parameters = trained((5, 3))
+    make_zero(tmp_path, [parameters], stage=3, ranks=1, moments=moments_of(parameters, 1.0))
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=True)
+    states["optimizer_state_dict"]["ds_zero_partition_groups"] = [{"partition_count": 1}]
+    torch.save(states, path)
+    with pytest.raises(OperationError, match="experts of a mixture are cut among other ranks"):
+        opened(tmp_path)
+
+
+def test_an_optimizer_on_nvme_is_refused_by_name(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(FIXTURES / "zero3" / "checkpoint", tmp_path / "checkpoint"))
+    (root / TAG / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    for read in (opened, open_checkpoint):
+        with pytest.raises(OtherKindError, match=r"offloaded to NVMe \(offloaded_tensors/\).*; next: "):
+            read(root)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
