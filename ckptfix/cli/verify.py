@@ -121,7 +121,8 @@ _VALUES = "verified by their values alone"
 )
 @click.option(
     "--model", metavar="MODULE:FACTORY",
-    help="A function that returns the model, or (model, inputs). Without it: the class that config.json names.",
+    help="A function that returns the model, or (model, inputs). Without it: the class that config.json names. With "
+    "--against it names the parameters that DDP's optimizers number.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), metavar="N",
               help=f"Runs of the split model each way: {_REPEATS} unless said.")  # fmt: skip
@@ -144,6 +145,7 @@ def verify_command(
     code; the folder's never.
     """
     paths = paths or (".",)
+    names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
     if any(one is not None for one in given) or require_transfer_proof:
         if data or against is not None:
@@ -174,7 +176,7 @@ def verify_command(
 
     def work(path: str) -> "VerifyReport":
         with report.progress(f"reading {path}") as progress:
-            return verify(path, data=data, against=against, progress=progress)
+            return verify(path, data=data, against=against, model=names, progress=progress)
 
     def word(result: "VerifyReport") -> str:
         if result.status == 0 and result.no_digest:

@@ -11,10 +11,11 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
-from ckptfix.tensors.stored import Format, StoredTensor, Weights
-from ckptfix.verification.matching import crossed, crossing, moved, pair_models
+from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
+from ckptfix.verification.matching import Matched, crossed, crossing, moved, pair_models
+from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, pair_optimizers, side_of
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome, file_item
-from ckptfix.wording import list_names
+from ckptfix.wording import count_of, list_names
 
 _BY_TENSOR = "has other bytes there: its tensors are compared one by one, nothing else of it"
 
@@ -40,10 +41,15 @@ class _Pair:
     theirs: Weights | None
 
 
-def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progress | None) -> Comparison:
+def compare_with(
+    contents: Contents, path: Path, *, data: bool, model: str | None = None, progress: Progress | None
+) -> Comparison:
     """Compare what was read of a checkpoint with the one at ``path``.
 
-    Models are paired as ``pair_models`` does, tensors by name; a file of a model counts by its tensors alone.
+    Models are paired as ``pair_models`` does, tensors by name, optimizers as ``pair_optimizers`` does; a file of a
+    model or an optimizer counts by its tensors and values. ``model``: makes the models of the run, for optimizers whose
+    parameters are numbered.
+
     Raises UsageError when nothing is at ``path``, or no weights are on one side alone, OperationError when its weights
     cannot be read, or a file of either side changed meanwhile.
     """
@@ -54,6 +60,9 @@ def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progre
     if bool(contents.weights) != bool(other.weights):
         raise UsageError(_without_weights(other if contents.weights else contents))
     pairs = [_Pair(*one) for one in pair_models(contents.weights, other.weights)]
+    optimizers, unpaired = pair_optimizers(
+        *map(_side, (contents, other)), model=model, called=(str(contents.root), str(other.root))
+    )
     alike = _same_names(contents, other)
     jobs: dict[tuple[bool, str | TensorLocation], Job] = {}
     for side, is_ours in ((contents, True), (other, False)):
@@ -67,18 +76,25 @@ def compare_with(contents: Contents, path: Path, *, data: bool, progress: Progre
                 scan = data and is_ours
                 if own is not None and (scan or tensor.fqn in wanted):
                     jobs[is_ours, TensorLocation(own.label, tensor.fqn)] = TensorJob(tensor, scan)
+    for optimizer in optimizers:
+        for one in optimizer.matched:
+            for is_ours, state in zip((True, False), optimizer.of(one), strict=True):
+                if state is not None and _are_comparable(*optimizer.of(one)):
+                    jobs[is_ours, _location(optimizer, one)] = TensorJob(state)
     results = dict(zip(jobs, hash_all(list(jobs.values()), progress=progress), strict=True))
     for side in (contents, other):
         side.check_unchanged()
     if bad := next((key for (is_ours, key), one in results.items() if one.problem and not is_ours), None):
         raise OperationError(f"{other.root}: {bad} cannot be read: {results[False, bad].problem}")
-    files = list(_files(contents, other, alike, results))
+    files = list(_files(contents, other, alike, results, optimizers))
     tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
     told = list(_told(contents, other, pairs, files, tensors))
+    told += [*unpaired, *(words for optimizer in optimizers for words in _notes(optimizer, files))]
+    states = [item for optimizer in optimizers for item in _states(contents, other, optimizer, results)]
     swapped = list(crossed((pair.ours, pair.theirs) for pair in pairs))
     ours = {key: one for (is_ours, key), one in results.items() if is_ours}
     return Comparison(
-        items=(*files, *tensors),
+        items=(*files, *tensors, *states),
         hashed=ours,
         not_checked=tuple(told),
         crossed=crossing(swapped, str(contents.root), str(other.root)),
@@ -139,8 +155,13 @@ def _files(
     other: Contents,
     alike: list[str],
     results: Mapping[tuple[bool, str | TensorLocation], Hashed],
+    optimizers: Iterable[OptimizerPair],
 ) -> Iterator[Item]:
     of_models, of_others = _compared_by_tensor(contents), _compared_by_tensor(other)
+    for optimizer in optimizers:
+        for own, files in ((of_models, optimizer.a.files), (of_others, optimizer.b.files)):
+            # A file that holds more than what was compared, and has a namesake, counts by all of its bytes.
+            own.update(str(file) for file in files if not (optimizer.notes and str(file) in alike))
     for name in alike:
         item = _same_name(name, contents, other, results)
         if item.change is not None and name in of_models and name in of_others:
@@ -223,6 +244,62 @@ def _tensors(
             where = _home(tensor, other.root)
             text = f"is only in {other.root}"
             yield Item(Kind.TENSOR, name, where, Outcome.DIFFER, Change.MISSING, text)
+
+
+def _side(contents: Contents) -> Side:
+    return side_of(StoredCheckpoint(root=contents.root, only=contents.only, weights=contents.weights))
+
+
+def _location(optimizer: OptimizerPair, one: Matched) -> TensorLocation:
+    return TensorLocation(f"optimizer {optimizer.a.label}", one.name)
+
+
+def _are_comparable(ours: StoredTensor | None, theirs: StoredTensor | None) -> bool:
+    return (
+        ours is not None and theirs is not None and (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    )
+
+
+def _notes(optimizer: OptimizerPair, files: Iterable[Item]) -> Iterator[str]:
+    """Yield in words what was not compared of two optimizers, unless their files are the same in every byte."""
+    same = {item.name for item in files if item.outcome is Outcome.MATCH}
+    if not same.issuperset(map(str, (*optimizer.a.files, *optimizer.b.files))):
+        yield from (f"{optimizer.a.label}: {words}" for words in (optimizer.words,) if words)
+        yield from optimizer.notes
+
+
+def _states(
+    contents: Contents,
+    other: Contents,
+    optimizer: OptimizerPair,
+    results: Mapping[tuple[bool, str | TensorLocation], Hashed],
+) -> Iterator[Item]:
+    """Yield the items of two optimizers: of each moment, and of each hyperparameter or step."""
+    for one in optimizer.matched:
+        ours, theirs = optimizer.of(one)
+        if ours is None or theirs is None:
+            side = other if ours is None else contents
+            tensor = theirs if ours is None else ours
+            assert tensor is not None, "of one side at least"
+            text = f"is only in {other.root}" if ours is None else "is only here"
+            change = Change.MISSING if ours is None else Change.EXTRA
+            yield Item(Kind.TENSOR, one.name, _home(tensor, side.root), Outcome.DIFFER, change, text)
+        elif not _are_comparable(ours, theirs):
+            text = f"is {_kind(ours)} here, {_kind(theirs)} there"
+            where = _home(ours, contents.root)
+            yield Item(Kind.TENSOR, one.name, where, Outcome.DIFFER, Change.CHANGED, text)
+        else:
+            here, there = (results[is_ours, _location(optimizer, one)] for is_ours in (True, False))
+            yield _compared(Kind.TENSOR, one.name, _home(ours, contents.root), here, there)
+    differing = {one.name for one in optimizer.differences}
+    for name in optimizer.values:
+        if name not in differing:
+            yield Item(Kind.VALUE, name, optimizer.a.label, Outcome.MATCH)
+    for found in optimizer.differences:
+        of = f"for {count_of(len(found.names), 'parameter')}: {list_names(found.names)}"
+        a, b = ("not there" if value is None else value for value in (found.a, found.b))
+        text = f"is {a} here, {b} in {other.root}, {of}"
+        yield Item(Kind.VALUE, found.name, optimizer.a.label, Outcome.DIFFER, Change.CHANGED, text)
 
 
 def _compared(kind: Kind, name: str, where: str, ours: Hashed, theirs: Hashed) -> Item:

@@ -357,7 +357,7 @@ def _optimizer(pair: OptimizerPair, pairs: _Pairs, tolerance: Tolerance | None) 
         strategy_b=pair.b.strategy.value,
         names=pair.words,
         tensors=tuple(_finished(one, *pair.of(one), pairs, tolerance) for one in pair.matched),
-        values=pair.values,
+        values=sum(pair.values.values()),
         differences=tuple(
             ValueDiff(name=one.name, a=one.a, b=one.b, parameters=one.names) for one in pair.differences
         ),

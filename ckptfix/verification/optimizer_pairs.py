@@ -7,6 +7,7 @@ compared; so are hyperparameters, for each parameter, as param groups are not th
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -56,10 +57,13 @@ def open_side(path: str | os.PathLike[str], *, lone_shard: bool = False) -> Side
             root=given if is_folder else given.parent, only=None if is_folder else given.name
         )
         return Side(checkpoint, optimizers)
-    if checkpoint.only is not None:
-        return Side(checkpoint)
+    return side_of(checkpoint)
+
+
+def side_of(checkpoint: StoredCheckpoint) -> Side:
+    """Return an opened checkpoint with the optimizers in its folder, or in its lone file. Raises OSError."""
     try:
-        return Side(checkpoint, open_optimizers(checkpoint.root))
+        return Side(checkpoint, open_optimizers(checkpoint.root / (checkpoint.only or "")))
     except OperationError as error:
         return Side(checkpoint, unread=str(error))
 
@@ -78,8 +82,8 @@ class OptimizerPair:
     """An optimizer of each side, under the same names.
 
     ``matched``: the tensors that both or one of them has, by parameter and state; ``tensors`` finds them. ``words``:
-    how names were matched, "" for as they are. ``values``: how many states of one element and hyperparameters were
-    compared, and ``differences`` of them. ``notes``: what was not compared, in words.
+    how names were matched, "" for as they are. ``values``: state of one element or hyperparameter -> of how many
+    parameters it was compared. ``differences``: those that differ. ``notes``: what was not compared, in words.
     """
 
     a: OptimizerState
@@ -87,7 +91,7 @@ class OptimizerPair:
     matched: tuple[Matched, ...]
     tensors: tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]
     words: str
-    values: int
+    values: Mapping[str, int]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
 
@@ -105,26 +109,32 @@ def pair_optimizers(
     *,
     model: str | Callable[[], Any] | None = None,
     tolerance: Tolerance | None = None,
+    called: tuple[str, str] = ("A", "B"),
 ) -> tuple[tuple[OptimizerPair, ...], tuple[str, ...]]:
     """Return the pairs of optimizers that can be compared, and in words those that cannot.
 
     ``model``: "module:factory", or the function, that makes the models of the run, for parameters that are numbered.
-    ``tolerance``: for values of one element. Raises UsageError for a factory that does not work, OSError.
+    ``tolerance``: for values of one element. ``called``: what the sides are called. Raises UsageError for a factory
+    that does not work, OSError.
     """
-    notes = [f"optimizers in {side}: {one.unread}" for side, one in (("A", left), ("B", right)) if one.unread]
+    notes = [
+        f"optimizers in {side}: {one.unread}"
+        for side, one in zip(called, (left, right), strict=True)
+        if one.unread
+    ]
     if left.unread or right.unread:
         return (), tuple(notes)
     pairs = []
     for a, b in _by_position(left.optimizers, right.optimizers):
         if a is None or b is None:
-            one, side, other = (a, "A", "B") if a is not None else (b, "B", "A")
+            one, (side, other) = (b, reversed(called)) if a is None else (a, called)
             assert one is not None, "of one side at least"
             notes.append(f"the optimizer {one.label} in {side}: {other} has none at its position")
             continue
         try:
-            pairs.append(_pair(*_named((left, a), (right, b), model), tolerance))
+            pairs.append(_pair(*_named((left, a), (right, b), model), tolerance, called))
         except OperationError as error:
-            notes.append(f"the optimizer {a.label} in A with {b.label} in B: {error}")
+            notes.append(f"the optimizer {a.label} in {called[0]} with {b.label} in {called[1]}: {error}")
     return tuple(pairs), tuple(notes)
 
 
@@ -170,16 +180,16 @@ def _with_names(
 
 
 class _Values:
-    """States of one element and hyperparameters, and which of them differ. ``count``: how many were compared."""
+    """States of one element and hyperparameters, and which of them differ. ``counts``: how often each was compared."""
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self._tolerance = tolerance
         self._found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
-        self.count = 0
+        self.counts: Counter[str] = Counter()
 
     def note(self, files: OpenFiles, key: str, a: Any, b: Any, name: str) -> None:
         """Compare two values of a parameter."""
-        self.count += 1
+        self.counts[key] += 1
         one, other = _comparable(a, files), _comparable(b, files)
         if not _are_equal(one, other, self._tolerance):
             self._found.setdefault((key, repr(one), repr(other)), (one, other, []))[2].append(name)
@@ -189,12 +199,14 @@ class _Values:
         return tuple(Difference(key[0], a, b, tuple(names)) for key, (a, b, names) in self._found.items())
 
 
-def _pair(a: OptimizerState, b: OptimizerState, words: str, tolerance: Tolerance | None) -> OptimizerPair:
+def _pair(
+    a: OptimizerState, b: OptimizerState, words: str, tolerance: Tolerance | None, called: tuple[str, str]
+) -> OptimizerPair:
     states = _states(a, b), _states(b, a)
     parameters, removed = match_names(*(dict.fromkeys(_parameters(one), _NOTHING) for one in (a, b)))
     options = _options(a), _options(b)
     matched: list[Matched] = []
-    alone: dict[tuple[str, str], None] = {}
+    alone: dict[tuple[int, str], None] = {}
     begun: list[str] = []
     values = _Values(tolerance)
     tensors: tuple[dict[str, StoredTensor], dict[str, StoredTensor]] = ({}, {})
@@ -225,17 +237,17 @@ def _pair(a: OptimizerState, b: OptimizerState, words: str, tolerance: Tolerance
             mine, others = options[0][one.a], options[1][one.b]
             for key in (key for key in mine if key in others):
                 note(key, mine[key], others[key], one.name)
-            alone |= dict.fromkeys(("A", key) for key in mine if key not in others)
-            alone |= dict.fromkeys(("B", key) for key in others if key not in mine)
+            alone |= dict.fromkeys((0, key) for key in mine if key not in others)
+            alone |= dict.fromkeys((1, key) for key in others if key not in mine)
     return OptimizerPair(
         a=a,
         b=b,
         matched=tuple(matched),
         tensors=tensors,
         words="; ".join(filter(None, (words, removed))),
-        values=values.count,
+        values=values.counts,
         differences=values.differences(),
-        notes=tuple(_left_out(a, b, alone, begun)),
+        notes=tuple(_left_out((a, b), called, alone, begun)),
     )
 
 
@@ -322,22 +334,26 @@ def _is_zero(value: StateValue, files: OpenFiles) -> bool:
 
 
 def _left_out(
-    a: OptimizerState, b: OptimizerState, alone: Iterable[tuple[str, str]], begun: Sequence[str]
+    states: tuple[OptimizerState, OptimizerState],
+    called: tuple[str, str],
+    alone: Iterable[tuple[int, str]],
+    begun: Sequence[str],
 ) -> Iterator[str]:
     """Yield in words what was not compared of two optimizers.
 
-    ``alone``: side and hyperparameter. ``begun``: parameters that have zeros on one side, and nothing on the other.
+    ``alone``: number of a side, and a hyperparameter. ``begun``: parameters that have zeros on one side, and nothing on
+    the other.
     """
     if begun:
         yield f"moments of {list_names(begun)}: one side has none, the other those of a parameter without any gradient"
-    for side, state in (("A", a), ("B", b)):
-        if keys := [key for where, key in alone if where == side]:
-            yield f"hyperparameters that {state.label} in {side} alone has: {list_names(keys)}"
-        unread = [name for name in state.unfit if not _is_read(state, name)]
-        if unread:
-            yield f"what cannot be read in {state.label} in {side}: {list_names(unread)}"
+    for number, state in enumerate(states):
+        where = f"{state.label} in {called[number]}"
+        if keys := [key for side, key in alone if side == number]:
+            yield f"hyperparameters that {where} alone has: {list_names(keys)}"
+        if unread := [name for name in state.unfit if not _is_read(state, name)]:
+            yield f"what cannot be read in {where}: {list_names(unread)}"
         if state.extra:
-            yield f"what {state.label} in {side} holds next to states and param groups: {list_names(state.extra)}"
+            yield f"what {where} holds next to states and param groups: {list_names(state.extra)}"
 
 
 def _is_read(state: OptimizerState, name: str) -> bool:

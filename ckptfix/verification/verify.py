@@ -34,12 +34,15 @@ def verify(
     *,
     data: bool = False,
     against: str | os.PathLike[str] | None = None,
+    model: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
 
     ``data``: look at the values of all weights, in the same pass. ``against``: compare with another checkpoint, of any
-    format, instead of the manifest. ``progress`` is called with numbers of bytes.
+    format, instead of the manifest, its optimizer included. ``model``: "module:factory" of the models of the run, for
+    an optimizer that numbers its parameters where the other one names them. ``progress`` is called with numbers of
+    bytes.
 
     Raises UsageError when there is no checkpoint, OperationError when a manifest cannot be understood or a file changed
     meanwhile, OSError when a folder cannot be read. What cannot be read of a file is in the report.
@@ -56,7 +59,7 @@ def verify(
             raise
         findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
     if against is not None:
-        comparison = compare_with(contents, existing(against), data=data, progress=progress)
+        comparison = compare_with(contents, existing(against), data=data, model=model, progress=progress)
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed

@@ -141,13 +141,15 @@ class Kind(Enum):
 
     FILE = "file"
     TENSOR = "tensor"
+    VALUE = "optimizer value"  # a hyperparameter of an optimizer, or a state of one element
 
 
 @dataclass(frozen=True, slots=True)
 class Item(Serialized):
-    """The verdict on one file or tensor.
+    """The verdict on one file, tensor or value.
 
-    ``name``: the relative path, or the tensor's name. ``where``: of a tensor, the file that holds it, or held it.
+    ``name``: the relative path, or the name of the tensor or value. ``where``: the file that holds it, or held it; of a
+    value the optimizer.
     ``change``: what happened to it, None where it matches and where nothing is known. ``text``: the sentence, "" for
     a match. ``other``: the file that it was swapped with, or is now; of a tensor, the file that holds what it was
     swapped with, or holds it now; "" when there is none.
@@ -250,7 +252,12 @@ class VerifyReport(Printable, Serialized):
     def lines(self) -> Iterator[Line]:
         """Yield what differs, each by name, then how many match, what was not checked, and how much is wrong."""
         against = f" against {self.against}" if self.against is not None else ""
-        counts = [count_of(sum(self.count(kind).values()), kind.value) for kind in Kind]
+        totals = {kind: sum(self.count(kind).values()) for kind in Kind}
+        counts = [
+            count_of(number, kind.value)
+            for kind, number in totals.items()
+            if number or kind is not Kind.VALUE
+        ]
         yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
         serious = [one for one in self.findings if one.severity is not Severity.NOTE]
         yield from finding_lines(serious, str(self.path))

@@ -12,6 +12,9 @@ from ckptfix import UsageError
 from ckptfix.cli import run
 from ckptfix.verification.diff import diff
 from ckptfix.verification.diff_report import DiffReport, Outcome
+from ckptfix.verification.verify import verify
+from ckptfix.verification.verify_report import Kind
+from ckptfix.verification.verify_report import Outcome as Verdict
 from tests.tensors.optimizer_ranks import Net, groups, save_all
 from tests.training.ranks import run_ranks
 
@@ -211,3 +214,52 @@ def test_the_command_line_says_it(saved: Path, tmp_path: Path, capsys: pytest.Ca
     assert "optimizer optimizer.bin (ddp) against optimizer.bin (ddp); parameters matched by number" in said
     assert "betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B ('3', '4', '5')" in said
     assert "different: 8 equal in bytes; optimizers: 12 equal in bytes, 69 of 72 values equal" in said
+
+
+@pytest.mark.parametrize("name", ["sharded", "ranks"])
+def test_verify_against_another_strategy(saved: Path, name: str) -> None:
+    report = verify(saved / "full", against=saved / name)
+    assert (report.status, report.differences) == (0, [])
+    assert report.count(Kind.TENSOR)[Verdict.MATCH] == 8 + 12
+    assert report.count(Kind.VALUE)[Verdict.MATCH] == 12
+    assert not report.count(Kind.FILE)[Verdict.DIFFER]
+    assert "20 tensors, 12 optimizer values" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "items"),
+    [
+        (lambda state: None, []),
+        (moment, [("1.exp_avg_sq", "differs: sha256 ")]),
+        (step, [("step", "is 2.0 here, 3.0 in ")]),
+        (
+            lost,
+            [
+                ("1.exp_avg", "is only here"),
+                ("1.exp_avg_sq", "is only here"),
+                ("step", "is 2.0 here, not there in "),
+            ],
+        ),
+        (hyperparameter, [("betas", "is (0.8, 0.9) here, (0.8, 0.91) in ")]),
+        (lambda state: state.update(more=1), [("optimizer.bin", "differs: sha256 ")]),
+    ],
+)
+def test_verify_against_finds_every_difference(
+    saved: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], items: list[tuple[str, str]]
+) -> None:
+    report = verify(make_ddp(tmp_path / "a", saved), against=make_ddp(tmp_path / "b", saved, change))
+    assert [item.name for item in report.differences] == [name for name, _ in items]
+    for item, (_, text) in zip(report.differences, items, strict=True):
+        assert item.text.startswith(text)
+    assert report.status == int(bool(items))
+
+
+def test_verify_against_names_numbers_by_a_model(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_ddp(tmp_path / "ddp", saved)
+    command = ["verify", str(folder), "--against", str(saved / "full")]
+    assert run(command) == 1  # optimizer.bin is not the same file, and nothing shows what is in it
+    assert "--model MODULE:FACTORY" in capsys.readouterr().out
+    assert run([*command, "--model", "tests.tensors.optimizer_ranks:Net"]) == 0
+    assert "20 match" in capsys.readouterr().out
