@@ -1,27 +1,27 @@
 """The guard with DeepSpeed: one engine, one optimizer, and its own rule of one model stays.
 
-DeepSpeed is no dependency of the tests (it builds parts of itself at the first use); where it is installed this runs.
 In one process only: accelerate takes every process for the only one when DeepSpeed runs without a GPU.
 """
 
 import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.deepspeed_library import NO_DEEPSPEED, WITHOUT_COMPILER, has_deepspeed, variables
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
+SCRIPT = f"""
 import json, sys, warnings
-import torch
+import torch, deepspeed
+{WITHOUT_COMPILER}
 from accelerate.utils import DeepSpeedPlugin
 from ckptfix.training.accelerator import Accelerator
 
-config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
-          "zero_optimization": {"stage": int(sys.argv[1])}, "zero_force_ds_cpu_optimizer": False}
+config = {{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
+          "zero_optimization": {{"stage": int(sys.argv[1])}}, "zero_force_ds_cpu_optimizer": False}}
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 raw = torch.nn.Linear(10, 2)
 optimizer = torch.optim.AdamW(raw.parameters())
@@ -40,35 +40,27 @@ except AssertionError as error:
 accelerator.backward(first[0](torch.ones(1, 10)).sum())
 first[1].step()
 with open(sys.argv[2], "w") as file:
-    json.dump({
+    json.dump({{
         "kind": accelerator.distributed_type.value,
         "class": type(first[0]).__name__,
         "same": [all(a is b for a, b in zip(first, again)) for again in (second, third, (fourth,))],
         "counts": [len(accelerator._models), len(accelerator._optimizers), len(accelerator._schedulers)],
         "warnings": sum("prepare()" in str(one.message) for one in caught),
         "refused": refused,
-    }, file)
+    }}, file)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed(stage: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    # DeepSpeed looks for the tools that it builds with (ninja) on the path.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {
-        "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "OMP_NUM_THREADS": "1",
-        "PATH": path,
-    }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     done = subprocess.run(
         [*launcher, str(tmp_path / "train.py"), str(stage), str(tmp_path / "seen.json")],
         capture_output=True, text=True, cwd=ROOT, timeout=400,
-        env={**os.environ, **variables, "PYTHONPATH": str(ROOT)},
+        env={**variables(), "ACCELERATE_USE_DEEPSPEED": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((tmp_path / "seen.json").read_text()) == {

@@ -1,0 +1,561 @@
+"""Train tiny models with stock accelerate under any strategy, and prove what a checkpoint makes of a new run.
+
+    python -m tests.conversion.state_training PROCESSES JOBS RESULTS
+
+forks so many processes of one gloo group, which do one job after another: JOBS has one JSON object a line, and RESULTS
+gets one for each. Nothing of ckptfix is imported here. All runs see the same batches, whatever the number of processes.
+
+``make``: three steps with a strategy, saved by ``accelerator.save_state``: as it is, and altered in three ways that no
+proof may overlook (``ALTERATIONS``). What the optimizers hold in memory at that moment is written next to them, with
+the losses of the next three steps.
+
+``prove``: a new run of a strategy loads a checkpoint with ``accelerator.load_state``. Weights, masters, moments, steps
+and hyperparameters in its memory must be bitwise those of the source, by fqn. Its next three losses, and its memory
+after them, are compared with those of a run into whose memory the source's values are copied (the same strategy, so
+they must be equal in every bit), and the losses with those of the source that trained on.
+"""
+
+import gc
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_OFFLINE": "1"}
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from tests.training.ranks import run_ranks
+
+STRATEGIES = ("ddp", "fsdp", "fsdp-full", "zero1", "zero2", "zero3", "universal")
+CASES = ("llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32")
+"""Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one model alone."""
+
+ALTERATIONS = ("zeroed", "swapped", "changed")
+"""Moments of zero; moments of two parameters of one shape swapped; hyperparameters changed."""
+
+SWAPPED = {
+    "llama": ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+    "bert": (
+        "bert.encoder.layer.0.output.dense.weight",
+        "bert.encoder.layer.1.output.dense.weight",
+    ),
+}
+FROZEN = {"llama": "model.layers.0.input_layernorm.weight", "bert": "bert.embeddings.LayerNorm.weight"}
+WRAPPED = {"llama": "LlamaDecoderLayer", "bert": "BertLayer"}
+OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS = 3
+VOCABULARY, BATCH, LENGTH, ACCUMULATION = 67, 4, 9, 2
+
+Model = dict[str, Any]
+"""One model's part of a run's memory: ``weights``, ``states``, ``options`` (each by fqn), and ``scheduler``."""
+
+
+def llama() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return _frozen(LlamaForCausalLM(config), "llama")
+
+
+def bert() -> torch.nn.Module:
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = BertForMaskedLM(config)
+    # accelerate puts the decoder into an FSDP2 unit of its own, and torch 2.13 refuses a bias that another one shares.
+    # The embedding stays tied.
+    del model.cls.predictions.bias
+    return _frozen(model, "bert")
+
+
+def _frozen(model: torch.nn.Module, kind: str) -> torch.nn.Module:
+    """Freeze one norm among others of its shape; its values are exact in bf16, which has no master of it."""
+    norm = model.get_parameter(FROZEN[kind])
+    with torch.no_grad():
+        norm.copy_(1 + torch.arange(norm.numel()) / 64)
+    norm.requires_grad_(False)
+    return model
+
+
+BUILDERS = {"llama": llama, "bert": bert}
+
+
+def kinds(case: str) -> tuple[str, ...]:
+    """Return the models of a case."""
+    return ("llama", "bert") if case.startswith("two") else (case.split("-")[0],)
+
+
+def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return the two groups of parameters that most scripts make: weight decay for matrices alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+class Run:
+    """Models, optimizers and schedulers, as stock accelerate prepares them for a strategy."""
+
+    def __init__(self, strategy: str, case: str, *, stage: int = 2) -> None:
+        """``stage``: that of DeepSpeed when it loads a universal checkpoint."""
+        self.strategy, self.kinds = strategy, kinds(case)
+        self.is_zero = strategy.startswith("zero") or strategy == "universal"
+        self.stage = int(strategy[4]) if strategy.startswith("zero") else stage if self.is_zero else 0
+        _forget()
+        models = [BUILDERS[kind]() for kind in self.kinds]
+        self.groups = [[[name for name, one in model.named_parameters() if any(one is p for p in group["params"])]
+                        for group in param_groups(model)] for model in models]  # fmt: skip
+        self.accelerator = self._accelerator(case.endswith("bf16"))
+        self.models: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.schedulers: list[Any] = []
+        for kind, model in zip(self.kinds, models, strict=True):
+            if self.strategy.startswith("fsdp"):
+                self._switch_on_fsdp(self.accelerator, kind, case.endswith("bf16"))
+            optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + 0.1 * number))
+            prepared = self.accelerator.prepare(model, optimizer, scheduler)
+            for found, one in zip((self.models, self.optimizers, self.schedulers), prepared, strict=True):
+                found.append(one)
+
+    def _accelerator(self, is_bf16: bool) -> accelerate.Accelerator:
+        shared: dict[str, Any] = {
+            "step_scheduler_with_optimizer": False,  # else it counts steps of all processes
+            "gradient_accumulation_steps": ACCUMULATION,
+            "mixed_precision": "bf16" if is_bf16 else "no",
+        }
+        if not self.is_zero:
+            return accelerate.Accelerator(cpu=True, **shared)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": BATCH // torch.distributed.get_world_size(),
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            # Small enough that ZeRO-3 cuts the matrices and keeps the norms whole.
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
+            "bf16": {"enabled": is_bf16},
+        }
+        if self.strategy == "universal":
+            config["checkpoint"] = {"load_universal": True}
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+        return accelerate.Accelerator(
+            deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **shared
+        )
+
+    def _switch_on_fsdp(self, found: accelerate.Accelerator, kind: str, is_bf16: bool) -> None:
+        """Do what accelerate does for GPUs alone, for one model: its plugin wraps layers of classes that exist."""
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            state_dict_type="FULL_STATE_DICT" if self.strategy == "fsdp-full" else "SHARDED_STATE_DICT",
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[WRAPPED[kind]],
+            cpu_ram_efficient_loading=False,
+        )
+        if is_bf16:
+            plugin.set_mixed_precision("bf16")
+        found.state.fsdp_plugin = plugin
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
+        found.state.distributed_type = accelerate.DistributedType.FSDP
+
+    def step(self, number: int) -> list[float]:
+        """Train one step of ``ACCUMULATION`` batches, and return its loss by model."""
+        accelerator = self.accelerator
+        rank, world = accelerator.process_index, accelerator.num_processes
+        mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+        losses = torch.zeros(len(self.models), dtype=torch.float64)
+        for batch in range(ACCUMULATION):
+            generator = torch.Generator().manual_seed(2 * (number % 2) + batch)
+            data = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)[mine]
+            with accelerator.accumulate(*self.models):
+                for index, model in enumerate(self.models):
+                    loss = model(input_ids=data, labels=data).loss
+                    losses[index] += loss.detach().double() / ACCUMULATION / world
+                    accelerator.backward(loss)
+                    self.optimizers[index].step()
+                    if accelerator.sync_gradients:
+                        self.schedulers[index].step()
+                    self.optimizers[index].zero_grad()
+        torch.distributed.all_reduce(losses)
+        return [float(loss) for loss in losses]
+
+    def steps(self, first: int) -> list[list[float]]:
+        return [self.step(number) for number in range(first, first + STEPS)]
+
+    # What is in memory, read and written through the strategy's own interfaces.
+
+    def memory(self) -> list[Model]:
+        """Return what the optimizers work with, by fqn; tensors in fp32."""
+        found = []
+        for index in range(len(self.models)):
+            model: Model = {"weights": {}, "states": {}, "options": {}}
+            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            for name, parameter in self._parameters(index):
+                model["weights"][name] = self._weight(parameter)
+                if name in owners:
+                    model["options"][name] = self._options(index, owners[name])
+                    model["states"][name] = self._state(index, owners[name], parameter)
+            model["scheduler"] = {
+                key: value for key, value in self.schedulers[index].scheduler.state_dict().items()
+                if key in ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+            }  # fmt: skip
+            found.append(model)
+        return found
+
+    def plant(self, memory: list[Model]) -> None:
+        """Set the optimizers' memory to what another run held, without any file."""
+        self.step(0)  # makes the states
+        for index, model in enumerate(memory):
+            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            for name, parameter in self._parameters(index):
+                self._set_weight(parameter, model["weights"][name])
+                if name in owners:
+                    self.set_options(index, owners[name], model["options"][name])
+                    for key in MOMENTS:
+                        self.set_moment(index, owners[name], parameter, key, model["states"][name][key])
+                    self._set_step(index, owners[name], parameter, model["states"][name]["step"])
+            scheduler = self.schedulers[index].scheduler
+            scheduler.load_state_dict(scheduler.state_dict() | model["scheduler"])
+
+    def alter(self, how: str, memory: list[Model]) -> None:
+        """Alter what ``memory`` says of this run, so that no proof may accept it."""
+        for index, kind in enumerate(self.kinds):
+            for number, group in enumerate(self.groups[index]):
+                options = dict(memory[index]["options"][group[0]])
+                if how == "changed":
+                    options |= {"betas": (0.5, 0.9), "weight_decay": options["weight_decay"] + 0.25}
+                self.set_options(index, number, options)
+            first, second = SWAPPED[kind]
+            instead = {first: second, second: first} if how == "swapped" else {}
+            owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
+            for name, parameter in self._parameters(index):
+                for key in MOMENTS if name in owners else ():
+                    value = memory[index]["states"][instead.get(name, name)][key]
+                    value = torch.zeros_like(value) if how == "zeroed" else value
+                    self.set_moment(index, owners[name], parameter, key, value)
+
+    def _parameters(self, index: int) -> list[tuple[str, Any]]:
+        model = self.models[index]
+        inner = model.module if self.is_zero else self.accelerator.unwrap_model(model)
+        return list(inner.named_parameters())
+
+    def _torch_optimizer(self, index: int) -> Any:
+        """Return the optimizer of torch in all that accelerate and DeepSpeed put around it."""
+        return self.models[index].optimizer.optimizer if self.is_zero else self.optimizers[index].optimizer
+
+    def _group(self, index: int, number: int) -> dict[str, Any]:
+        owner = self.models[index].optimizer if self.is_zero else self._torch_optimizer(index)
+        group: dict[str, Any] = owner.param_groups[number]
+        return group
+
+    def _options(self, index: int, number: int) -> dict[str, Any]:
+        group = self._group(index, number)
+        found = {key: group[key] for key in OPTIONS if key in group}
+        return found | {"betas": tuple(found["betas"])}
+
+    def set_options(self, index: int, number: int, options: dict[str, Any]) -> None:
+        self._group(index, number).update(options)
+
+    def _weight(self, parameter: Any) -> torch.Tensor:
+        if not self.is_zero:
+            return _whole(parameter)
+        import deepspeed
+
+        if parameter.requires_grad:
+            return _whole(deepspeed.utils.safe_get_full_fp32_param(parameter))
+        with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
+            return _whole(parameter)
+
+    def _set_weight(self, parameter: Any, value: torch.Tensor) -> None:
+        if not self.is_zero:
+            _assign(parameter, value)
+            return
+        import deepspeed
+
+        if parameter.requires_grad and self.stage == 3:
+            _set_partition(parameter, value, None)
+        elif parameter.requires_grad:
+            deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
+            parameter.data.copy_(value)
+
+    def _state(self, index: int, number: int, parameter: Any) -> Model:
+        if not self.is_zero:
+            state = self._torch_optimizer(index).state.get(parameter, {})
+            return {key: float(value) if key == "step" else _whole(value) for key, value in state.items()}
+        found: Model = {key: self._moment(index, number, parameter, key) for key in MOMENTS}
+        steps = {float(state["step"]) for state in self._flat_states(index, number)}
+        return found | {"step": steps.pop() if len(steps) == 1 else sorted(steps)}
+
+    def _moment(self, index: int, number: int, parameter: Any, key: str) -> torch.Tensor:
+        """Put a moment together from what each rank's optimizer steps with.
+
+        ``safe_get_full_optimizer_state`` of ZeRO-1 and 2 knows the first param group alone: DeepSpeed 0.19.8 links the
+        others' states before they exist.
+        """
+        if self.stage == 3:
+            import deepspeed
+
+            return _whole(deepspeed.utils.safe_get_full_optimizer_state(parameter, key))
+        whole = torch.zeros(parameter.numel())
+        fragment = self._fragment(index, number, parameter, key)
+        if fragment is not None:
+            mine, values = fragment
+            whole[mine] = values
+        torch.distributed.all_reduce(whole)
+        return whole.view(parameter.shape)
+
+    def _fragment(
+        self, index: int, number: int, parameter: Any, key: str
+    ) -> tuple[slice, torch.Tensor] | None:
+        """Return this rank's elements of a parameter, and its moments of them, in ZeRO-1 or 2."""
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        (flat,) = self._flat_states(index, number)
+        own, held = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return slice(own.start, own.start + own.numel), flat[key].narrow(0, held.start, held.numel)
+
+    def _flat_states(self, index: int, number: int) -> list[Any]:
+        """Return the states of the flat partitions that hold a group; in ZeRO-3 these may be several."""
+        optimizer = self._torch_optimizer(index)
+        if self.stage == 3:
+            return [state for state in optimizer.state.values() if "step" in state]
+        return [optimizer.state[self.models[index].optimizer.single_partition_of_fp32_groups[number]]]
+
+    def set_moment(self, index: int, number: int, parameter: Any, key: str, value: torch.Tensor) -> None:
+        if not self.is_zero:
+            _assign(self._torch_optimizer(index).state[parameter][key], value)
+        elif self.stage == 3:
+            _set_partition(parameter, value, key)
+        elif (fragment := self._fragment(index, number, parameter, key)) is not None:
+            mine, values = fragment
+            values.copy_(value.flatten()[mine])
+
+    def _set_step(self, index: int, number: int, parameter: Any, step: float) -> None:
+        optimizer = self._torch_optimizer(index)
+        states = self._flat_states(index, number) if self.is_zero else [optimizer.state[parameter]]
+        for state in states:
+            if torch.is_tensor(state["step"]):
+                state["step"].fill_(step)
+            else:
+                state["step"] = step
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    """Return a copy of all elements in fp32, whoever holds them."""
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
+def _assign(target: Any, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        if hasattr(target, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value.to(target.dtype), target.device_mesh, target.placements)
+        target.copy_(value)
+
+
+def _set_partition(parameter: Any, value: torch.Tensor, key: str | None) -> None:
+    """Set this rank's part of a master or a moment of ZeRO-3.
+
+    ``safe_set_full_fp32_param`` fails for parameters that the ranks do not share evenly: it forgets the padding.
+    """
+    part, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(parameter, False, key)
+    whole = torch.zeros(part.numel() * torch.distributed.get_world_size())
+    whole[: value.numel()] = value.flatten()
+    begin = part.numel() * torch.distributed.get_rank()
+    part.data.copy_(whole[begin : begin + part.numel()])
+
+
+def _forget() -> None:
+    """Let the next Accelerator be of another strategy."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    gc.collect()
+
+
+def differences(expected: list[Model], actual: list[Model]) -> list[str]:
+    """Return what differs between two runs' memories, in any bit."""
+    lines = []
+    for index, (want, have) in enumerate(zip(expected, actual, strict=True)):
+        for part in ("weights", "states", "options"):
+            if want[part].keys() != have[part].keys():
+                lines.append(
+                    f"{index} {part}: other fqns: {sorted(want[part].keys() ^ have[part].keys())[:3]}"
+                )
+                continue
+            for name, value in want[part].items():
+                other = have[part][name]
+                pairs = {"": (value, other)} if part == "weights" else _pairs(value, other)
+                for key, pair in pairs.items():
+                    if found := _difference(*pair):
+                        lines.append(f"{index} {part} {name} {key}: {found}")
+        if want["scheduler"] != have["scheduler"]:
+            lines.append(f"{index} scheduler: {want['scheduler']} != {have['scheduler']}")
+    return lines
+
+
+def _pairs(expected: Model, found: Model) -> dict[str, tuple[Any, Any]]:
+    keys = expected.keys() | found.keys()
+    if (
+        "initial_lr" not in expected or "initial_lr" not in found
+    ):  # written by schedulers of some strategies alone
+        keys -= {"initial_lr"}
+    return {key: (expected.get(key), found.get(key)) for key in sorted(keys)}
+
+
+def _difference(expected: Any, found: Any) -> str:
+    if not torch.is_tensor(expected) or not torch.is_tensor(found):
+        return "" if type(expected) is type(found) and expected == found else f"{expected!r} != {found!r}"
+    if expected.shape != found.shape:
+        return f"{tuple(expected.shape)} != {tuple(found.shape)}"
+    unequal = expected.view(torch.int32) != found.view(torch.int32)
+    worst = (expected - found).abs().max()
+    return f"{int(unequal.sum())} of {expected.numel()} elements, up to {worst:.3g}" if unequal.any() else ""
+
+
+# The jobs.
+
+
+def make(job: dict[str, Any]) -> dict[str, Any]:
+    """Train, save, and write what was in memory: ``folder/STRATEGY`` and one folder for each alteration."""
+    folder, strategy = Path(job["folder"]), job["strategy"]
+    run = Run(strategy, job["case"])
+    before = run.steps(0)
+    memory = run.memory()
+    run.accelerator.save_state(str(folder / strategy))
+    for how in ALTERATIONS if job.get("altered", True) else ():
+        run.alter(how, memory)
+        run.accelerator.save_state(str(folder / f"{strategy}-{how}"))
+    run.alter("", memory)
+    assert not differences(memory, run.memory())
+    after = run.steps(STEPS)
+    if run.accelerator.is_main_process:
+        torch.save({"memory": memory, "before": before, "after": after}, folder / f"{strategy}.expected")
+    return {"losses": before + after}
+
+
+def make_universal(job: dict[str, Any]) -> dict[str, Any]:
+    """Let DeepSpeed's own script turn ZeRO checkpoints into universal ones."""
+    folder, origin = Path(job["folder"]), job["origin"]
+    if torch.distributed.get_rank() == 0:
+        from deepspeed.checkpoint.ds_to_universal import main
+
+        for suffix in ("", *(f"-{how}" for how in ALTERATIONS if job.get("altered", True))):
+            source, target = folder / f"{origin}{suffix}", folder / f"universal{suffix}"
+            ignored = shutil.ignore_patterns("pytorch_model", "latest", "zero_to_fp32.py")
+            shutil.copytree(source, target, ignore=ignored)
+            main(
+                Namespace(
+                    input_folder=str(source / "pytorch_model"), output_folder=str(target / "pytorch_model"),
+                    num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+                    inject_missing_state=True,
+                )
+            )  # fmt: skip
+        shutil.copy(folder / f"{origin}.expected", folder / "universal.expected")
+    return {}
+
+
+def prove(job: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint and its altered ones into a run of ``strategy``, and say what differs."""
+    expected = torch.load(job["expected"], weights_only=False)
+    memory = expected["memory"]
+    run = Run(job["strategy"], job["case"], stage=job.get("stage", 2))
+    run.accelerator.load_state(job["checkpoint"])
+    found: dict[str, Any] = {"differs": differences(memory, run.memory()), "source": expected["after"]}
+    found["losses"], after = run.steps(STEPS), run.memory()
+    run.plant(memory)
+    found["planted"] = differences(memory, run.memory())
+    found["control"], control = run.steps(STEPS), run.memory()
+    found["trained"] = differences(control, after)
+    found["altered"] = {}
+    for how, checkpoint in job.get("altered", {}).items():
+        run.accelerator.load_state(checkpoint)
+        lines = differences(memory, run.memory())
+        losses = run.steps(STEPS)
+        trained = differences(control, run.memory())
+        found["altered"][how] = {"differs": lines[:9], "losses": losses, "trained": trained[:9]}
+    return found
+
+
+JOBS = {"make": make, "universal": make_universal, "prove": prove}
+
+
+def work(rank: int, jobs: list[dict[str, Any]], results: Path) -> None:
+    """Do all jobs as one of the processes. The first of them writes the results; a job that fails fails alone."""
+    for part in ("deepspeed", "DeepSpeed"):
+        logging.getLogger(part).setLevel(logging.ERROR)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for job in jobs:
+        begin = time.perf_counter()
+        with _quiet():
+            try:
+                result = JOBS[job["do"]](job)
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                traceback.print_exc()  # another process may wait for this one in vain
+        every: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(every, result)
+        if rank == 0:
+            failed = next((one for one in every if "error" in one), None)
+            chosen = failed or max(every, key=lambda one: len(one.get("differs", ())))
+            line = json.dumps({"job": job, "seconds": time.perf_counter() - begin, **chosen})
+            with results.open("a") as file:
+                file.write(line + "\n")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main(processes: int, jobs: Path, results: Path) -> int:
+    listed = [json.loads(line) for line in jobs.read_text().splitlines()]
+    if any(job.get("strategy", "") not in ("ddp", "fsdp", "fsdp-full") for job in listed):
+        import_module("deepspeed")  # before the processes are forked: it takes seconds
+        # The name deepspeed.comm.torch is torch itself. Nothing is compiled.
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+    os.environ.pop("WORLD_SIZE", None)
+    statuses = run_ranks(processes, lambda rank: work(rank, listed, results), patience=3600)
+    return 1 if any(statuses) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
