@@ -89,7 +89,7 @@ def diagnose_optimizers(
         return
     weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
     for one in _optimizers(folder, sharded, damaged):
-        yield from _of_groups(one)
+        yield from contradictions(one)
         yield from _of_shapes(one, weights, _named(folder, one))
         yield from _of_weights(one, weights)
 
@@ -105,7 +105,7 @@ def _optimizers(
                 yield found
     for state in sharded:
         if state.metadata is not None and not damaged.intersection((state.metadata_path, *state.named)):
-            yield from _of_folder(state)
+            yield from optimizers_of(state)
 
 
 def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
@@ -113,24 +113,31 @@ def _of_file(component: Component, file: TorchFile) -> SavedOptimizer | None:
     root = file.tree.root
     if type(root) is not Node or not is_optimizer(root):
         return None
-    groups, options = [], set()
-    for group in items_of(child(root, _GROUPS)):
-        names = [_name(one) for one in items_of(child(group, "params"))]
-        if None in names:
-            return None
-        groups.append(tuple(name for name in names if name is not None))
-        options |= {key.value for key, _ in pairs(group) if type(key) is Text}
+    groups: list[tuple[str, ...]] = []
+    options: set[str] = set()
+    states: dict[str, dict[str, Shape | None]] = {}
+    left = len(file.tree.data)  # a few bytes can refer to one long list again and again
     try:
+        for group in items_of(child(root, _GROUPS)):
+            members = [_name(one) for one in items_of(child(group, "params"))]
+            keys = [key.value for key, _ in pairs(group) if type(key) is Text]
+            left -= len(members) + len(keys)
+            if None in members or left < 0:
+                return None
+            groups.append(tuple(name for name in members if name is not None))
+            options.update(keys)
         known = storages(file.tree)
-        states = {
-            name: {
-                key.value: _shape(key, value, known)
-                for key, value in pairs(state)
-                if type(key) is Text and value is not None
-            }
-            for key, state in pairs(child(root, _STATE))
-            if (name := _name(key)) is not None and is_dict_like(state)
-        }
+        for key, state in pairs(child(root, _STATE)):
+            name = _name(key)
+            if name is not None and is_dict_like(state):
+                states[name] = {
+                    word.value: _shape(word, value, known)
+                    for word, value in pairs(state)
+                    if type(word) is Text and value is not None
+                }
+                left -= len(states[name])
+                if left < 0:
+                    return None
     except FormatError:
         return None  # another finding is about it
     return SavedOptimizer(
@@ -154,53 +161,56 @@ def _shape(key: Text, value: Any, known: Mapping[str, Any]) -> Shape | None:
     return None if found is None else found.shape
 
 
-def _of_folder(state: DcpFolder) -> Iterator[SavedOptimizer]:
+def optimizers_of(state: DcpFolder) -> Iterator[SavedOptimizer]:
     """Yield the optimizers in a DCP folder whose metadata names their parameters."""
     assert state.metadata is not None
     paths = paths_of(state.metadata)
     shapes = {one.fqn: one.shape for one in state.metadata.tensors}
-    groups = {scope.path: scope.names for scope in state.scopes if scope.kind == "params"}
-    for prefix in optimizers_in(paths.values()):
-        states: dict[str, dict[str, Shape | None]] = {}
-        options: set[str] = set()
-        depth = len(prefix)
-        for fqn, path in paths.items():
-            if path[: depth + 1] == (*prefix, _STATE) and len(path) == depth + 3:
-                states.setdefault(str(path[depth + 1]), {})[str(path[depth + 2])] = shapes.get(fqn)
-            elif path[: depth + 1] == (*prefix, _GROUPS):
-                options.add(str(path[depth + 2]) if len(path) > depth + 2 else "")
-        begin = (*map(str, prefix), _GROUPS)
-        yield _in_folder(
-            state, states, options, [names for where, names in groups.items() if where[: len(begin)] == begin]
-        )
+    found = {tuple(map(str, prefix)): _Parts() for prefix in optimizers_in(paths.values())}
+    flattened = {scope.path: frozenset(scope.names) for scope in state.scopes if scope.kind == FLATTENED}
     for scope in state.scopes:
-        if scope.kind == FLATTENED:
-            names, depth = frozenset(scope.names), len(scope.path)
-            states, options = {}, set()
-            for fqn, path in paths.items():
-                is_inside = len(path) == depth + 1 and tuple(map(str, path[:depth])) == scope.path
-                parts = flattened_parts(str(path[depth]), names) if is_inside else None
-                if parts is not None and parts[0] == f"{_STATE}.":
-                    states.setdefault(parts[1], {})[parts[2][1:]] = shapes.get(fqn)
-                elif parts is not None:
-                    options.add(parts[2][1:])
-            yield _in_folder(state, states, options, [scope.names])
+        depth = _depth(scope.path, found) if scope.kind == "params" else None
+        if depth is not None:
+            found[scope.path[:depth]].groups.append(scope.names)
+    in_keys = {where: _Parts([tuple(names)]) for where, names in flattened.items()}
+    for fqn, steps in paths.items() if found or in_keys else ():
+        path = tuple(map(str, steps))
+        if (depth := _depth(path, found)) is not None:
+            parts, kind = found[path[:depth]], path[depth]
+            if kind == _STATE and len(path) == depth + 3:
+                parts.states.setdefault(path[-2], {})[path[-1]] = shapes.get(fqn)
+            elif kind == _GROUPS:
+                parts.options.add(path[depth + 2] if len(path) > depth + 2 else "")
+        elif path and path[:-1] in in_keys and (cut := flattened_parts(path[-1], flattened[path[:-1]])):
+            begin, name, end = cut
+            parts = in_keys[path[:-1]]
+            if begin == f"{_STATE}.":
+                parts.states.setdefault(name, {})[end[1:]] = shapes.get(fqn)
+            else:
+                parts.options.add(end[1:])
+    for parts in (*found.values(), *in_keys.values()):
+        yield SavedOptimizer(
+            path=state.path,
+            index=state.name.index if state.name is not None else 0,
+            is_named=not all(map(str.isdecimal, parts.states)),
+            is_plain=parts.options <= _OPTIONS,
+            groups=tuple(parts.groups),
+            states=parts.states,
+        )
 
 
-def _in_folder(
-    state: DcpFolder,
-    states: Mapping[str, Mapping[str, Shape | None]],
-    options: set[str],
-    groups: Iterable[tuple[str, ...]],
-) -> SavedOptimizer:
-    return SavedOptimizer(
-        path=state.path,
-        index=state.name.index if state.name is not None else 0,
-        is_named=not all(map(str.isdecimal, states)),
-        is_plain=options <= _OPTIONS,
-        groups=tuple(groups),
-        states=states,
-    )
+class _Parts:
+    """The parts of one optimizer in a DCP folder, as far as they were met."""
+
+    def __init__(self, groups: Iterable[tuple[str, ...]] = ()) -> None:
+        self.groups = list(groups)
+        self.states: dict[str, dict[str, Shape | None]] = {}
+        self.options: set[str] = set()
+
+
+def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> int | None:
+    """Return the number of steps of a path that lead to one of these optimizers, None where none do."""
+    return next((depth for depth in range(len(path)) if path[:depth] in found), None)
 
 
 class _Weights:
@@ -281,7 +291,7 @@ def _named(folder: CheckpointFolder, one: SavedOptimizer) -> Mapping[str, str]:
     return dict(zip(one.parameters, names, strict=True))
 
 
-def _of_groups(one: SavedOptimizer) -> Iterator[Finding]:
+def contradictions(one: SavedOptimizer) -> Iterator[Finding]:
     """Yield what param groups and states of an optimizer contradict each other in, and parameters without states."""
     counts = Counter(one.parameters)
     shared = tuple(name for name, count in counts.items() if count > 1)

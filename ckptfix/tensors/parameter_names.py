@@ -20,8 +20,11 @@ from ckptfix.wording import count_of, list_names
 
 Shape = tuple[int, ...]
 
-BUDGET = 6_000_000
-"""Steps of the count, each of one position of one group: a few seconds, and less than 100 MiB."""
+BUDGET = 4_000_000
+"""Numbers in all states of a count: at most some seconds, and less than 100 MiB."""
+
+_OVERHEAD = 16
+"""Cost of a state without positions, in memory and in time, counted in positions."""
 
 _LARGEST = 1_000_000
 """Number of assignments up to which a message has it exactly."""
@@ -146,7 +149,7 @@ def assignments(
     """Count the assignments of the numbers in param groups to parameters.
 
     ``groups``: the shape of each number's parameter, None where it is not known. A parameter that does not require
-    gradients has none of the known shapes: it never got moments. ``budget``: of steps after which to give up.
+    gradients has none of the known shapes: it never got moments. ``budget``: after which to give up.
     """
     return _Count(groups, parameters, budget).result()
 
@@ -221,15 +224,15 @@ class _Count:
     def _forward(self) -> list[dict[Positions, int]] | None:
         """Return for each number of parameters the states after them, and in how many ways each is reached."""
         levels: list[dict[Positions, int]] = [{(0,) * len(self._groups): 1}]
-        spent = 0
+        left = self._budget // (len(self._groups) + _OVERHEAD)
         for place, seen in enumerate(self._seen()):
             now: dict[Positions, int] = {}
-            spent += len(levels[-1]) * (len(self._groups) + 4)
-            if spent > self._budget:
-                return None
             for state, ways in levels[-1].items():
                 for _, following in self._steps(place, state, seen):
                     now[following] = now.get(following, 0) + ways
+                    if len(now) > left:
+                        return None
+            left -= len(now)
             levels.append(now)
         return levels
 

@@ -1,7 +1,9 @@
 """Optimizers against themselves and the weights: each kind of damage is found, and no healthy optimizer is blamed."""
 
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 import ckptfix
 from ckptfix import check
-from ckptfix.diagnosis.optimizer_states import bare
+from ckptfix.checkpoint.dcp import scan_dcp_folders
+from ckptfix.checkpoint.folder import scan_folder
+from ckptfix.diagnosis.optimizer_states import bare, contradictions, optimizers_of
 
 CODES = {"inconsistent-groups", "mismatched-moments", "unsaved-parameters", "missing-moments"}
 
@@ -384,3 +388,26 @@ def test_a_trainer_checkpoint_is_not_judged_by_shapes(tmp_path: Path) -> None:
 )
 def test_names_without_wrappers(name: str, expected: str) -> None:
     assert bare(name) == expected
+
+
+def test_one_list_that_many_groups_refer_to_ends_the_look_soon(tmp_path: Path) -> None:
+    group = {"lr": 0.1, "params": list(range(20_000))}
+    moments = {f"state{number}": torch.zeros(()) for number in range(2_000)}
+    content = {"state": dict.fromkeys(range(10000), moments), "param_groups": [group] * 20_000}
+    torch.save(content, tmp_path / "optimizer.bin")
+    begin = time.process_time()
+    assert found(tmp_path) == []
+    assert time.process_time() - begin < 10
+
+
+def test_a_group_of_a_dcp_folder_with_a_parameter_without_moments(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree("fixtures/dcp-2.13.0/fsdp2-clean/checkpoint", root)
+    (state,) = (one for one in scan_dcp_folders(scan_folder(root)) if one.path.name == "optimizer_0")
+    (optimizer,) = optimizers_of(state)
+    assert optimizer.is_named
+    assert optimizer.is_plain
+    assert [sorted(group) for group in optimizer.groups] == [sorted(optimizer.states)]
+    lacking = replace(optimizer, states=dict(list(optimizer.states.items())[1:]))
+    (finding,) = contradictions(lacking)
+    assert str(finding) == "optimizer_0: 1 of 5 parameters has no moments: '0.weight'"
