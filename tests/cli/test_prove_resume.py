@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.cli import run
+from tests.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "training" / "resumed_script.py")
@@ -141,6 +142,54 @@ def test_two_ranks_under_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[
     (difference,) = compare(*runs).differences
     assert (difference.step, difference.rank, difference.state) == (12, 1, "moments")
     assert difference.names == ("exp_avg of 3.weight",)
+
+
+LAUNCHERS = {
+    "torchrun": ("torchrun", "--standalone", "--nproc_per_node", "2"),
+    "accelerate launch": (
+        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+    ),
+}
+SCRIPTS = {
+    "accelerator": {
+        "healthy": ('{"save": -1, "dropout": 0.3, "epochs": 2}', None),
+        "fault": ('{"skip": "nothing"}', "not-skipped"),
+        "restored": ('{"dropout": 0.5, "shuffle": true}', "generators-restored-too-early"),
+        "guarded": ('{"dropout": 0.5, "shuffle": true}', None),
+    },
+    "trainer": {
+        "healthy": ("{}", None),
+        "fault": ('{"ignore_skip": true}', "data-not-skipped-by-trainer"),
+        "restored": ('{"augment": true}', "augmentation"),
+        "guarded": ('{"augment": true}', None),
+    },
+}
+"""Kind of a script -> case -> the script's variant, and the code of the cause that is found."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "kind", "case"),
+    sampled([(launcher, kind, case) for launcher in LAUNCHERS for kind in SCRIPTS for case in SCRIPTS[kind]]),
+)
+def test_two_processes(
+    launcher: str, kind: str, case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "trainer":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    variant, code = SCRIPTS[kind][case]
+    options = ["--json", "--steps", "24" if case == "healthy" else "8", "--timeout", "300"]
+    options += ["--resume-args=--resume"] if kind == "accelerator" else []
+    options += ["--guard"] if case == "guarded" else []
+    script = SCRIPT if kind == "accelerator" else SCRIPT.replace("script", "trainer")
+    status, text = said(capsys, *options, "--", *LAUNCHERS[launcher], script, variant, "{dir}")
+    made = json.loads(text)
+    assert made["ranks"] == 2, text
+    assert (status, made["verdict"]) == ((0, "exact") if code is None else (1, "not exact")), text
+    assert code in {one["code"] for one in made["differences"]} or code is None, text
+    assert all(one["guard"] for one in made["differences"]) or case == "fault", text
 
 
 def _left(folder: Path) -> list[str]:
