@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.training.ranks import free_port
+from tests.training.ranks import meeting_point
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -131,17 +131,11 @@ def split(state: dict[str, Any], layout: str) -> list[dict[str, Any]]:
 
 def run_two(verb: str, folder: Path, memory: Path) -> None:
     """Run this module in two processes: ones of their own, as autograd's threads do not survive a fork."""
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
     command = [sys.executable, "-m", "tests.repairs.dcp_runs", verb, str(folder), str(memory)]
-    processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"})
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    with meeting_point() as variables:
+        environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
 def _rank(verb: str, folder: Path, memory: Path) -> None:

@@ -1,17 +1,28 @@
 """Several processes of one run, forked from the test: what torchrun does, without a second of imports each."""
 
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def meeting_point() -> Iterator[dict[str, str]]:
+    """Yield the variables by which the processes of a run find each other: in a store of this process, as torchrun's.
+
+    The port is this process's from the start. A port that is looked up, and opened by rank 0 much later, is another
+    process's by then now and then: gloo takes thousands of them in a run of all tests.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _forget_the_run_of_the_test() -> None:
@@ -28,7 +39,13 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
 
     When one is killed, the others get two seconds to notice; who still waits then is killed as torchrun would.
     """
-    port = free_port()
+    with meeting_point() as variables:
+        return _run_ranks(count, work, variables, patience)
+
+
+def _run_ranks(
+    count: int, work: Callable[[int], None], variables: dict[str, str], patience: float
+) -> list[int]:
     pids = []
     for rank in range(count):
         pid = os.fork()
@@ -36,12 +53,11 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
             code = 1
             try:
                 os.environ |= {
+                    **variables,
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(count),
                     "LOCAL_WORLD_SIZE": str(count),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
                     "ACCELERATE_USE_CPU": "true",
                     "OMP_NUM_THREADS": "1",
                 }

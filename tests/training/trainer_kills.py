@@ -135,6 +135,8 @@ def in_processes(processes: int, work: Callable[[], None], log: Path) -> list[in
                 "LOCAL_WORLD_SIZE",
                 "MASTER_ADDR",
                 "MASTER_PORT",
+                "TORCHELASTIC_USE_AGENT_STORE",
+                "TORCHELASTIC_RESTART_COUNT",
             ):
                 del os.environ[name]
         work()
