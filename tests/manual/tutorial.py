@@ -38,7 +38,7 @@ def _said(command: str, folder: Path) -> str:
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "LC_ALL": "C", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     return done.stdout

@@ -135,7 +135,7 @@ def run_two(verb: str, folder: Path, memory: Path) -> None:
     with meeting_point() as variables:
         environment = os.environ | variables | {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         processes = [subprocess.Popen(command, env=environment | {"RANK": str(rank)}) for rank in range(2)]
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
 
 
 def _rank(verb: str, folder: Path, memory: Path) -> None:

@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_NOTICE = 2.0
+"""Seconds in which the others notice that a process has ended with an error."""
+
+_LONGEST = 20
+"""Times its patience that a run may take, however busy its processes are."""
+
 
 @contextmanager
 def meeting_point() -> Iterator[dict[str, str]]:
@@ -38,6 +44,7 @@ def run_ranks(count: int, work: Callable[[int], None], *, patience: float = 60.0
     """Run ``work(rank)`` in ``count`` processes of one gloo group; return their wait statuses.
 
     When one is killed, the others get two seconds to notice; who still waits then is killed as torchrun would.
+    ``patience``: seconds in which none of them computes (20 times that in all), after which all are killed.
     """
     with meeting_point() as variables:
         return _run_ranks(count, work, variables, patience)
@@ -72,7 +79,8 @@ def _run_ranks(
                 os._exit(code)
         pids.append(pid)
     statuses: dict[int, int] = {}
-    deadline = time.monotonic() + patience
+    idle = _Idle(pids)
+    end = time.monotonic() + _LONGEST * patience
     while len(statuses) < count:
         for pid in pids:
             if pid not in statuses:
@@ -80,9 +88,44 @@ def _run_ranks(
                 if done:
                     statuses[pid] = status
                     if status:
-                        deadline = min(deadline, time.monotonic() + 2)
-        if time.monotonic() > deadline:
+                        patience = min(patience, idle.seconds() + _NOTICE)
+        if idle.seconds() > patience or time.monotonic() > end:
             for pid in set(pids) - set(statuses):
                 os.kill(pid, 9)
         time.sleep(0.01)
     return [statuses[pid] for pid in pids]
+
+
+class _Idle:
+    """Seconds that processes have waited, without those in which they computed: on a busy machine that takes long.
+
+    A process that looks for others again and again computes less than ``_BUSY`` of the time.
+    """
+
+    _BUSY = 0.02
+    _INTERVAL = 0.25
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._seconds = 0.0
+        self._looked_at, self._computed = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        passed = now - self._looked_at
+        if passed >= self._INTERVAL:
+            computed = sum(map(_computed, self._pids))
+            if computed - self._computed < self._BUSY * passed:
+                self._seconds += passed
+            self._looked_at, self._computed = now, computed
+        return self._seconds
+
+
+def _computed(pid: int) -> float:
+    """Return the seconds of a processor that a process has used, 0 when it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
