@@ -31,8 +31,14 @@ def meeting_point() -> Iterator[dict[str, str]]:
     }
 
 
-def _forget_the_run_of_the_test() -> None:
-    """Let this process find its own rank: an earlier test of the same process may have made a run of one."""
+def _forget_the_test() -> None:
+    """Let this process find its own rank, and compute in one thread, whatever the process it was forked from has done.
+
+    An earlier test may have made a run of one. And OpenMP's threads are not forked: where the test's process has used
+    several, even for one large product, the first large one in a rank would wait for them for ever.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 
@@ -68,7 +74,7 @@ def _run_ranks(
                     "ACCELERATE_USE_CPU": "true",
                     "OMP_NUM_THREADS": "1",
                 }
-                _forget_the_run_of_the_test()
+                _forget_the_test()
                 work(rank)
                 code = 0
             except BaseException as error:

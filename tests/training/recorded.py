@@ -83,7 +83,6 @@ def record_on_ranks(
     """Record every script in one set of processes."""
 
     def work(rank: int) -> None:
-        torch.set_num_threads(1)
         if guard:
             patch_accelerate()
         warnings.simplefilter("ignore")  # what libraries think of these scripts

@@ -449,7 +449,6 @@ def run_all(folder: Path, names: list[str], *, resumes: bool, stock: bool, ranks
     """Run variants on two ranks, and write of each rank what its steps were."""
 
     def work(rank: int) -> None:
-        torch.set_num_threads(1)
         for name in names:
             found: dict[str, Any] = {"steps": {}, "error": "", "warned": []}
             with warnings.catch_warnings(record=True) as warned:
