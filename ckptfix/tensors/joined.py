@@ -1,6 +1,7 @@
 """Tensors that are put together from stretches of others: the flat partitions that ZeRO cuts param groups into."""
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -72,14 +73,22 @@ def joined(parts: Iterable[Stretch | Zeros]) -> Contiguous | Joined:
     return Joined(tuple(found))
 
 
-def cut(run: Contiguous, begin: int, end: int) -> Contiguous:
-    """Return the bytes ``begin`` to ``end`` of a run of pieces."""
-    starts = [0, *accumulate(piece.length for piece in run.pieces)]
+def starts_of(run: Contiguous) -> list[int]:
+    """Return where each piece begins in a run of pieces, and where the last one ends."""
+    return [0, *accumulate(piece.length for piece in run.pieces)]
+
+
+def cut(run: Contiguous, begin: int, end: int, starts: Sequence[int] | None = None) -> Contiguous:
+    """Return the bytes ``begin`` to ``end`` of a run of pieces. ``starts``: of them, for one that is cut many times."""
+    starts = starts_of(run) if starts is None else starts
+    number = max(bisect_right(starts, begin) - 1, 0)
     pieces = []
-    for piece, start in zip(run.pieces, starts, strict=False):
+    while number < len(run.pieces) and starts[number] < end:
+        piece, start = run.pieces[number], starts[number]
         first, last = max(begin, start), min(end, start + piece.length)
         if first < last:
             pieces.append(Piece(piece.path, piece.offset + first - start, last - first))
+        number += 1
     return Contiguous(tuple(pieces))
 
 
