@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import (
     TRAINER_STATE,
@@ -38,19 +38,23 @@ from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import Piece, open_reader
+from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_torch_files import torch_file
 from ckptfix.tensors.new_zero import zero_files
+from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_sources import ModelsOfRun, name_optimizers, run_of
-from ckptfix.tensors.stored import StoredCheckpoint, StoredTensor, Weights
+from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
+from ckptfix.tensors.zero_states import MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 NO_CHECKSUMS: Mapping[Piece, int] = {}
+_LR_SCHEDULER = "lr_scheduler"
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
 
@@ -74,6 +78,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
             f"{path}: no optimizer in it (expected optimizer.bin, optimizer_0/ or the states of DeepSpeed); next: "
             f"{command('migrate', path, '', '--to', options.to.value)} {output} writes its models alone"
         )
+    source = _with_masters(source, optimizers)
     names = _Names(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
     before = _processes_of(source.root, optimizers)
     processes = options.processes or before
@@ -81,7 +86,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
         raise UsageError(f"{path}: nothing in it shows how many processes saved it; give --processes N")
     planning = _Planning(source, options, strategy, names, processes)
     models, states = planning.of(optimizers)
-    parts: tuple[Planned, ...] = (*models, *states)
+    parts: tuple[Planned, ...] = (*models, *states, *planning.extras)
     new = frozenset(file.path for one in parts for file in one.files)
     replaced = {file for one in states for file in one.old_files}
     others = _others(source.root, other_files(source, new), replaced, names, before, processes)
@@ -93,12 +98,30 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
         is_file=False,
         models=models,
         states=states,
-        extras=others.extras,
+        extras=(*planning.extras, *others.extras),
         processes=processes,
         carried=others.carried,
         empty=others.empty,
         left_out=others.left_out,
         warnings=(*planning.warnings, *_scheduler_words(others.carried, names, before, processes)),
+    )
+
+
+def _with_masters(source: StoredCheckpoint, optimizers: Sequence[OptimizerState]) -> StoredCheckpoint:
+    """Return a checkpoint with the weights that DeepSpeed trains: the Trainer saves rounded ones next to its folder."""
+    weights = {one.index: one for one in source.weights}
+    rivals = list(source.rivals)
+    for state in optimizers:
+        model = weights.get(state.index)
+        if state.strategy not in _BY_TORCH and model is not None and model.format is not Format.DEEPSPEED:
+            rivals += model.files
+            where = PurePosixPath(state.files[0].parts[0])
+            weights[state.index] = deepspeed_weights(source.root, where, state.index)
+    mine = frozenset(file for one in weights.values() for file in one.files)
+    return replace(
+        source,
+        weights=tuple(weights[index] for index in sorted(weights)),
+        rivals=tuple(path for path in rivals if path not in mine),
     )
 
 
@@ -130,6 +153,12 @@ class _Names(NamedTuple):
             return PurePosixPath(f"global_step{trainer_step(root)}")
         return PurePosixPath(f"pytorch_model_{index}" if index else "pytorch_model")
 
+    def scheduler(self, index: int) -> str:
+        """Return the name of a scheduler's file."""
+        if self.is_trainer:
+            return "scheduler.pt"
+        return f"scheduler_{index}.bin" if index else "scheduler.bin"
+
     def random_states(self, processes: int) -> list[str]:
         """Return the names of the files in which each rank looks for its random states."""
         if not self.is_trainer:
@@ -138,7 +167,7 @@ class _Names(NamedTuple):
 
 
 class _Planning:
-    """The models and optimizers of one plan. ``warnings``: what is said about them, in words."""
+    """The models and optimizers of one plan. ``warnings``: what is said of them, in words. ``extras``: other files."""
 
     def __init__(
         self,
@@ -154,6 +183,7 @@ class _Planning:
         self._built: ModelsOfRun | None = None
         self._run = run_of(source.root, source.weights, options.model)
         self.warnings: list[str] = []
+        self.extras: list[PlannedExtra] = []
 
     def of(
         self, optimizers: Sequence[OptimizerState]
@@ -177,6 +207,7 @@ class _Planning:
         if self._strategy not in _BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
+        self._take_schedulers(changed)
         config = read_config(self._source, PurePosixPath())
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
@@ -258,6 +289,11 @@ class _Planning:
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
         )
         folder = self._names.engine(weights.index, self._source.root)
+        inside = state.extra.get(MODEL_STATES, {})
+        if inside.get(_LR_SCHEDULER) is None:
+            scheduler = self._scheduler(weights.index)
+            inside = {**inside, _LR_SCHEDULER: scheduler}
+            state = replace(state, extra={**state.extra, MODEL_STATES: inside})
         try:
             new = zero_files(
                 self._strategy,
@@ -294,6 +330,34 @@ class _Planning:
             parts=data,
         )
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
+
+    def _take_schedulers(self, optimizers: Sequence[OptimizerState]) -> None:
+        """Plan files of the schedulers that only DeepSpeed's files have."""
+        for state in optimizers:
+            held = state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER)
+            name = self._names.scheduler(state.index)
+            if held is None or (self._source.root / name).exists():
+                continue
+            if isinstance(held, dict) and "last_epoch" in held and not _has(held, (Unread, StoredTensor)):
+                files = (torch_file(PurePosixPath(name), held),)
+                self.extras.append(PlannedExtra(files=files, old_files=state.files[:1]))
+                continue
+            shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
+            self.warnings.append(
+                f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no scheduler of torch "
+                "takes it; next: let the script's scheduler begin at this step"
+            )
+
+    def _scheduler(self, index: int) -> Any:
+        """Return the state of a scheduler, which an engine of DeepSpeed that has one looks for in its own files."""
+        path = self._source.root / self._names.scheduler(index)
+        try:
+            with open_reader(path) as reader:
+                file = read_torch_file(reader)
+            value = PickledValues(path, file).value(file.tree.root)
+        except (FormatError, OperationError, OSError):
+            return None
+        return value if isinstance(value, dict) and not _has(value, (Unread,)) else None
 
 
 _WRITERS = {
@@ -348,6 +412,14 @@ def _with_found_ties(weights: Weights, trained: Collection[str]) -> Weights:
         tensors=tuple(tensor for tensor in weights.tensors if tensor.fqn not in found),
         ties={**{other: found.get(kept, kept) for other, kept in weights.ties.items()}, **found},
     )
+
+
+def _has(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a value of one of these types is in a value."""
+    if isinstance(value, kinds):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else ()
+    return any(_has(one, kinds) for one in inner)
 
 
 def _as_kept(

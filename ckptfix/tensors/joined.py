@@ -1,7 +1,6 @@
 """Tensors that are put together from stretches of others: the flat partitions that ZeRO cuts param groups into."""
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -73,22 +72,14 @@ def joined(parts: Iterable[Stretch | Zeros]) -> Contiguous | Joined:
     return Joined(tuple(found))
 
 
-def starts_of(run: Contiguous) -> list[int]:
-    """Return where each piece begins in a run of pieces, and where the last one ends."""
-    return [0, *accumulate(piece.length for piece in run.pieces)]
-
-
-def cut(run: Contiguous, begin: int, end: int, starts: Sequence[int] | None = None) -> Contiguous:
-    """Return the bytes ``begin`` to ``end`` of a run of pieces. ``starts``: of them, for one that is cut many times."""
-    starts = starts_of(run) if starts is None else starts
-    number = max(bisect_right(starts, begin) - 1, 0)
+def cut(run: Contiguous, begin: int, end: int) -> Contiguous:
+    """Return the bytes ``begin`` to ``end`` of a run of pieces."""
+    starts = [0, *accumulate(piece.length for piece in run.pieces)]
     pieces = []
-    while number < len(run.pieces) and starts[number] < end:
-        piece, start = run.pieces[number], starts[number]
+    for piece, start in zip(run.pieces, starts, strict=False):
         first, last = max(begin, start), min(end, start + piece.length)
         if first < last:
             pieces.append(Piece(piece.path, piece.offset + first - start, last - first))
-        number += 1
     return Contiguous(tuple(pieces))
 
 

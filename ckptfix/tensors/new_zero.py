@@ -22,7 +22,7 @@ from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.storage.recipes import Literal
-from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined, starts_of
+from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined
 from ckptfix.tensors.new_files import NewStates, NewTensor, OutputFile
 from ckptfix.tensors.new_torch_files import Call, Global, torch_file
 from ckptfix.tensors.optimizer_files import PARAMS
@@ -157,7 +157,6 @@ class _Plan:
         self.sources: dict[str, StoredTensor] = {}
         self.dtypes: dict[str, str] = {}
         self.notes: list[str] = []
-        self._starts: dict[int, list[int]] = {}
         self._strategy, self._folder, self._weights, self._state = strategy, folder, weights, state
         self._ranks = processes
         self._model_states = state.extra.get(MODEL_STATES, {})
@@ -364,7 +363,7 @@ class _Plan:
                 continue
             stored = self._named[name]
             dtype = self._dtype if stored.dtype in _FLOATS else stored.dtype
-            share = self._share(stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank)
+            share = _share(stored.layout, prod(shape), DTYPE_BITS[stored.dtype] // 8, rank, self._ranks)
             layout = joined(share.parts)
             cut_out = StoredTensor(name, stored.dtype, (share.numel,), layout)
             items[name] = self._tensor(f"rank{rank}/frozen/{name}", cut_out, dtype)
@@ -451,7 +450,7 @@ class _Plan:
         """Return the part that a rank has of the masters or moments of parameters."""
         if self._strategy is Strategy.ZERO3:
             shares = [
-                self._share(self._in_fp32(name, state), prod(shape), _WIDTH, rank)
+                _share(self._in_fp32(name, state), prod(shape), _WIDTH, rank, self._ranks)
                 for name, shape in shapes.items()
             ]
             return _Flat(
@@ -464,36 +463,8 @@ class _Plan:
             first, last = max(begin, start), min(end, stop)
             if first < last:
                 layout = self._in_fp32(name, state)
-                parts.append(self._stretch(layout, (first - start) * _WIDTH, (last - start) * _WIDTH))
+                parts.append(_stretch(layout, (first - start) * _WIDTH, (last - start) * _WIDTH))
         return _Flat(max(end - begin, 0), tuple(parts))
-
-    def _share(self, layout: Layout | None, numel: int, width: int, rank: int) -> _Flat:
-        """Return a rank's share of a parameter under ZeRO-3. ``layout``: None for zeros."""
-        share = -(-numel // self._ranks)
-        first, last = min(rank * share, numel), min((rank + 1) * share, numel)
-        padding = Zeros((share - (last - first)) * width)
-        return _Flat(share, (self._stretch(layout, first * width, last * width), padding))
-
-    def _stretch(self, layout: Layout | None, begin: int, end: int) -> Stretch | Zeros:
-        """Return the bytes ``begin`` to ``end`` of a layout, None for zeros."""
-        if layout is None:
-            return Zeros(end - begin)
-        if isinstance(layout, Contiguous):
-            return Stretch(self._cut(layout, begin, end), 0, end - begin)
-        if isinstance(layout, Converted) and isinstance(
-            layout.layout, Contiguous
-        ):  # converts no more than these
-            before, after = DTYPE_BITS[layout.source] // 8, DTYPE_BITS[layout.target] // 8
-            run = self._cut(layout.layout, begin // after * before, end // after * before)
-            return Stretch(Converted(run, layout.source, layout.target), 0, end - begin)
-        return Stretch(layout, begin, end)
-
-    def _cut(self, run: Contiguous, begin: int, end: int) -> Contiguous:
-        """Return a part of a tensor of the source, of which every rank takes one."""
-        known = self._starts.get(id(run))  # the source's layouts stay, and so do their ids
-        if known is None:
-            known = self._starts[id(run)] = starts_of(run)
-        return cut(run, begin, end, known)
 
     def _in_fp32(self, name: str, state: str) -> Layout | None:
         """Return a parameter's master or moment, None where it has no such moment, which is zeros then."""
@@ -649,6 +620,25 @@ def _mapping(shapes: Mapping[str, Shape], rank: int, size: int) -> Call:
             place = {"numel": last - first, "start": first - rank * size}
             items[name] = Call(function=_FRAGMENT, state=place, new=True)
     return _ordered(items)
+
+
+def _share(layout: Layout | None, numel: int, width: int, rank: int, ranks: int) -> _Flat:
+    """Return a rank's share of a parameter under ZeRO-3. ``layout``: None for zeros."""
+    share = -(-numel // ranks)
+    first, last = min(rank * share, numel), min((rank + 1) * share, numel)
+    padding = Zeros((share - (last - first)) * width)
+    return _Flat(share, (_stretch(layout, first * width, last * width), padding))
+
+
+def _stretch(layout: Layout | None, begin: int, end: int) -> Stretch | Zeros:
+    """Return the bytes ``begin`` to ``end`` of a layout, None for zeros."""
+    if layout is None:
+        return Zeros(end - begin)
+    if isinstance(layout, Converted) and isinstance(layout.layout, Contiguous):  # converts no more than these
+        before, after = DTYPE_BITS[layout.source] // 8, DTYPE_BITS[layout.target] // 8
+        run = cut(layout.layout, begin // after * before, end // after * before)
+        return Stretch(Converted(run, layout.source, layout.target), 0, end - begin)
+    return Stretch(layout, begin, end)
 
 
 def _ordered(items: Mapping[str, Any]) -> Call:

@@ -195,6 +195,11 @@ def _seconds(command: str, source: Path, target: Path) -> float:
     return seconds
 
 
+def copied_in(source: Path, target: Path) -> float:
+    """Return the seconds in which a folder is copied to the disk."""
+    return _seconds("cp -r {source} {target} && sync $(find {target} -type f)", source, target)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.benchmarks.checking import check
 from tests.benchmarks.digesting import digest
 from tests.benchmarks.migrating import migrate, migrate_mix
+from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
 from tests.benchmarks.transferring import transfer
@@ -22,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--part",
-        choices=("check", "digests", "migrate", "mix", "rename", "prove", "transfer"),
+        choices=("check", "digests", "migrate", "mix", "states", "rename", "prove", "transfer"),
         help="one part only",
     )
     options = parser.parse_args()
@@ -45,6 +46,8 @@ def main() -> None:
             migrate(folder, (1 if options.quick else 2) << 30, 2 if options.quick else 3)
         if options.part in (None, "mix"):
             migrate_mix(folder, (2 if options.quick else 20) << 30)
+        if options.part in (None, "states"):
+            migrate_states(folder, (1 if options.quick else 4) << 28, 2 if options.quick else 3)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
     if options.part is None:

@@ -256,6 +256,59 @@ def test_the_manifest_of_a_guarded_save_is_of_the_new_files(tmp_path: Path) -> N
     )
 
 
+def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
+    """Save as the Trainer does under DDP; its files of random states are stand-ins."""
+    model, optimizer = run
+    root.mkdir()
+    save_file(dict(model.state_dict()), root / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), root / "optimizer.pt")
+    torch.save({"last_epoch": 3, "_last_lr": [0.1, 0.1]}, root / "scheduler.pt")
+    (root / "trainer_state.json").write_text('{"global_step": 3}')
+    for rank in range(processes):
+        name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
+        torch.save({"cpu": torch.arange(rank + 1)}, root / name)
+    return root
+
+
+@pytest.mark.parametrize("between", ["fsdp", "fsdp-full", "zero2", "zero3"])
+def test_checkpoints_of_the_trainer_keep_its_names(tmp_path: Path, between: str) -> None:
+    run = trained()
+    source = of_trainer(tmp_path / "checkpoint-3", run)
+    model = tmp_path / "between" / "model.safetensors"
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all", model=net)
+    names = {path.name for path in (tmp_path / "between").iterdir()}
+    assert {"trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= names
+    own = {"fsdp": "optimizer_0", "fsdp-full": "optimizer.bin"}.get(between, "global_step3")
+    assert own in names
+    assert not {"optimizer.pt", "model.safetensors"} & names
+    if between.startswith("zero"):
+        assert (tmp_path / "between" / "latest").read_text() == "global_step3"
+        save_file(
+            {name: one.bfloat16() for name, one in run[0].state_dict().items()}, model, {"format": "pt"}
+        )
+    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all", processes=1)
+    assert_same(load_file(tmp_path / "new" / "model.safetensors"), dict(run[0].state_dict()))
+    assert_same(torch.load(tmp_path / "new" / "optimizer.pt", weights_only=True), run[1].state_dict())
+    left = [one.what.split("'")[0] for one in receipt.left_out if "rng" in one.what or "random" in one.what]
+    assert left == ["rng_state_0.pth", "rng_state_1.pth", "random states in "]
+    assert not receipt.warnings
+
+
+def test_a_scheduler_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    ckptfix.migrate(source, tmp_path / "between", to="zero1", state="all")
+    states = tmp_path / "between" / "pytorch_model" / "mp_rank_00_model_states.pt"
+    content = torch.load(states, weights_only=False)
+    assert content["lr_scheduler"] == {"last_epoch": 6, "_step_count": 7}
+    (tmp_path / "between" / "scheduler.bin").unlink()
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all")
+    found = torch.load(tmp_path / "new" / "scheduler.bin", weights_only=True)
+    assert found == {"last_epoch": 6, "_step_count": 7}
+    torch.save(content | {"lr_scheduler": {"last_batch_iteration": 4}}, states)
+    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "other", to="ddp", state="all")
+    assert "{'last_batch_iteration': 4} is left out: no scheduler of torch" in receipt.warnings[0]
+
+
 def test_a_dry_run_shows_the_optimizers(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
     receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=1, dry_run=True)
