@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptfix.verification.diff_report import DiffReport, ModelDiff, Outcome, Row, TensorDiff, rows
+from ckptfix.verification.diff_report import DiffReport, OptimizerDiff, Outcome, Row, TensorDiff, rows
 from ckptfix.wording import collapse_layers, count_of, html_document, html_text, layer_of
 
 _MOST_ROWS, _MOST_COLUMNS = 2000, 200
@@ -64,7 +64,11 @@ def html_page(report: DiffReport) -> str:
         _legend(),
     ]
     for model in report.models:
-        parts += _model(model)
+        names = f"; keys matched {model.names}" if model.names else ""
+        parts += _section(f"{model.a or '(none)'} against {model.b or '(none)'}{names}", model.tensors)
+    for optimizer in report.optimizers:
+        parts += _section(optimizer.title, optimizer.tensors)
+        parts += _values(optimizer)
     parts += [f"<p>{html_text(words)}</p>" for words in report.notes]
     if report.not_compared:
         items = "".join(f"<li>{html_text(words)}</li>" for words in report.not_compared)
@@ -89,13 +93,11 @@ def _legend() -> str:
     return f'<p>{html_text(words)}</p><ul class="legend">{items}</ul>'
 
 
-def _model(model: ModelDiff) -> Iterator[str]:
-    names = f"; keys matched {model.names}" if model.names else ""
-    title = f"{model.a or '(none)'} against {model.b or '(none)'}{names}"
+def _section(title: str, tensors: Sequence[TensorDiff]) -> Iterator[str]:
     yield f"<h2>{html_text(title)}</h2>"
     layered: dict[str, list[tuple[int, str, TensorDiff]]] = {}
     plain: list[TensorDiff] = []
-    for one in model.tensors:
+    for one in tensors:
         before, number, after = layer_of(one.name)
         if number is None:
             plain.append(one)
@@ -107,7 +109,17 @@ def _model(model: ModelDiff) -> Iterator[str]:
         yield from _layers(before, cells)
     if plain:
         yield from _plain(plain)
-    yield from _differences(model)
+    yield from _differences(tensors)
+
+
+def _values(optimizer: OptimizerDiff) -> Iterator[str]:
+    """Yield the steps and hyperparameters that differ, and how many were compared."""
+    yield f"<p>{html_text(optimizer.values_in_words)}</p>"
+    if optimizer.differences:
+        items = "".join(f"<li>{html_text(str(one))}</li>" for one in optimizer.differences[:_MOST_ROWS])
+        yield f"<ul>{items}</ul>"
+    if len(optimizer.differences) > _MOST_ROWS:
+        yield f"<p>not shown: {count_of(len(optimizer.differences) - _MOST_ROWS, 'value')}; --json lists all</p>"
 
 
 def _layers(before: str, cells: Sequence[tuple[int, str, TensorDiff]]) -> Iterator[str]:
@@ -183,8 +195,8 @@ def _about(one: TensorDiff) -> str:
     return "; ".join(words)
 
 
-def _differences(model: ModelDiff) -> Iterator[str]:
-    found = rows(one for one in model.tensors if one.outcome is not Outcome.EQUAL)
+def _differences(tensors: Sequence[TensorDiff]) -> Iterator[str]:
+    found = rows(one for one in tensors if one.outcome is not Outcome.EQUAL)
     if not found:
         return
     heads = ("outcome", "tensors", "dtype and shape", "max abs", "relative norm", "differing", "NaN or Inf")

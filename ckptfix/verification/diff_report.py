@@ -163,17 +163,26 @@ class OptimizerDiff(Serialized):
         """Return whether a tensor or a value differs, or is on one side only."""
         return bool(self.differences) or any(one.outcome not in _COUNT_AS_EQUAL for one in self.tensors)
 
+    @property
+    def title(self) -> str:
+        """Both sides, and how parameters were matched."""
+        names = f"; {self.names}" if self.names else ""
+        return f"optimizer {self.a} ({self.strategy_a}) against {self.b} ({self.strategy_b}){names}"
+
+    @property
+    def values_in_words(self) -> str:
+        """How many steps and hyperparameters are equal."""
+        equal = self.values - sum(len(one.parameters) for one in self.differences)
+        return f"steps and hyperparameters: {equal} of {count_of(self.values, 'value')} equal"
+
     def lines(self, *, show_all: bool) -> Iterator[Line]:
         """Yield a table of the tensors that differ, then the values that do."""
-        names = f"; {self.names}" if self.names else ""
-        yield line(
-            f"optimizer {self.a} ({self.strategy_a}) against {self.b} ({self.strategy_b}){names}:", bold=True
-        )
+        yield line(f"{self.title}:", bold=True)
         yield from _tensor_lines(self.tensors, show_all=show_all)
         texts = [f"  {one}" for one in self.differences]
         yield from map(line, texts) if show_all else few(texts, "values")
-        if self.values and not self.differences:
-            yield line(f"  {count_of(self.values, 'value')} of steps and hyperparameters, equal")
+        if not self.differences:
+            yield line(f"  {self.values_in_words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
