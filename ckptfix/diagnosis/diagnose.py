@@ -20,6 +20,7 @@ from ckptfix.diagnosis.file_damage import (
     DeepSpeedState,
     diagnose_deepspeed,
     diagnose_files,
+    diagnose_rank_files,
     diagnose_shards,
     without_deepspeed,
 )
@@ -179,6 +180,7 @@ def diagnose(
     findings += diagnose_gaps(evidence)
     findings += diagnose_names(evidence, groups, doubled)
     findings += (finding for state in deepspeed for finding in state.findings)
+    findings += diagnose_rank_files(folder, frozenset(finding.path for finding in findings))
     refused: dict[PurePosixPath, str] = {}
     if sharded:
         findings += diagnose_dcp_folders(sharded, folder.processes)

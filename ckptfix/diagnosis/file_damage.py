@@ -4,7 +4,7 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -59,6 +59,7 @@ from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
+from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
 
 _TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
 """Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57).
@@ -351,6 +352,32 @@ def _whole(
             return state
         raise
     return replace(state, findings=(*state.findings, finding))
+
+
+def diagnose_rank_files(folder: CheckpointFolder, damaged: Collection[PurePosixPath]) -> Iterator[Finding]:
+    """Find what is wrong with the files that each rank of FSDP saved alone, taken together.
+
+    ``damaged``: files with a finding of their own.
+    """
+    names = [str(component.path) for component in folder.components] if folder.only is None else []
+    for (role, index), files in rank_files(folder.root, names).items():
+        paths = [PurePosixPath(name) for name in files.values()]
+        try:
+            (rank_weights if role is Role.MODEL else rank_optimizer)(folder.root, index, files)
+        except MissingRankError as error:
+            why = f"{len(files) + error.files} ranks saved it, and each of them has its own part of every tensor"
+            yield MissingRank(
+                path=PurePosixPath(error.path.name),
+                rank=error.rank,
+                files=error.files,
+                items=0,
+                holds=(),
+                detail=why,
+            )
+        except OperationError as error:
+            if not any(path in damaged for path in paths):
+                text = str(error).partition("; next: ")[0]
+                yield MalformedFile(path=paths[0], detail=text.removeprefix(f"{folder.root / paths[0]}: "))
 
 
 def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[PurePosixPath, str]:

@@ -171,7 +171,7 @@ class OptimizerDiff(Serialized):
 
     @property
     def values_in_words(self) -> str:
-        """How many steps and hyperparameters are equal."""
+        """The number of equal steps and hyperparameters, in words."""
         equal = self.values - sum(len(one.parameters) for one in self.differences)
         return f"steps and hyperparameters: {equal} of {count_of(self.values, 'value')} equal"
 

@@ -1,5 +1,6 @@
 """Optimizers read without torch: every state, group and number as the run that saved them had it in memory."""
 
+import copy
 import shutil
 from collections import deque
 from pathlib import Path
@@ -7,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import _nested_dict as nested_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptfix.conversion.migrate import migrate
 from ckptfix.diagnosis.check import check
 from ckptfix.errors import OperationError
 from ckptfix.storage.reading import OpenFiles
+from ckptfix.tensors.dcp_tensors import read_metadata_of
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
@@ -320,11 +325,106 @@ def test_a_missing_rank_is_named(saved: Path, tmp_path: Path, rank: int) -> None
             opened(tmp_path)
 
 
+@pytest.mark.parametrize("name", RANKS)
+def test_files_of_ranks_are_healthy(saved: Path, name: str) -> None:
+    assert [str(one) for one in check(saved / name).all_findings] == []
+
+
+@pytest.mark.parametrize("kind", ["optimizer_0", "pytorch_model_fsdp_0"])
+def test_check_names_a_missing_rank(saved: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(saved / "ranks", tmp_path, dirs_exist_ok=True)
+    (tmp_path / f"{kind}_rank1.bin").unlink()
+    (found,) = check(tmp_path).all_findings
+    assert (found.code, str(found.path)) == ("missing-rank", f"{kind}_rank1.bin")
+    assert "is missing: 2 ranks saved it" in str(found)
+    (tmp_path / f"{kind}_rank0.bin").write_bytes(b"")
+    assert "missing-rank" not in {one.code for one in check(tmp_path).all_findings}, (
+        "rank 0 is damaged itself"
+    )
+
+
 def test_other_verbs_know_files_of_ranks(saved: Path, tmp_path: Path) -> None:
-    """A healthy checkpoint is not called damaged, and its model becomes the one that load_state looks for."""
-    assert check(saved / "ranks").status == 0
+    """The model of all ranks becomes the one that load_state looks for."""
     assert diff(saved / "ranks", saved / "sharded").verdict == "equal"
     migrate(saved / "ranks", tmp_path / "new", to="safetensors")
     assert (tmp_path / "new/model.safetensors").exists()
     migrate(saved / "ranks", tmp_path / "dcp", to="dcp")
     assert (tmp_path / "dcp/pytorch_model_fsdp_0/.metadata").exists()
+
+
+def named_state() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer's state dict with fqns, and what is in it as ``in_memory`` has it."""
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
+    train(model, optimizer)
+    seen = in_memory(model, optimizer)
+    return {"state": seen["states"], "param_groups": copy.deepcopy(seen["groups"])}, seen
+
+
+def test_param_groups_in_one_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.4 the planner left a list of dicts without tensors whole."""
+    monkeypatch.setattr(nested_dict, "traverse_state_dict", traverse_state_dict_v_2_3)
+    state, seen = named_state()
+    save(tmp_path / "optimizer_0", {"optimizer": state})
+    names = {item.fqn for item in read_metadata_of(tmp_path / "optimizer_0").items}
+    assert "optimizer.param_groups" in names, "as torch 2.3 saved it"
+    (found,) = open_optimizers(tmp_path)
+    ensure_same(found, seen)
+
+
+def test_an_optimizer_at_the_root_of_a_dcp_folder(tmp_path: Path) -> None:
+    state, seen = named_state()
+    save(tmp_path / "optimizer_3", state)
+    (found,) = open_optimizers(tmp_path)
+    assert (found.label, found.index) == ("optimizer_3", 3)
+    ensure_same(found, seen)
+
+
+class OldMesh:
+    """A device mesh as torch up to 2.8 pickled it, and as 2.9 and 2.10 did."""
+
+    def __init__(self, rank: int, *, with_layout: bool) -> None:
+        self._coordinate_on_dim = [rank]
+        if with_layout:
+            self._layout = OldLayout()
+            self._rank_map = torch.arange(2)
+        else:
+            self.mesh = torch.arange(2)
+
+
+class OldLayout:
+    def __init__(self) -> None:
+        self.shape, self.stride = (2,), (1,)
+
+
+class OldSpec:
+    def __init__(self, mesh: OldMesh, placements: tuple[Any, ...]) -> None:
+        self.mesh, self.placements = mesh, placements
+
+
+class OldTensor(torch.Tensor):  # type: ignore[misc]
+    """A tensor that pickles as a DTensor of an older torch does."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = (DTensor, self.dtype, self.whole, (1,), 0, torch.strided, torch.device("cpu"), False)
+        state = (None, {"_local_tensor": self.as_subclass(torch.Tensor), "_spec": self.spec})
+        return torch._tensor._rebuild_from_type_v2, (
+            torch._utils._rebuild_wrapper_subclass,
+            DTensor,
+            made,
+            state,
+        )
+
+
+@pytest.mark.parametrize("with_layout", [False, True])
+def test_meshes_of_older_torch(tmp_path: Path, with_layout: bool) -> None:
+    whole = torch.arange(5.0)
+    for rank in (0, 1):
+        part = whole[3 * rank : 3 * rank + 3].clone().as_subclass(OldTensor)
+        part.whole, part.spec = whole.shape, OldSpec(OldMesh(rank, with_layout=with_layout), (Shard(0),))
+        torch.save({"w": part}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    (weights,) = open_checkpoint(tmp_path).weights
+    assert torch.equal(read(weights.tensors[0]), whole)
+    (tmp_path / "pytorch_model_fsdp_0_rank1.bin").unlink()
+    with pytest.raises(OperationError, match="rank 1"):
+        open_checkpoint(tmp_path)

@@ -301,7 +301,7 @@ class MissingRank(Finding):
     items: int
     holds: tuple[str, ...]
     detail: str = ""
-    """The evidence where it is not ``.metadata``: in a DeepSpeed folder, the other ranks."""
+    """The evidence where it is not ``.metadata``: of DeepSpeed, and of FSDP without DCP, the files of other ranks."""
     elsewhere: int = 0
     """The number of tensors without a part in this rank."""
 
