@@ -87,8 +87,11 @@ def diagnose_optimizers(
     """Yield what is wrong with the optimizers of a scanned folder. ``damaged``: files with another finding."""
     if folder.only is not None and not folder.components:
         return
+    optimizers = list(_optimizers(folder, sharded, damaged))
+    if not optimizers:
+        return
     weights = _Weights(folder, sharded, damaged, has_deepspeed=has_deepspeed)
-    for one in _optimizers(folder, sharded, damaged):
+    for one in optimizers:
         yield from contradictions(one)
         yield from _of_shapes(one, weights, _named(folder, one))
         yield from _of_weights(one, weights)
