@@ -517,12 +517,11 @@ class _Plan:
                     yield torch_file(below / name / f"{STEP}.pt", step)
         listed = [self._options(number, group, [number]) for number, group in enumerate(self._groups)]
         content = {**self._global(), "ds_version": _VERSION, "param_groups": listed}
-        differ = self._difference()
-        if differ:
+        why = self._not_for_zero3()
+        if why:
             self.notes.append(
-                f"{self._state.label}: {differ} differs between param groups: the universal checkpoint is for ZeRO-1 "
-                "and 2; ZeRO-3 would take that of group 0 for all, so it stops with KeyError: 'optimizer_state_dict'; "
-                "for ZeRO-3 use --to zero3"
+                f"{self._state.label}: {why}: the universal checkpoint is for ZeRO-1 and 2, and ZeRO-3 stops with "
+                "KeyError: 'optimizer_state_dict'; for ZeRO-3 use --to zero3"
             )
         else:
             first = {
@@ -539,13 +538,19 @@ class _Plan:
                 f"checkpoint, {list_names(kept)}; the script must load them itself, before it prepares the model"
             )
 
-    def _difference(self) -> str | None:
-        """Return a hyperparameter, or a state such as the step, in which param groups differ."""
+    def _not_for_zero3(self) -> str | None:
+        """Return why ZeRO-3 would load the universal checkpoint wrongly, without an error; None where it would not."""
         first, *others = ({**group.options, **group.shared} for group in self._groups)
         for one in others:
             for key in {**first, **one}:
                 if _scalar(first.get(key)) != _scalar(one.get(key)):
-                    return key
+                    return (
+                        f"{key} differs between param groups, and ZeRO-3 would take that of group 0 for all"
+                    )
+        if isinstance(self._groups[0].shared.get(STEP), StoredTensor) and (
+            others or sum(map(prod, self._trained.values())) > SUB_GROUP_SIZE
+        ):
+            return "ZeRO-3 would give all its sub-groups one step tensor, which each of them counts up"
         return None
 
     def _parameter_tensor(self, name: str, state: str) -> NewTensor:

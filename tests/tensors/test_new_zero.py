@@ -268,11 +268,11 @@ def test_parameters_without_moments(tmp_path: Path) -> None:
 
 
 def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(tmp_path: Path) -> None:
-    """Its loader takes the hyperparameters of group 0 for all; without that entry it stops."""
+    """Its loader takes the hyperparameters of group 0 for all, and one step tensor; without the entry it stops."""
     made = Made(tmp_path / "old")
     new = new_files(made, Strategy.UNIVERSAL, 2)
     assert any(
-        "lr differs between param groups: the universal checkpoint is for ZeRO-1" in note
+        "lr differs between param groups, and ZeRO-3 would take that of group 0 for all: the" in note
         for note in new.notes
     )
     write_states(tmp_path / "new", new)
@@ -280,11 +280,24 @@ def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(tmp_
     assert "optimizer_state_dict" not in shared
     made.state = optimizer_of(made.groups, made.moments, [OPTIONS, OPTIONS])
     new = new_files(made, Strategy.UNIVERSAL, 2)
-    assert not any("differs between" in note for note in new.notes)
+    assert any("ZeRO-3 would give all its sub-groups one step tensor" in note for note in new.notes)
     write_states(tmp_path / "equal", new)
-    shared = _global_state(tmp_path / "equal")
+    assert "optimizer_state_dict" not in _global_state(tmp_path / "equal")
+    counted = {
+        name: {**one, "step": 3} for name, one in made.moments.items()
+    }  # as DeepSpeed's own optimizers do
+    made.state = optimizer_of(made.groups, counted, [OPTIONS, OPTIONS])
+    ensure_for_zero3(tmp_path / "counted", new_files(made, Strategy.UNIVERSAL, 2), [[0], [1]])
+    made.state = optimizer_of([[*made.groups[0], *made.groups[1]]], made.moments, [OPTIONS])
+    ensure_for_zero3(tmp_path / "one", new_files(made, Strategy.UNIVERSAL, 2), [[0]])
+
+
+def ensure_for_zero3(root: Path, new: NewStates, members: list[list[int]]) -> None:
+    assert not any("ZeRO-3" in note for note in new.notes)
+    write_states(root, new)
+    shared = _global_state(root)
     assert shared["optimizer_state_dict"]["state"][0]["step"] == 3
-    assert [group["params"] for group in shared["param_groups"]] == [[0], [1]]
+    assert [group["params"] for group in shared["param_groups"]] == members
 
 
 def _global_state(root: Path) -> dict[str, Any]:
