@@ -43,18 +43,18 @@ from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
-from ckptfix.tensors.new_torch_files import torch_file
+from ckptfix.tensors.new_torch_files import Call, Global, torch_file
 from ckptfix.tensors.new_zero import zero_files
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_sources import ModelsOfRun, name_optimizers, run_of
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.tensors.zero_states import MODEL_STATES
+from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 NO_CHECKSUMS: Mapping[Piece, int] = {}
-_LR_SCHEDULER = "lr_scheduler"
+_LR_SCHEDULER, _LOSS_SCALER, _SCALER = "lr_scheduler", "loss_scaler", "scaler.pt"
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
 
@@ -208,6 +208,7 @@ class _Planning:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
         self._take_schedulers(changed)
+        self._take_scaler(changed)
         config = read_config(self._source, PurePosixPath())
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
@@ -230,6 +231,11 @@ class _Planning:
     def _state(self, before: OptimizerState, state: OptimizerState) -> PlannedState:
         """Plan one optimizer. ``state``: ``before`` under fqns."""
         tensors = {name: tensor for one in self._weights for name, tensor in one.named().items()}
+        if state.masters and self._options.dtype not in (None, "F32", "F64"):
+            self.warnings.append(
+                f"{state.label}: its fp32 masters are rounded to {self._options.dtype}, as --dtype asks; without it "
+                "they are the weights"
+            )
         state = replace(state, masters={})  # they are the weights
         if self._strategy is not Strategy.DDP or state.is_named:
             _ensure_fit(state, tensors)
@@ -290,10 +296,12 @@ class _Planning:
         )
         folder = self._names.engine(weights.index, self._source.root)
         inside = state.extra.get(MODEL_STATES, {})
-        if inside.get(_LR_SCHEDULER) is None:
-            scheduler = self._scheduler(weights.index)
-            inside = {**inside, _LR_SCHEDULER: scheduler}
-            state = replace(state, extra={**state.extra, MODEL_STATES: inside})
+        if inside.get(_LR_SCHEDULER) is None:  # an engine that has a scheduler looks for it in its own files
+            inside = {**inside, _LR_SCHEDULER: self._small(self._names.scheduler(weights.index))}
+        scaler = {} if _LOSS_SCALER in state.extra else self._loss_scaler()
+        if scaler:
+            inside = {**inside, DTYPE: "F16"}
+        state = replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside})
         try:
             new = zero_files(
                 self._strategy,
@@ -321,6 +329,15 @@ class _Planning:
             for tensor in weights.tensors
             if tensor.fqn not in trained
         }
+        rounded = {tensors[name].dtype for name in state.masters.keys() - before.masters.keys()} - {
+            "F32",
+            "F64",
+        }
+        if rounded and not before.masters:
+            self.warnings.append(
+                f"{label}: masters in fp32 are made of weights in {', '.join(sorted(rounded))}, without the digits "
+                "that these lack"
+            )
         model = PlannedModel(
             label=weights.label,
             before=weights,
@@ -348,16 +365,58 @@ class _Planning:
                 "takes it; next: let the script's scheduler begin at this step"
             )
 
-    def _scheduler(self, index: int) -> Any:
-        """Return the state of a scheduler, which an engine of DeepSpeed that has one looks for in its own files."""
-        path = self._source.root / self._names.scheduler(index)
+    def _take_scaler(self, optimizers: Sequence[OptimizerState]) -> None:
+        """Plan ``scaler.pt``, without which ``load_state`` of a run in fp16 fails, from DeepSpeed's loss scaler."""
+        held = next((one.extra.get(_LOSS_SCALER) for one in optimizers), None)
+        state = held.state if isinstance(held, Call) else None
+        if not isinstance(state, dict) or not state.get("dynamic") or (self._source.root / _SCALER).exists():
+            return
+        try:
+            window = int(state["scale_window"])
+            content = {
+                "scale": float(state["cur_scale"]),
+                "growth_factor": float(state["scale_factor"]),
+                "backoff_factor": 1 / float(state["scale_factor"]),
+                "growth_interval": window,
+                "_growth_tracker": (int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1) % window,
+            }
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return
+        files = (torch_file(PurePosixPath(_SCALER), content),)
+        self.extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        """Return what DeepSpeed keeps about the scale of the loss in fp16, from ``scaler.pt``."""
+        saved = self._small(_SCALER)
+        if self._options.dtype != "F16" or not isinstance(saved, dict) or "scale" not in saved:
+            return {}
+        state = {
+            "cur_scale": saved["scale"],
+            "dynamic": True,
+            "cur_iter": saved.get("_growth_tracker", 0),
+            "last_overflow_iter": -1,
+            "scale_factor": saved.get("growth_factor", 2.0),
+            "scale_window": saved.get("growth_interval", 2000),
+            "min_scale": 1,
+            "delayed_shift": 1,
+            "cur_hysteresis": 1,
+            "consecutive_hysteresis": False,
+            "raise_error_at_min_scale": True,
+            "dtype": Global("torch", "float16"),
+        }
+        function = Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+        return {_LOSS_SCALER: Call(function=function, state=state, new=True), "dynamic_loss_scale": True}
+
+    def _small(self, name: str) -> Any:
+        """Return the plain values in a file of torch, None where there are others, or no such file."""
+        path = self._source.root / name
         try:
             with open_reader(path) as reader:
                 file = read_torch_file(reader)
             value = PickledValues(path, file).value(file.tree.root)
         except (FormatError, OperationError, OSError):
             return None
-        return value if isinstance(value, dict) and not _has(value, (Unread,)) else None
+        return None if _has(value, (Unread,)) else value
 
 
 _WRITERS = {

@@ -182,6 +182,7 @@ def test_moments_in_bf16_become_fp32_for_deepspeed(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
     receipt = ckptfix.migrate(source, tmp_path / "between", to="zero1", state="all")
     assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in receipt.models[0].files[0]
+    assert "masters in fp32 are made of weights in BF16" in receipt.warnings[0]
     ckptfix.migrate(tmp_path / "between", tmp_path / "after", to="ddp", state="all")
     found = torch.load(tmp_path / "after" / "optimizer.bin", weights_only=True)["state"][0]
     assert_same(found["exp_avg"], optimizer.state[model[0].weight]["exp_avg"].float())
@@ -307,6 +308,27 @@ def test_a_scheduler_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) 
     torch.save(content | {"lr_scheduler": {"last_batch_iteration": 4}}, states)
     receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "other", to="ddp", state="all")
     assert "{'last_batch_iteration': 4} is left out: no scheduler of torch" in receipt.warnings[0]
+
+
+def test_the_scale_of_the_loss_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._growth_tracker += 3
+    torch.save(scaler.state_dict(), source / "scaler.pt")
+    ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all", dtype="fp16")
+    (tmp_path / "between" / "scaler.pt").unlink()
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all")
+    assert torch.load(tmp_path / "new" / "scaler.pt", weights_only=True) == scaler.state_dict()
+
+
+def test_masters_that_are_rounded_are_said_to_be(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all", dtype="bf16")
+    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all", dtype="bf16")
+    assert "its fp32 masters are rounded to BF16, as --dtype asks" in receipt.warnings[0]
+    assert load_file(tmp_path / "new" / "model.safetensors")["0.weight"].dtype is torch.bfloat16
+    assert torch.load(tmp_path / "new" / "optimizer.bin")["state"][0]["exp_avg"].dtype is torch.float32
 
 
 def test_a_dry_run_shows_the_optimizers(tmp_path: Path) -> None:
