@@ -1,6 +1,6 @@
 """Comparison of a checkpoint with another one of any format, whose tensors have the same keys."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import BESIDE
@@ -13,7 +13,7 @@ from ckptfix.storage.paths import MANIFEST, shell_path
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, first_place, hash_all
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.verification.matching import Matched, crossed, crossing, moved, pair_models
-from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, pair_optimizers, side_of
+from ckptfix.verification.optimizer_pairs import OptimizerPair, Side, left_of, pair_optimizers, side_of
 from ckptfix.verification.verify_report import Change, Item, Kind, Outcome, file_item
 from ckptfix.wording import count_of, list_names
 
@@ -88,7 +88,7 @@ def compare_with(
         raise OperationError(f"{other.root}: {bad} cannot be read: {results[False, bad].problem}")
     files = list(_files(contents, other, alike, results, optimizers))
     tensors = [item for pair in pairs for item in _tensors(contents, other, pair, results)]
-    told = list(_told(contents, other, pairs, files, tensors))
+    told = list(_told(contents, other, pairs, files, tensors, optimizers))
     told += [*unpaired, *(words for optimizer in optimizers for words in _notes(optimizer, files))]
     states = [item for optimizer in optimizers for item in _states(contents, other, optimizer, results)]
     swapped = list(crossed((pair.ours, pair.theirs) for pair in pairs))
@@ -102,7 +102,12 @@ def compare_with(
 
 
 def _told(
-    contents: Contents, other: Contents, pairs: list[_Pair], files: list[Item], tensors: list[Item]
+    contents: Contents,
+    other: Contents,
+    pairs: list[_Pair],
+    files: list[Item],
+    tensors: list[Item],
+    optimizers: Sequence[OptimizerPair],
 ) -> Iterator[str]:
     """Yield in words what was not compared, and what was compared although it may not belong together."""
     if (contents.root / MANIFEST).exists():
@@ -113,7 +118,7 @@ def _told(
         if id(here) not in swapped:
             compared = f"{here.label} was compared with {other.root / there.label}"
             yield f"positions of models: {compared}: their names fit, or no other was left"
-    yield from _beside_tensors(contents, other, files)
+    yield from _beside_tensors(contents, other, files, optimizers)
     if tensors and all(item.change in (Change.MISSING, Change.EXTRA) for item in tensors):
         sides = " ".join(shell_path(side.root / (side.only or "")) for side in (contents, other))
         yield f"tensors under other keys: no key is the same; next: ckptfix diff {sides}"
@@ -197,16 +202,19 @@ def _same_name(
     return file_item(name, Outcome.DIFFER, Change.CHANGED, sizes)
 
 
-def _beside_tensors(contents: Contents, other: Contents, files: Iterable[Item]) -> Iterator[str]:
+def _beside_tensors(
+    contents: Contents, other: Contents, files: Iterable[Item], optimizers: Iterable[OptimizerPair]
+) -> Iterator[str]:
     """Yield in words what lies next to the tensors in files of the models that are not the same in every byte."""
     same = {item.name for item in files if item.outcome is Outcome.MATCH}
+    of_optimizers = {file for pair in optimizers for state in (pair.a, pair.b) for file in state.files}
     for side in (contents, other):
         for weights in side.weights:
             where = weights.label if side is contents else side.root / weights.label
             if same.issuperset(map(str, weights.files)):
                 continue
-            if weights.left:
-                yield f"what {where} holds next to its tensors: {list_names(weights.left)}"
+            if left := left_of(weights, of_optimizers):
+                yield f"what {where} holds next to its tensors: {list_names(left)}"
             if weights.opaque and side is other:  # of this side it is said whatever is compared
                 yield f"what is not a plain tensor in {where}: {list_names(weights.opaque)}"
 

@@ -7,7 +7,7 @@ each a part of a tensor at a time: bytes first, numbers only where those differ.
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
@@ -31,7 +31,7 @@ from ckptfix.verification.diff_report import (
     ValueDiff,
 )
 from ckptfix.verification.matching import Matched, crossed, crossing, match_names, moved, pair_models
-from ckptfix.verification.optimizer_pairs import OptimizerPair, open_side, pair_optimizers
+from ckptfix.verification.optimizer_pairs import OptimizerPair, left_of, open_side, pair_optimizers
 from ckptfix.wording import count_of, list_names
 
 BUFFER = 1 << 20
@@ -276,8 +276,8 @@ def diff(
         is_partial=any(weights.opaque for one in (left, right) for weights in one.weights),
         not_compared=(
             *_other_weights(left, right, others),
-            *_not_compared("A", left, others[0]),
-            *_not_compared("B", right, others[1]),
+            *_not_compared("A", left, others[0], compared[0]),
+            *_not_compared("B", right, others[1], compared[1]),
             *_moved(drafts),
             *_opaque(drafts),
             *not_paired,
@@ -412,14 +412,19 @@ def _other_weights(
             yield f"weights of {path}, next to a model that is loaded first; {words} compares them"
 
 
-def _not_compared(side: str, checkpoint: StoredCheckpoint, others: Sequence[PurePosixPath]) -> Iterator[str]:
-    """Yield in words what of one side was left out as a whole."""
+def _not_compared(
+    side: str,
+    checkpoint: StoredCheckpoint,
+    others: Sequence[PurePosixPath],
+    of_optimizers: Collection[PurePosixPath],
+) -> Iterator[str]:
+    """Yield in words what of one side was left out as a whole. ``of_optimizers``: files of those that were compared."""
     if others:
         yield f"{count_of(len(others), 'other file')} in {side}: {list_names(map(str, others))}"
     for weights in {one.files: one for one in checkpoint.weights}.values():
-        if weights.left:
+        if left := left_of(weights, of_optimizers):
             label = weights.label.partition("[")[0] if weights.path else weights.label
-            yield f"what {label} in {side} holds next to what was compared: {list_names(weights.left)}"
+            yield f"what {label} in {side} holds next to what was compared: {list_names(left)}"
 
 
 def _moved(drafts: Sequence[_Draft]) -> Iterator[str]:

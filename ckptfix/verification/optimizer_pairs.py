@@ -8,9 +8,10 @@ compared; so are hyperparameters, for each parameter, as param groups are not th
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.dataclass import dataclass
@@ -22,13 +23,14 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, StateValue
 from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
-from ckptfix.tensors.stored import Contiguous, StoredCheckpoint, StoredTensor, tensor_digest
+from ckptfix.tensors.stored import Contiguous, StoredCheckpoint, StoredTensor, Weights, tensor_digest
 from ckptfix.verification.matching import Matched, match_names
 from ckptfix.wording import list_names
 
 MASTER = "fp32"
 """The key of a parameter's fp32 copy among its states, as DeepSpeed calls the file of one."""
 
+_OF_DEEPSPEED = "optimizer_state_dict"  # the key of an optimizer in a file of DeepSpeed
 _NAMES = "param_names"  # an option of param groups that torch 2.6 adds for scripts that give names
 
 
@@ -66,6 +68,15 @@ def side_of(checkpoint: StoredCheckpoint) -> Side:
         return Side(checkpoint, open_optimizers(checkpoint.root / (checkpoint.only or "")))
     except OperationError as error:
         return Side(checkpoint, unread=str(error))
+
+
+def left_of(weights: Weights, of_optimizers: Collection[PurePosixPath]) -> tuple[str, ...]:
+    """Return what the files of a model hold next to it. ``of_optimizers``: files of optimizers that were compared.
+
+    DeepSpeed's optimizers lie in files of the model, as its fp32 weights are theirs.
+    """
+    is_compared = not set(weights.files).isdisjoint(of_optimizers)
+    return tuple(name for name in weights.left if not (is_compared and name == _OF_DEEPSPEED))
 
 
 class Difference(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from ckptfix import UsageError
 from ckptfix.cli import run
+from ckptfix.conversion.migrate import migrate
 from ckptfix.verification.diff import diff
 from ckptfix.verification.diff_page import html_page
 from ckptfix.verification.diff_report import DiffReport, Outcome
@@ -278,3 +279,17 @@ def test_the_page_shows_optimizers(saved: Path, tmp_path: Path) -> None:
     assert "1.exp_avg_sq" in page
     assert "<li>betas of 3 parameters: (0.8, 0.9) in A, (0.8, 0.91) in B" in page
     assert "steps and hyperparameters: 69 of 72 values equal" in page
+
+
+@pytest.mark.parametrize("name", ["ranks", "tiled-ranks", "copies-ranks", "tiled"])
+@pytest.mark.parametrize("to", ["fsdp", "fsdp-full", "zero2", "zero3"])
+def test_what_migrate_writes_is_equal(saved: Path, tmp_path: Path, name: str, to: str) -> None:
+    migrate(saved / name, tmp_path / "new", to=to, state="all", processes=3)
+    report = diff(saved / name, tmp_path / "new")
+    assert (report.status, report.verdict) == (0, "equal")
+    assert [(one.strategy_b, len(one.tensors), one.values) for one in report.optimizers] == [(to, 12, 72)]
+    assert not any("optimizer_state_dict" in words for words in report.not_compared)
+    checked = verify(saved / name, against=tmp_path / "new")
+    assert checked.count(Kind.TENSOR) == {Verdict.MATCH: 20, Verdict.DIFFER: 0, Verdict.NOT_CHECKED: 0}
+    assert checked.count(Kind.VALUE)[Verdict.DIFFER] == 0
+    assert not any("optimizer_state_dict" in words for words in checked.not_checked)
