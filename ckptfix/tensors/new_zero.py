@@ -59,7 +59,7 @@ _SCALER = Call(
 _FP16_SCALER = Call(  # as a configuration that says nothing about it makes it
     function=Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     state={
-        "cur_scale": 65536.0,
+        "cur_scale": 65536,
         "dynamic": True,
         "cur_iter": 0,
         "last_overflow_iter": -1,

@@ -1,5 +1,8 @@
 """New checkpoints of DeepSpeed: what ZeRO-1, 2 and 3 cut for any number of ranks, and universal ones."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -19,6 +22,7 @@ from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, ParamGroup, Strategy
 from ckptfix.tensors.stored import StoredTensor, Weights
+from tests.deepspeed_library import NO_DEEPSPEED, ROOT, has_deepspeed, variables
 from tests.sampling import examples
 from tests.tensors import zero_making
 from tests.tensors.test_deepspeed import FIXTURES, loaded, shapes, trained
@@ -60,9 +64,9 @@ def optimizer_of(
 class Made:
     """A model in bf16 or fp32 with two param groups, a frozen parameter, a tie and buffers."""
 
-    def __init__(self, root: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, root: Path, dtype: torch.dtype = torch.float32, *, last: tuple[int, ...] = ()) -> None:
         torch.manual_seed(7)
-        first, second = trained((5, 3), (4, 4), first="a"), trained((7,), (), first="b")
+        first, second = trained((5, 3), (4, 4), first="a"), trained((7,), last, first="b")
         self.groups = [list(first), list(second)]
         self.trained = {name: tensor.to(dtype) for name, tensor in (first | second).items()}
         self.moments = moments_of(self.trained, 3.0)
@@ -368,3 +372,32 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
         OperationError, match=r"'other\.weight': in the optimizer, and not in the model; next: "
     ):
         new_files(made, Strategy.ZERO2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_scripts_of_deepspeed_read_the_files(tmp_path: Path, processes: int) -> None:
+    """``zero_to_fp32.py`` finds the weights, ``ds_to_universal.py`` the moments, and fp16 gets a loss scaler."""
+    made = Made(tmp_path / "old", last=(1,))  # ds_to_universal.py fails for a scalar
+    for strategy in ZERO:
+        write_states(tmp_path / strategy.value, new_files(made, strategy, processes, dtype="F16"))
+    command = [sys.executable, "-m", "tests.tensors.zero_scripts", str(tmp_path)]
+    subprocess.run(command, check=True, env=variables(), cwd=ROOT, timeout=300, capture_output=True)
+    for strategy in ZERO:
+        found = torch.load(tmp_path / f"{strategy.value}.fp32", weights_only=True)
+        frozen = {name: tensor.half().float() for name, tensor in made.frozen.items()}
+        for name, tensor in (made.named | frozen).items():
+            if strategy is Strategy.ZERO1 and name in frozen:
+                continue  # the script looks for them from ZeRO-2 on
+            assert torch.equal(found[name].float(), tensor.float()), (strategy, name)
+    for name in ("zero2", "zero3"):
+        (state,) = open_optimizers(tmp_path / f"{name}-universal")
+        ensure_same(state, made.moments)
+        masters = tensors(state.masters)
+        assert all(torch.equal(masters[fqn], tensor) for fqn, tensor in made.trained.items())
+        assert [list(group.names) for group in state.groups] == made.groups
+    objects = json.loads((tmp_path / "objects.json").read_text())
+    assert objects["stage"] == "<ZeroStageEnum.weights: 3>"
+    assert objects["class"]
+    assert {key: objects["new"].get(key) for key in objects["saved"]} == objects["saved"]
