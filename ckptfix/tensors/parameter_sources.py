@@ -35,6 +35,9 @@ _BEGIN = "import sys; sys.path[:] = sys.argv[2:]; from ckptfix.devices.reload.sk
 
 _HELP = "help: give the model of this run by --model MODULE:FACTORY"
 
+RecordedName = tuple[int | None, str]
+"""The position of a parameter's model, None where it is not recorded, and the parameter's name."""
+
 Groups = Sequence[Sequence[Parameter]]
 """The parameters of an optimizer by param group, in its order."""
 
@@ -65,7 +68,7 @@ def name_optimizers(
 ) -> tuple[OptimizerState, ...]:
     """Return the optimizers of a checkpoint under the names of its weights, those that number their parameters, too.
 
-    The names come from the optimizer itself, else from the guarded save's run state, else from ``model`` ("module:
+    The names come from the guarded save's run state, else from the optimizer itself, else from ``model`` ("module:
     factory", or the function), else from the class that ``config.json`` names. The first two are exact; of a model's
     parameters the assignments are counted (``name_parameters``). ``weights``: of the checkpoint; its keys decide which
     wrappers a name has. ``frozen``: matches the names of parameters that no optimizer has. ``run``: ``run_of`` the same
@@ -86,18 +89,18 @@ def run_of(root: Path, weights: Sequence[Weights], model: str | Factory | None) 
     return cache(lambda: models_of_run(root, model, _Keys(weights)))
 
 
-def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[tuple[int, str]]] | None:
+def recorded_names(root: Path, state: OptimizerState) -> Sequence[Sequence[RecordedName]] | None:
     """Return model and name of each parameter of an optimizer by group, None where no file records them.
 
-    torch 2.6 records the names that a script made the optimizer with, a guarded save those of all. They are returned
-    only where they fit the numbers of the param groups. Raises OSError.
+    A guarded save records those of all, torch 2.6 the names that a script made the optimizer with, without the model.
+    They are returned only where they fit the numbers of the param groups. Raises OSError.
     """
+    names: Sequence[Sequence[RecordedName]] | None = None
+    if len(state.files) == 1:
+        names = parameter_names(root, str(state.files[0]), state.index)
     own = [group.options.get("param_names") for group in state.groups]
-    names: Sequence[Sequence[tuple[int, str]]] | None
-    if own and all(isinstance(group, list | tuple) for group in own):
-        names = [[(state.index, str(name)) for name in group or ()] for group in own]
-    else:
-        names = parameter_names(root, str(state.files[0]), state.index) if len(state.files) == 1 else None
+    if names is None and own and all(isinstance(group, list | tuple) for group in own):
+        names = [[(None, str(name)) for name in group or ()] for group in own]
     if names is None or list(map(len, names)) != [len(group.names) for group in state.groups]:
         return None
     return names
@@ -204,6 +207,26 @@ class _Keys:
                 found[place] = found[place]._replace(name=key or found[place].name)
         return found
 
+    def model_with(self, names: Iterable[str], index: int) -> int:
+        """Return the position of the model that most of these names are of.
+
+        ``index``: the answer where no weights are known. Raises OperationError where several models have as many.
+        """
+        if not self._known:
+            return index
+        wanted = list(names)
+        counts = {
+            model: sum(
+                known.get(one.name) == one.name
+                for one in self.of([Parameter(name, (), None, model) for name in wanted])
+            )
+            for model, known in self._known.items()
+        }
+        best = [model for model, count in counts.items() if count == max(counts.values())]
+        if len(best) > 1:
+            raise OperationError(f"models {', '.join(map(str, best))} have parameters of the same names")
+        return best[0]
+
     def shape(self, parameter: Parameter) -> Shape | None:
         """Return the shape of a parameter's weights, None where no weights have its name."""
         tensor = self._tensors.get(parameter.model, {}).get(parameter.name)
@@ -246,12 +269,16 @@ def _named(
 
 
 def _of_recorded(
-    recorded: Sequence[Sequence[tuple[int, str]]], state: OptimizerState, keys: _Keys
+    recorded: Sequence[Sequence[RecordedName]], state: OptimizerState, keys: _Keys
 ) -> list[list[Parameter]]:
     """Return recorded names as parameters with the shapes of their weights, without any those of their moments."""
     names = [name for group in recorded for name in group]
     numbers = [number for group in state.groups for number in group.names]
-    found = iter(keys.of([Parameter(name, (), None, model) for model, name in names]))
+    unknown = [name for model, name in names if model is None]
+    one_model = keys.model_with(unknown, state.index) if unknown else 0
+    found = iter(
+        keys.of([Parameter(name, (), None, one_model if model is None else model) for model, name in names])
+    )
     of_moments = iter([shape_of(state.states.get(number, {})) or () for number in numbers])
     parameters = []
     for one, shape in zip(found, of_moments, strict=True):

@@ -231,6 +231,21 @@ def test_names_that_torch_saves_with_the_groups_are_taken(tmp_path: Path) -> Non
     check_named(tmp_path, wanted)
 
 
+def test_names_without_a_model_are_those_of_the_model_that_has_them(tmp_path: Path) -> None:
+    first, second = two_models()
+    for number, model in enumerate((first, second)):
+        save_model(model, str(tmp_path / f"model{'_1' * number}.safetensors"))
+    optimizer = torch.optim.AdamW(second.named_parameters())
+    wanted = marked(second, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    assert check_named(tmp_path, wanted).model == 1
+    save_model(second, str(tmp_path / "model.safetensors"))
+    with pytest.raises(
+        OperationError, match=r"no --model, and no config\.json"
+    ):  # both models have such names
+        check_named(tmp_path, wanted)
+
+
 class Holder(torch.nn.Module):  # type: ignore[misc, unused-ignore]
     """A model of which one part is called as the wrapper of DistributedDataParallel."""
 
