@@ -6,7 +6,7 @@ hyperparameters. What belongs to a process (random states, data positions) goes 
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -199,6 +199,7 @@ class _Planning:
                 frozen=self._options.frozen,
                 run=self._noted_run,
             )
+            _ensure_own_model(named)
             ties = self._built.ties if self._built is not None else ()
             self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
         if self._strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
@@ -424,6 +425,16 @@ _WRITERS = {
     Strategy.FSDP: dcp_optimizer,
     Strategy.FSDP_FULL: fsdp_full_optimizer,
 }
+
+
+def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
+    """Raise OperationError for an optimizer of another model than that of its position, by which FSDP finds it."""
+    for one in optimizers:
+        if one.model not in (None, one.index):
+            raise OperationError(
+                f"{one.label}: it has the parameters of model {one.model}, and the loader looks for those of model "
+                f"{one.index} in it; next: prepare() models and optimizers in the same order, and save again"
+            )
 
 
 def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> Weights:

@@ -397,6 +397,25 @@ def test_moments_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
         ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
 
 
+def test_an_optimizer_of_the_other_model_is_refused_by_name(tmp_path: Path) -> None:
+    second = torch.nn.Linear(3, 7)
+    optimizer = torch.optim.AdamW(second.parameters())
+    second(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    source = save_state(tmp_path / "source", "ddp", trained(), (second, optimizer))
+    swapped = {"optimizer.bin": "optimizer_1.bin", "optimizer_1.bin": "optimizer.bin"}
+    contents = {name: (source / name).read_bytes() for name in swapped}
+    for name, other in swapped.items():
+        (source / other).write_bytes(contents[name])
+    with pytest.raises(
+        OperationError, match=r"optimizer\.bin: it has the parameters of model 1, and the loader looks"
+    ):
+        ckptfix.migrate(
+            source, tmp_path / "new", to="fsdp", state="all", model=lambda: (net(), torch.nn.Linear(3, 7))
+        )
+    assert not (tmp_path / "new").exists()
+
+
 def test_numbers_need_names(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     with pytest.raises(OperationError, match="--model MODULE:FACTORY"):
