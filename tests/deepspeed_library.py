@@ -30,4 +30,5 @@ def variables() -> dict[str, str]:
         "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_OFFLINE": "1",
     }

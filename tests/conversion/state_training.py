@@ -32,8 +32,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TRANSFORMERS_OFFLINE": "1"}
-
 import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -1,0 +1,131 @@
+"""Cells of the table of training states, proven by stock loaders: a sample of them, and all with ``--exhaustive``."""
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import sampling
+from tests.conversion.state_matrix import (
+    CASES,
+    PROCESSES,
+    STRATEGIES,
+    Cell,
+    can_hold,
+    cells_of,
+    judged,
+    prove,
+)
+from tests.conversion.state_training import ALTERATIONS, differences
+from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
+
+
+def sample() -> list[Cell]:
+    """Return the cells of this run's share: three sources of one case, each for 1 and for 2 processes."""
+    if sampling.is_exhaustive():
+        return cells_of(CASES, STRATEGIES, STRATEGIES, (2,), PROCESSES)
+    share = int(os.environ.get(sampling.SHARE, "0"))
+    chance = random.Random(share)
+    case = CASES[share % len(CASES)]
+    held = [strategy for strategy in STRATEGIES if can_hold(case, strategy)]
+    sources = chance.sample(held, 3)
+    return [
+        Cell(case, source, chance.choice(held), 2, processes) for source in sources for processes in (1, 2)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_stock_loaders_find_the_state_of_the_source(tmp_path: Path) -> None:
+    cells = sample()
+    proofs = list(prove(tmp_path, cells))
+    assert {proof.cell for proof in proofs} == set(cells)
+    assert [f"{proof.cell}: {proof}" for proof in proofs if not proof.is_proven] == []
+
+
+CELL = Cell("llama-fp32", "ddp", "zero2", 2, 1)
+RESULT: dict[str, Any] = {
+    "seconds": 1.0,
+    "differs": [],
+    "planted": [],
+    "trained": [],
+    "losses": [[4.0], [3.5], [3.25]],
+    "control": [[4.0], [3.5], [3.25]],
+    "source": [[4.0], [3.5], [3.25 + 1e-7]],
+    "altered": {
+        how: {"differs": ["a moment"], "trained": ["a weight"], "losses": [[4.0], [3.5], [3.0]]}
+        for how in ALTERATIONS
+    },
+}
+
+
+def test_a_cell_without_a_difference_is_proven() -> None:
+    proof = judged(CELL, RESULT)
+    assert proof.is_proven
+    assert str(proof).startswith("memory bitwise; losses bitwise; source trained on 3.1e-08; noticed: zeroed")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one.update(error="KeyError: 'x'"), "KeyError"),
+        (
+            lambda one: one["differs"].append("0 states w exp_avg: 1 of 4"),
+            "memory: 1 differ, first 0 states w",
+        ),
+        (lambda one: one["planted"].append("0 weights w"), "control: 1 differ"),
+        (lambda one: one["trained"].append("0 weights w"), "after the steps 1 differ"),
+        (lambda one: one["losses"][2].__setitem__(0, 3.26), "differ from the control by"),
+        (lambda one: one["source"][2].__setitem__(0, 3.26), "the source that trained on"),
+        (lambda one: one["altered"]["swapped"]["differs"].clear(), "swapped: the memory is that"),
+        (lambda one: one["altered"]["zeroed"]["trained"].clear(), "zeroed: the run trains on"),
+    ],
+)
+def test_what_disproves_a_cell(change: Callable[[dict[str, Any]], object], words: str) -> None:
+    result = copy.deepcopy(RESULT)
+    change(result)
+    proof = judged(CELL, result)
+    assert not proof.is_proven
+    assert words in str(proof)
+
+
+def memory() -> list[dict[str, Any]]:
+    return [
+        {
+            "weights": {"w": torch.ones(3)},
+            "states": {"w": {"exp_avg": torch.zeros(3), "step": 3.0}},
+            "options": {"w": {"lr": 0.1, "initial_lr": 0.2, "betas": (0.9, 0.99)}},
+            "scheduler": {"last_epoch": 3},
+        }
+    ]
+
+
+def test_equal_memories_do_not_differ() -> None:
+    other = memory()
+    del other[0]["options"]["w"]["initial_lr"]
+    assert differences(memory(), other) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one["weights"]["w"].mul_(1 + 1e-7), "0 weights w : 3 of 3 elements"),
+        (lambda one: one["states"]["w"]["exp_avg"].neg_(), "0 states w exp_avg: 3 of 3 elements"),
+        (lambda one: one["states"]["w"].update(step=4.0), "0 states w step: 3.0 != 4.0"),
+        (lambda one: one["states"]["w"].update(step=torch.tensor(3.0)), "0 states w step: 3.0 != tensor"),
+        (lambda one: one["states"].clear(), "0 states: other fqns: ['w']"),
+        (lambda one: one["states"]["w"].update(exp_avg_sq=torch.zeros(3)), "0 states w exp_avg_sq: None != "),
+        (lambda one: one["options"]["w"].update(betas=(0.9, 0.999)), "0 options w betas: "),
+        (lambda one: one["scheduler"].update(last_epoch=6), "0 scheduler: "),
+    ],
+)
+def test_any_bit_of_a_memory_counts(change: Callable[[dict[str, Any]], object], words: str) -> None:
+    other = memory()
+    change(other[0])
+    (line,) = differences(memory(), other)
+    assert line.startswith(words)
