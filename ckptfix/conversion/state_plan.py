@@ -44,7 +44,7 @@ from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
 from ckptfix.tensors.new_torch_files import Call, Global, torch_file
-from ckptfix.tensors.new_zero import zero_files
+from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
@@ -326,7 +326,7 @@ class _Planning:
             for name, tensor in state.masters.items()
         }
         others = {
-            tensor.fqn: source_of(tensor, new.dtypes.get(f"module/{tensor.fqn}"), label, {})
+            tensor.fqn: source_of(tensor, module_dtype(new, tensor.fqn), label, {})
             for tensor in weights.tensors
             if tensor.fqn not in trained
         }

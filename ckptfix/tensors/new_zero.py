@@ -140,6 +140,12 @@ class _Flat(NamedTuple):
         return _Flat(numel, (*self.parts, Zeros(missing)) if missing else self.parts)
 
 
+def module_dtype(new: NewStates, fqn: str) -> str | None:
+    """Return the dtype that ``zero_files`` converts a tensor of the module to, None where it stays as it is."""
+    # ZeRO-3 cuts frozen parameters into shares; all have one dtype.
+    return new.dtypes.get(f"module/{fqn}", new.dtypes.get(f"rank0/frozen/{fqn}"))
+
+
 class _Plan:
     """The files of one checkpoint. ``sources``, ``dtypes`` and ``notes``: as ``NewStates`` has them."""
 

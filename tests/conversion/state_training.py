@@ -96,7 +96,13 @@ def _frozen(model: torch.nn.Module, kind: str) -> torch.nn.Module:
     return model
 
 
+def two() -> tuple[torch.nn.Module, torch.nn.Module]:
+    return llama(), bert()
+
+
 BUILDERS = {"llama": llama, "bert": bert}
+FACTORIES = {**BUILDERS, "two": two}
+"""What ``migrate`` gets as the model of a case."""
 
 
 def kinds(case: str) -> tuple[str, ...]:

@@ -11,17 +11,8 @@ import pytest
 import torch
 
 from tests import sampling
-from tests.conversion.state_matrix import (
-    CASES,
-    PROCESSES,
-    STRATEGIES,
-    Cell,
-    can_hold,
-    cells_of,
-    judged,
-    prove,
-)
-from tests.conversion.state_training import ALTERATIONS, differences
+from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove
+from tests.conversion.state_training import ALTERATIONS, CASES, STRATEGIES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 

@@ -191,6 +191,17 @@ def test_moments_in_bf16_become_fp32_for_deepspeed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("between", ["zero1", "zero3"])
+def test_what_is_frozen_is_in_the_dtype_of_training(tmp_path: Path, between: str) -> None:
+    model, optimizer = trained()
+    model.add_module("frozen", torch.nn.LayerNorm(6).requires_grad_(False))
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all", dtype="bf16")
+    assert {one.fqn: one.dtype for one in open_checkpoint(tmp_path / "between").weights[0].tensors} == {
+        name: "BF16" if name.startswith("frozen") else "F32" for name in model.state_dict()
+    }
+
+
 @pytest.mark.parametrize("after", ["ddp", "zero2"])
 def test_a_tie_that_fsdp_saved_twice_is_one_tensor_again(tmp_path: Path, after: str) -> None:
     run = trained()
