@@ -16,6 +16,7 @@ from ckptfix.checkpoint.filenames import (
     is_one_of_several,
     parse_file_name,
     parse_folder_name,
+    parse_rank_file_name,
 )
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, Component, scan_folder
 from ckptfix.checkpoint.manifest import usable_manifest
@@ -145,9 +146,7 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     """Return the contents of a folder and of those below that belong to the same checkpoint; they can be
     empty.
     """
-    folder = scan_folder(
-        root, wanted=lambda name: not is_deepspeed_file(str(name))
-    )  # a thousand ranks have many
+    folder = scan_folder(root, wanted=lambda name: not _is_of_many_ranks(str(name)))
     manifest = usable_manifest(root)
     found: dict[int, Weights] = {}
     for entry in model_entries(folder, manifest):
@@ -155,7 +154,7 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     for index, where in dcp_folders(folder):
         if index not in found:
             found[index] = dcp_weights(root, where, index)
-    for (role, index), files in rank_files(root, _lone_files(folder)).items():
+    for (role, index), files in rank_files(root, os.listdir(root)).items():
         if role is Role.MODEL and index not in found:
             found[index] = rank_weights(root, index, files)
     for index, where in deepspeed_folders(folder):
@@ -175,8 +174,9 @@ def _opened(root: Path, *, original: bool, depth: int) -> tuple[CheckpointFolder
     )
 
 
-def _lone_files(folder: CheckpointFolder) -> tuple[str, ...]:
-    return tuple(str(component.path) for component in folder.components)
+def _is_of_many_ranks(name: str) -> bool:
+    """Return whether a file is one of those that each rank has: a thousand ranks have many, read one by one."""
+    return is_deepspeed_file(name) or parse_rank_file_name(name) is not None
 
 
 def _unsupported(folder: CheckpointFolder) -> str:
