@@ -41,7 +41,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "verify": "Compare checkpoints with their manifests, or prove a reload.",
     },
-    "Convert": {"migrate": "Write a checkpoint in another format."},
+    "Convert": {"migrate": "Write a checkpoint in another format, or for another strategy."},
     "Train": {
         "run": "Run a script with every Accelerator and Trainer guarded.",
         "prove-resume": "Prove that a killed and resumed run goes on bit for bit.",

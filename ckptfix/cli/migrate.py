@@ -78,7 +78,7 @@ def migrate_command(
     dry_run: bool,
     report: Report,
 ) -> int:
-    """Write a checkpoint in another format.
+    """Write a checkpoint in another format, or for another strategy.
 
     DST appears when it is complete, or not at all; SRC stays as it is.
     """

@@ -330,6 +330,11 @@ class _Planning:
             for tensor in weights.tensors
             if tensor.fqn not in trained
         }
+        if frozen_ones := [name for name, source in others.items() if source.convert is not None]:
+            self.warnings.append(
+                f"{label}: {list_names(frozen_ones)}: converted to {others[frozen_ones[0]].new.dtype}, the dtype of "
+                "training, of which DeepSpeed keeps no other copy where a parameter is not trained"
+            )
         rounded = {tensors[name].dtype for name in state.masters.keys() - before.masters.keys()} - {
             "F32",
             "F64",

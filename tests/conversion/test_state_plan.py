@@ -153,6 +153,22 @@ def test_deepspeed_and_back(tmp_path: Path, between: str, after: str) -> None:
     assert_loads(tmp_path / "after", after, run)
 
 
+@pytest.mark.parametrize("after", ["zero1", "zero2", "zero3", "universal"])
+def test_a_frozen_parameter_gets_the_dtype_of_training(tmp_path: Path, after: str) -> None:
+    model, optimizer = trained()
+    optimizer.param_groups[1]["params"] = [
+        one for name, one in model.named_parameters() if one.dim() < 2 and name != "1.weight"
+    ]
+    del optimizer.state[model[1].weight]
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", dtype="bf16", processes=3)
+    assert "'1.weight': converted to BF16" in "\n".join(receipt.warnings)
+    (opened,) = open_checkpoint(tmp_path / "new").weights
+    assert {one.fqn: one.dtype for one in opened.tensors} == {
+        name: "BF16" if name == "1.weight" else "F32" for name in model.state_dict()
+    }
+
+
 def test_two_engines_of_deepspeed(tmp_path: Path) -> None:
     runs = trained(), trained(seed=1)
     source = save_state(tmp_path / "source", "fsdp", *runs)
