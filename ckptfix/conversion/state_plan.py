@@ -35,9 +35,10 @@ from ckptfix.conversion.streaming import Source
 from ckptfix.conversion.target_names import LeftOut, OtherFiles, is_lone, other_files, read_config
 from ckptfix.errors import FormatError, OperationError, UnsupportedFormat, UsageError
 from ckptfix.formats.pickle_tree import child
+from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import Piece, open_reader
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
@@ -48,7 +49,7 @@ from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
-from ckptfix.tensors.parameter_sources import ModelsOfRun, name_optimizers, run_of
+from ckptfix.tensors.parameter_sources import ModelsOfRun, frozen_pattern, name_optimizers, run_of
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
@@ -200,11 +201,13 @@ class _Planning:
                 run=self._noted_run,
             )
             _ensure_own_model(named)
+        if self._options.model is not None:
+            self._noted_run()
+        if self._strategy is not Strategy.DDP:
             ties = self._built.ties if self._built is not None else ()
             self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
         if self._strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
-            trained = {name for one in named for group in one.groups for name in group.names}
-            self._weights = tuple(_with_found_ties(one, trained) for one in self._weights)
+            self._weights = tuple(self._tied(one, named) for one in self._weights)
         if self._strategy not in _BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
@@ -222,6 +225,28 @@ class _Planning:
         self._built = self._run()
         return self._built
 
+    def _tied(self, weights: Weights, named: Sequence[OptimizerState]) -> Weights:
+        """Return weights in which ties are one tensor again, and say where no model shows that they are ties."""
+        trained = {
+            name
+            for one in named
+            if one.model in (None, weights.index)
+            for group in one.groups
+            for name in group.names
+        }
+        if self._built is not None:
+            return _with_ties(weights, _equal(weights, trained, self._built.ties))
+        found = {
+            name: kept for name, kept in _equal(weights, trained).items() if not _is_constant(weights, name)
+        }
+        if found:
+            self.warnings.append(
+                f"{weights.label}: {list_names(sorted(found))}: in no optimizer, and equal in every byte to "
+                f"{list_names(sorted(set(found.values())))}: written once, as a tie; next, where the script does not "
+                "tie them: --model MODULE:FACTORY"
+            )
+        return _with_ties(weights, found)
+
     def _is_kept(self, state: OptimizerState) -> bool:
         """Return whether the files of an optimizer are those that the new loader looks for."""
         home = self._names.optimizer(state.index)
@@ -231,7 +256,8 @@ class _Planning:
 
     def _state(self, before: OptimizerState, state: OptimizerState) -> PlannedState:
         """Plan one optimizer. ``state``: ``before`` under fqns."""
-        tensors = {name: tensor for one in self._weights for name, tensor in one.named().items()}
+        mine = [one for one in self._weights if one.index == state.index] or self._weights
+        tensors = {name: tensor for one in mine for name, tensor in one.named().items()}
         if state.masters and self._options.dtype not in (None, "F32", "F64"):
             self.warnings.append(
                 f"{state.label}: its fp32 masters are rounded to {self._options.dtype}, as --dtype asks; without it "
@@ -291,7 +317,9 @@ class _Planning:
             else [one for one in self._built.parameters if one.model == weights.index]
         )
         listed = {name for group in state.groups for name in group.names}
-        frozen = {one.name for one in known if one.trainable is False} & listed
+        frozen = {one.name for one in known if one.trainable is False} & listed | self._told_frozen(
+            state, tensors
+        )
         buffers = (
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
         )
@@ -353,6 +381,19 @@ class _Planning:
             parts=data,
         )
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
+
+    def _told_frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
+        """Return the parameters of an optimizer that ``--frozen`` matches: DeepSpeed's own leaves them out."""
+        pattern = frozen_pattern(self._options.frozen)
+        found = {name for name in tensors if pattern is not None and pattern.search(name)}
+        if pattern is not None and not found:
+            raise UsageError(f"--frozen {pattern.pattern!r}: no parameter of the model has such a name")
+        if trained := sorted(name for name in found if state.states.get(name)):
+            raise UsageError(
+                f"--frozen {self._options.frozen!r} matches {list_names(trained)} with moments in {state.label}, so "
+                "it was trained"
+            )
+        return found & {name for group in state.groups for name in group.names}
 
     def _take_schedulers(self, optimizers: Sequence[OptimizerState]) -> None:
         """Plan files of the schedulers that only DeepSpeed's files have."""
@@ -456,11 +497,15 @@ def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> W
     return replace(weights, ties={**weights.ties, **lost}) if lost else weights
 
 
-def _with_found_ties(weights: Weights, trained: Collection[str]) -> Weights:
-    """Return weights in which ties are one tensor again: FSDP saves each twice, and optimizers have one of two names.
+def _equal(
+    weights: Weights, trained: Collection[str], ties: Sequence[tuple[int, str, str]] | None = None
+) -> dict[str, str]:
+    """Return the names that may be ties of trained parameters -> those, with equal bytes.
 
-    Equal bytes show them.
+    FSDP saves each tie twice, and optimizers have one of the two names. ``ties``: those of the run's model, which
+    decide where they are known.
     """
+    pairs = {frozenset(pair) for model, *pair in ties or () if model == weights.index}
     candidates: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = {}
     for tensor in weights.tensors:
         if tensor.fqn in trained and tensor.nbytes:
@@ -468,18 +513,42 @@ def _with_found_ties(weights: Weights, trained: Collection[str]) -> Weights:
     doubtful = [
         tensor
         for tensor in weights.tensors
-        if tensor.fqn not in trained and (tensor.dtype, tensor.shape) in candidates
+        if tensor.fqn not in trained
+        and (ties is None or any(tensor.fqn in pair for pair in pairs))
+        and (tensor.dtype, tensor.shape) in candidates
     ]
     kinds = {(tensor.dtype, tensor.shape) for tensor in doubtful}
     others = [tensor for kind in kinds for tensor in candidates[kind]]
     read = hash_all([TensorJob(one) for one in (*doubtful, *others)])
     digests = [one.digest for one in read]
-    same = {
-        digest: tensor.fqn for digest, tensor in zip(digests[len(doubtful) :], others, strict=True) if digest
-    }
-    found = {
-        tensor.fqn: same[digest] for tensor, digest in zip(doubtful, digests, strict=False) if digest in same
-    }
+    same: dict[str, list[str]] = {}
+    for digest, tensor in zip(digests[len(doubtful) :], others, strict=True):
+        same.setdefault(digest, []).append(tensor.fqn)
+    found = {}
+    for tensor, digest in zip(doubtful, digests, strict=False):
+        equal = same.get(digest, []) if digest else []
+        if ties is not None:
+            equal = [name for name in equal if frozenset((name, tensor.fqn)) in pairs]
+        if equal:
+            found[tensor.fqn] = equal[0]
+    return found
+
+
+def _is_constant(weights: Weights, name: str) -> bool:
+    """Return whether all elements of a tensor are the same, as in norms and biases that no step changed yet."""
+    tensor = weights.named()[name]
+    width = max(DTYPE_BITS[tensor.dtype] // 8, 1)
+    first = b""
+    with OpenFiles() as files:
+        for block in tensor.blocks(files, memoryview(bytearray(1 << 16))):
+            first = first or bytes(block[:width])
+            if bytes(block) != first * (len(block) // width):
+                return False
+    return True
+
+
+def _with_ties(weights: Weights, found: Mapping[str, str]) -> Weights:
+    """Return weights in which each of these names is a tie of its other name, and no tensor."""
     if not found:
         return weights
     return replace(

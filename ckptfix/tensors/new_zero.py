@@ -212,7 +212,8 @@ class _Plan:
         if without:
             self.notes.append(
                 f"{self._state.label}: {count_of(len(without), 'parameter')} without moments, {list_names(without)}: "
-                f"ZeRO keeps those of a param group together, so they get zeros and the step of the others"
+                "ZeRO keeps those of a param group together, so they get zeros and the step of the others; next, where "
+                "the script freezes them: --frozen REGEX"
             )
         if not names and self._strategy in (Strategy.ZERO1, Strategy.ZERO2):
             raise OperationError(

@@ -77,7 +77,7 @@ def name_optimizers(
     Raises OperationError where nothing names the parameters, or not in one way; UsageError for wrong
     arguments; OSError.
     """
-    pattern = _pattern(frozen)
+    pattern = frozen_pattern(frozen)
     keys = _Keys(weights)
 
     built = run or run_of(root, weights, model)
@@ -241,7 +241,8 @@ def _bare(name: str, chain: tuple[str, ...]) -> str:
     return without_private_wrappers(name).removeprefix(dotted(chain))
 
 
-def _pattern(frozen: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
+def frozen_pattern(frozen: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """Return the regular expression of names that no optimizer has. Raises UsageError where it is not one."""
     try:
         return re.compile(frozen) if isinstance(frozen, str) else frozen
     except re.error as error:

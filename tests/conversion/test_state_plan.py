@@ -13,6 +13,7 @@ import ckptfix
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.optimizer_opening import open_optimizers
 from tests.tensors.dcp_making import load, save
 from tests.tensors.writing import raw
 
@@ -229,6 +230,93 @@ def test_a_tie_that_fsdp_saved_twice_is_one_tensor_again(tmp_path: Path, after: 
     (opened,) = open_checkpoint(tmp_path / "new").weights
     assert opened.ties == {"head.weight": "2.weight"}
     assert "frozen.weight" in {tensor.fqn for tensor in opened.tensors}
+
+
+@pytest.mark.parametrize("after", ["ddp", "zero3"])
+def test_equal_constants_are_not_taken_for_a_tie(tmp_path: Path, after: str) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
+    ones = torch.ones(6)  # norms in bf16 keep their ones at small learning rates
+    torch.save(weights | {"1.weight": ones, "frozen.weight": ones.clone()}, source / "pytorch_model_fsdp.bin")
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
+    (opened,) = open_checkpoint(tmp_path / "new").weights
+    assert not opened.ties
+    assert not any("tie" in words for words in receipt.warnings)
+
+
+def test_the_model_decides_what_is_tied(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
+    copies = {
+        f"target.{name}": value.clone() for name, value in weights.items()
+    }  # synchronized before the save
+    torch.save(weights | copies, source / "pytorch_model_fsdp.bin")
+    receipt = ckptfix.migrate(source, tmp_path / "guessed", to="ddp", state="all")
+    assert "equal in every byte to '0.bias', '0.weight'" in receipt.warnings[0]
+    model.target = net().requires_grad_(False)
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", model=lambda: model)
+    assert not receipt.warnings
+    (opened,) = open_checkpoint(tmp_path / "new").weights
+    assert not opened.ties
+    assert len(opened.tensors) == 2 * len(weights)
+
+
+@pytest.mark.parametrize("after", ["ddp", "fsdp", "fsdp-full"])
+@pytest.mark.parametrize("before", ["ddp", "fsdp", "fsdp-full"])
+def test_models_whose_parameters_differ_in_shape_alone(tmp_path: Path, before: str, after: str) -> None:
+    def of_width(width: int) -> Trained:
+        model = torch.nn.Sequential(torch.nn.Linear(width, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=width / 100)
+        model(torch.randn(2, width)).square().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    runs = of_width(4), of_width(5)
+    source = save_state(tmp_path / "source", before, *runs)
+    ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=lambda: [*runs[0], *runs[1]])
+    for index, (model, optimizer) in enumerate(runs):
+        end = f"_{index}" if index else ""
+        named = get_optimizer_state_dict(model, optimizer)
+        if after == "fsdp":
+            state = {"optimizer": get_optimizer_state_dict(*of_width(4 + index))}
+            load(tmp_path / "new" / f"optimizer_{index}", state)
+            assert_same(state["optimizer"]["state"], named["state"])
+        else:
+            found = torch.load(tmp_path / "new" / f"optimizer{end}.bin", weights_only=True)
+            expected = optimizer.state_dict() if after == "ddp" else named
+            assert_same(found["state"], expected["state"])
+
+
+@pytest.mark.parametrize("options", [{"frozen": "^2.weight$"}, {"model": "frozen"}])
+def test_frozen_parameters_of_a_named_optimizer_are_not_those_of_deepspeed(
+    tmp_path: Path, options: Any
+) -> None:
+    def frozen() -> torch.nn.Module:
+        model = net()
+        model[2].weight.requires_grad_(False)
+        return model
+
+    source = save_state(tmp_path / "source", "fsdp-full", trained(skipped="2.weight"))
+    receipt = ckptfix.migrate(source, tmp_path / "zeros", to="zero2", state="all")
+    assert "where the script freezes them: --frozen REGEX" in receipt.warnings[0]
+    given: dict[str, Any] = {key: frozen if key == "model" else value for key, value in options.items()}
+    ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", **given)
+    (state,) = open_optimizers(tmp_path / "new")
+    assert [group.names for group in state.groups] == [
+        ("0.weight", "3.weight"),
+        ("0.bias", "1.weight", "1.bias", "2.bias", "3.bias"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"),
+    [("norm", "no parameter of the model has such a name"), ("^0", "with moments in optimizer.bin")],
+)
+def test_a_pattern_that_matches_nothing_or_what_was_trained(tmp_path: Path, frozen: str, words: str) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    with pytest.raises(UsageError, match=words):
+        ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", frozen=frozen)
 
 
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
