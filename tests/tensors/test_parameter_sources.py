@@ -156,6 +156,8 @@ def test_a_factory_of_a_module_is_asked_in_a_process_of_its_own(tmp_path: Path, 
     wanted = save(tmp_path, model, torch.optim.AdamW(decay_groups(model)))
     for factory in ("partly_frozen", "reading"):  # the second cannot be built on the meta device
         check_named(tmp_path, wanted, model=f"{module}:{factory}")
+    optimizer = torch.optim.AdamW(decay_groups(model)[::-1])
+    check_named(tmp_path, save(tmp_path, model, optimizer), model=f"{module}:with_optimizer")
     assert module not in sys.modules
     states = open_optimizers(tmp_path)
     with pytest.raises(UsageError, match=f"the factory {module}:broken raised RuntimeError: no GPU here"):
