@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ckptfix
 from ckptfix.errors import CkptfixError
-from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, STRATEGIES
+from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, SOURCES, STRATEGIES
 from tests.deepspeed_library import has_deepspeed, variables
 
 ROOT = Path(__file__).parents[2]
@@ -295,7 +295,7 @@ def table(proofs: Sequence[Proof]) -> str:
                  if (p.cell.case, p.cell.saved_by, p.cell.processes) == (case, saved_by, processes)}  # fmt: skip
         lines += ["", f"{case}, saved by {saved_by}, loaded by {processes}"]
         lines.append("".join(f"{word:>14}" for word in ("from \\ to", *STRATEGIES)))
-        for source in STRATEGIES:
+        for source in SOURCES:
             row = [shown[source, target].short if (source, target) in shown else "-" for target in STRATEGIES]
             if set(row) != {"-"}:
                 lines.append("".join(f"{word:>14}" for word in (source, *row)))
@@ -307,7 +307,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--from", dest="sources", action="append", choices=STRATEGIES)
+    parser.add_argument("--from", dest="sources", action="append", choices=SOURCES)
     parser.add_argument("--to", dest="targets", action="append", choices=STRATEGIES)
     parser.add_argument("--processes", action="append", type=int, choices=PROCESSES)
     parser.add_argument("--saved-by", action="append", type=int, choices=PROCESSES)
@@ -322,10 +322,10 @@ def main() -> int:
     chosen = parser.parse_args()
     if not has_deepspeed():
         print("DeepSpeed is not installed: its strategies are left out", file=sys.stderr)
-    known = [one for one in STRATEGIES if has_deepspeed() or not is_deepspeed(one)]
+    known = [one for one in SOURCES if has_deepspeed() or not is_deepspeed(one)]
     cells = cells_of(
         chosen.case or CASES, [one for one in chosen.sources or known if one in known],
-        [one for one in chosen.targets or known if one in known],
+        [one for one in chosen.targets or STRATEGIES if one in known],
         chosen.saved_by or (2,), chosen.processes or PROCESSES,
     )  # fmt: skip
     if chosen.native:

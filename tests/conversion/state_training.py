@@ -36,11 +36,15 @@ import accelerate
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from tests.training.ranks import run_ranks
 
 STRATEGIES = ("ddp", "fsdp", "fsdp-full", "zero1", "zero2", "zero3", "universal")
+SOURCES = (*STRATEGIES, "fsdp-ranks")
+"""``fsdp-ranks``: as ``use_dcp=False`` of accelerate saves, a file for each rank. ``load_state`` does not load it."""
+
 CASES = ("llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32")
 """Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one model alone."""
 
@@ -454,16 +458,32 @@ def _difference(expected: Any, found: Any) -> str:
 # The jobs.
 
 
+def save(run: Run, folder: Path) -> None:
+    """Save as ``accelerator.save_state`` does, with FSDP's files for each rank where the strategy has them."""
+    accelerator = run.accelerator
+    accelerator.save_state(str(folder))
+    if run.strategy != "fsdp-ranks":
+        return
+    accelerator.wait_for_everyone()
+    plugin = accelerator.state.fsdp_plugin
+    for index, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
+        if accelerator.is_main_process:
+            shutil.rmtree(folder / f"pytorch_model_fsdp_{index}")
+            shutil.rmtree(folder / f"optimizer_{index}")
+        save_fsdp_model(plugin, accelerator, model, str(folder), index, use_dcp=False)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder), index, use_dcp=False)
+
+
 def make(job: dict[str, Any]) -> dict[str, Any]:
     """Train, save, and write what was in memory: ``folder/STRATEGY`` and one folder for each alteration."""
     folder, strategy = Path(job["folder"]), job["strategy"]
     run = Run(strategy, job["case"])
     before = run.steps(0)
     memory = run.memory()
-    run.accelerator.save_state(str(folder / strategy))
+    save(run, folder / strategy)
     for how in ALTERATIONS if job.get("altered", True) else ():
         run.alter(how, memory)
-        run.accelerator.save_state(str(folder / f"{strategy}-{how}"))
+        save(run, folder / f"{strategy}-{how}")
     run.alter("", memory)
     assert not differences(memory, run.memory())
     after = run.steps(STEPS)
@@ -552,7 +572,7 @@ def _quiet() -> Iterator[None]:
 
 def main(processes: int, jobs: Path, results: Path) -> int:
     listed = [json.loads(line) for line in jobs.read_text().splitlines()]
-    if any(job.get("strategy", "") not in ("ddp", "fsdp", "fsdp-full") for job in listed):
+    if any(job.get("strategy", "zero") not in ("ddp", "fsdp", "fsdp-full", "fsdp-ranks") for job in listed):
         import_module("deepspeed")  # before the processes are forked: it takes seconds
         # The name deepspeed.comm.torch is torch itself. Nothing is compiled.
         vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None

@@ -12,19 +12,19 @@ import torch
 
 from tests import sampling
 from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove
-from tests.conversion.state_training import ALTERATIONS, CASES, STRATEGIES, differences
+from tests.conversion.state_training import ALTERATIONS, CASES, SOURCES, STRATEGIES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 
 def sample() -> list[Cell]:
     """Return the cells of this run's share: three sources of one case, each for 1 and for 2 processes."""
     if sampling.is_exhaustive():
-        return cells_of(CASES, STRATEGIES, STRATEGIES, (2,), PROCESSES)
+        return cells_of(CASES, SOURCES, STRATEGIES, (2,), PROCESSES)
     share = int(os.environ.get(sampling.SHARE, "0"))
     chance = random.Random(share)
     case = CASES[share % len(CASES)]
     held = [strategy for strategy in STRATEGIES if can_hold(case, strategy)]
-    sources = chance.sample(held, 3)
+    sources = chance.sample([*held, *SOURCES[len(STRATEGIES) :]], 3)
     return [
         Cell(case, source, chance.choice(held), 2, processes) for source in sources for processes in (1, 2)
     ]
