@@ -179,6 +179,12 @@ class _Plan:
             for name, tensor in self._named.items()
             if name not in self._trained and name not in self._ties and name not in self._buffers
         }
+        guessed = sorted(self._frozen.keys() - frozen)
+        if strategy is Strategy.ZERO3 and buffers is None and BUFFERS not in self._model_states and guessed:
+            self.notes.append(
+                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for frozen parameters; ZeRO-3 "
+                "does not load one that is a buffer; next, where it does not: --model MODULE:FACTORY"
+            )
 
     # What is refused, and what is said
 

@@ -170,6 +170,45 @@ def test_a_frozen_parameter_gets_the_dtype_of_training(tmp_path: Path, after: st
     }
 
 
+def frozen_net() -> torch.nn.Module:
+    """Return the model with one layer that is not trained, and a buffer whose name tells nothing."""
+    model = net()
+    model[2].weight.requires_grad_(False)
+    model.register_buffer("offset", torch.ones(6))
+    return model
+
+
+def with_frozen_in_its_group() -> Trained:
+    """Return a run as many scripts begin one: the optimizer gets all parameters, frozen ones too."""
+    model = frozen_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("before", STRATEGIES)
+@pytest.mark.parametrize("after", ["zero2", "zero3"])
+def test_a_frozen_parameter_in_a_param_group_is_in_no_partition(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    """DeepSpeed takes the parameters of a group that are trained: with one more, the load fails."""
+    source = save_state(tmp_path / "source", before, with_frozen_in_its_group())
+    ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=frozen_net)
+    (state,) = open_optimizers(tmp_path / "new")
+    assert "2.weight" not in state.groups[0].names
+    assert len(state.groups[0].names) == 7
+    assert state.extra["model_states"]["buffer_names"] == ["offset"]
+    if before != "ddp":
+        receipt = ckptfix.migrate(source, tmp_path / "told", to="zero2", state="all", frozen=r"^2\.weight$")
+        assert not any("without moments" in one for one in receipt.warnings)
+        assert open_optimizers(tmp_path / "told")[0].groups[0].names == state.groups[0].names
+        receipt = ckptfix.migrate(source, tmp_path / "untold", to="zero2", state="all")
+        (words,) = [one for one in receipt.warnings if "without moments, '2.weight'" in one]
+        assert "--frozen REGEX" in words
+
+
 def test_two_engines_of_deepspeed(tmp_path: Path) -> None:
     runs = trained(), trained(seed=1)
     source = save_state(tmp_path / "source", "fsdp", *runs)

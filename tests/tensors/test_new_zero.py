@@ -271,6 +271,23 @@ def test_parameters_without_moments(tmp_path: Path) -> None:
     ensure_weights(tmp_path / "frozen", made.named)
 
 
+def test_tensors_that_may_be_buffers_are_named_for_zero3(tmp_path: Path) -> None:
+    """ZeRO-3 keeps frozen parameters cut and buffers whole, and refuses either in the place of the other."""
+    made = Made(tmp_path / "old")
+    (words,) = new_files(made, Strategy.ZERO3, 2).notes
+    assert "'still.weight': in no param group, and so taken for frozen parameters" in words
+    assert new_files(made, Strategy.ZERO3, 2, frozen={"still.weight"}).notes == ()
+    new = new_files(made, Strategy.ZERO3, 2, buffers=[*made.buffers, "still.weight"])
+    assert new.notes == ()
+    write_states(tmp_path / "new", new)
+    states = torch.load(
+        tmp_path / "new" / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt", weights_only=False
+    )
+    assert torch.equal(states["module"]["still.weight"], made.frozen["still.weight"])
+    assert states["module"]["a0.weight"].shape == (0,)
+    assert list(states["frozen_param_fragments"]) == []
+
+
 def test_groups_that_differ_are_not_for_zero3_out_of_a_universal_checkpoint(tmp_path: Path) -> None:
     """Its loader takes the hyperparameters of group 0 for all, and one step tensor; without the entry it stops."""
     made = Made(tmp_path / "old")
