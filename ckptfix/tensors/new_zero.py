@@ -182,8 +182,8 @@ class _Plan:
         guessed = sorted(self._frozen.keys() - frozen)
         if strategy is Strategy.ZERO3 and buffers is None and BUFFERS not in self._model_states and guessed:
             self.notes.append(
-                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for frozen parameters; ZeRO-3 "
-                "does not load one that is a buffer; next, where it does not: --model MODULE:FACTORY"
+                f"{weights.label}: {list_names(guessed)}: in no param group, and so taken for frozen parameters; "
+                "ZeRO-3 does not load one that is a buffer; next, where it does not: --model MODULE:FACTORY"
             )
 
     # What is refused, and what is said
