@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
+from tests.sampling import SHARE, is_exhaustive
+
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv/transformers-4.44"
 """Where the oldest transformers that is supported was installed; without it the tests of it are skipped."""
@@ -19,10 +22,12 @@ ADAPTED = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
 """transformers 4.44 does not read its own random states with torch 2.6 and later, which has this switch for it."""
 
 
-def sweep(folder: Path, processes: int, victim: int, environment: dict[str, str]) -> list[dict[str, Any]]:
+def sweep(
+    folder: Path, processes: int, victim: int, environment: dict[str, str], stage: int = 0
+) -> list[dict[str, Any]]:
     module = ["-m", "tests.training.trainer_kills"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *module, str(folder), str(processes), str(victim)],
+        [sys.executable, "-W", "ignore", *module, str(folder), *map(str, (processes, victim, stage))],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -46,9 +51,13 @@ def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim
         environment = {**ADAPTED, "PYTHONPATH": str(OLDEST)}
     first, *killed = sweep(tmp_path, processes, victim, environment)
     assert first["transformers"].startswith("4.44.") == (version == "oldest")
+    assert first["steps"] > (60 if victim == 0 else 12)
+    resumed_from_complete_ones(first, killed)
+
+
+def resumed_from_complete_ones(first: dict[str, Any], killed: list[dict[str, Any]]) -> None:
     assert first["names"] == ["checkpoint-6", "checkpoint-8"]
     assert first["as stock"], "the losses and weights of a run without ckptfix"
-    assert first["steps"] > (60 if victim == 0 else 12)
     assert killed
     for one in killed:
         assert one["killed"]
@@ -57,3 +66,17 @@ def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim
         assert one["same"], "it resumed, and has the losses and weights of the run that was not killed"
         assert one["after"] == first["names"]
         assert one["left"] == [], "the next save removes what the killed one left"
+
+
+DEEPSPEED = [(stage, victim) for stage in (2, 3) for victim in (0, 1)]
+SHARED = 0 if is_exhaustive() else int(os.environ.get(SHARE, "0")) % len(DEEPSPEED)
+"""The case of this run's share."""
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+@pytest.mark.parametrize(("stage", "victim"), DEEPSPEED if is_exhaustive() else [DEEPSPEED[SHARED]])
+def test_killed_at_any_file_under_deepspeed(tmp_path: Path, stage: int, victim: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    first, *killed = sweep(tmp_path, 2, victim, variables(), stage)
+    assert first["steps"] > (60 if victim == 0 else 12)
+    resumed_from_complete_ones(first, killed)

@@ -1,9 +1,10 @@
 """Runs of a transformers Trainer, each killed at another file operation of a save and then resumed.
 
-    python -m tests.training.trainer_kills FOLDER PROCESSES RANK
+    python -m tests.training.trainer_kills FOLDER PROCESSES RANK [STAGE]
 
-Prints one line of JSON for each point at which RANK was killed, and one for a run that was not. transformers is
-imported once; every run is a fork, so that hundreds of them take seconds each and not a start of torch.
+Prints one line of JSON for each point at which RANK was killed, and one for a run that was not. STAGE is that of
+DeepSpeed's ZeRO, which then has model and optimizer. transformers is imported once; every run is a fork, so that
+hundreds of them take seconds each and not a start of torch.
 """
 
 import json
@@ -12,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import transformers.trainer_utils
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from ckptfix.training.ranks import Ranks
-from tests.sampling import sampled
+from tests.sampling import is_exhaustive, sampled
 from tests.training.killing import Steps
 from tests.training.ranks import run_ranks
 
@@ -67,6 +69,28 @@ def build(output: Path, callbacks: list[Any], *, augment: bool = False, **argume
     )
 
 
+def turn_on_deepspeed(stage: int) -> dict[str, Any]:
+    """Turn on DeepSpeed for this process, which runs on the CPU; return the arguments of a Trainer that uses it."""
+    from accelerate import PartialState
+
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "false"}
+    PartialState(backend="gloo")  # without it, each process on a CPU is taken for the only one
+    settings = {
+        "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    configured = {"use_configured_state": True}
+    return {"deepspeed": settings, "use_cpu": False, "accelerator_config": configured, "optim": "adamw_torch"}
+
+
+def weights_of(model: Any, stage: int) -> dict[str, Any]:
+    """Return a model's weights as lists; those of ZeRO-3 are gathered, which all processes take part in."""
+    if stage < 3:
+        return {name: value.tolist() for name, value in model.state_dict().items()}
+    with sys.modules["deepspeed"].zero.GatheredParameters(list(model.parameters())):
+        return {name: value.detach().tolist() for name, value in model.named_parameters()}
+
+
 def on_any_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
     """Read for the CPU whatever number transformers 4.44 gives it in a distributed run: torch knows no cpu:0."""
 
@@ -95,8 +119,9 @@ class Arms(TrainerCallback):  # type: ignore[misc]
 
 
 def run(
-    output: Path, result: Path | None, *, guard: bool, resume: bool, kill_at: int | None, victim: int
-) -> None:
+    output: Path, result: Path | None, *, guard: bool, resume: bool, kill_at: int | None, victim: int,
+    stage: int = 0,
+) -> None:  # fmt: skip
     """Train in this process, and write what it saw."""
     transformers.logging.set_verbosity_error()
     if guard:
@@ -110,11 +135,11 @@ def run(
     transformers.modeling_utils.safe_save_file = steps.around(transformers.modeling_utils.safe_save_file)
     if guard:  # killed before and after each meeting of the processes, too
         Ranks.agree = steps.around(Ranks.agree)  # type: ignore[method-assign]
-    trainer = build(output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3)
+    settings = turn_on_deepspeed(stage) if stage else {}
+    trainer = build(output, [Arms(steps)], augment=True, eval_strategy="steps", eval_steps=3, **settings)
     trainer.train(resume_from_checkpoint=True if resume else None)
     if result is not None:
-        weights = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
-        seen = {"losses": losses(trainer), "weights": weights, "count": steps.count}
+        seen = {"losses": losses(trainer), "weights": weights_of(trainer.model, stage), "count": steps.count}
         result.with_name(f"{result.name}.{rank}").write_text(json.dumps(seen))
     if trainer.args.world_size > 1:
         torch.distributed.barrier()
@@ -148,14 +173,20 @@ def read(result: Path, processes: int) -> list[Any]:
     return [json.loads(result.with_name(f"{result.name}.{rank}").read_text()) for rank in range(processes)]
 
 
-def main(folder: Path, processes: int, victim: int) -> None:
+def main(folder: Path, processes: int, victim: int, stage: int = 0) -> None:
     from ckptfix.checkpoint.latest import candidates
+
+    if stage:
+        import_module("deepspeed")
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None  # compiled at its first use
 
     def train(output: Path, result: Path | None = None, *, guard: bool = True, resume: bool = False,
               kill_at: int | None = None) -> list[int]:  # fmt: skip
         return in_processes(
             processes,
-            lambda: run(output, result, guard=guard, resume=resume, kill_at=kill_at, victim=victim),
+            lambda: run(
+                output, result, guard=guard, resume=resume, kill_at=kill_at, victim=victim, stage=stage
+            ),
             folder / "log",
         )
 
@@ -170,7 +201,8 @@ def main(folder: Path, processes: int, victim: int) -> None:
     names = sorted(path.name for path in (folder / "whole").iterdir())
     print(json.dumps({"steps": steps, "names": names, "as stock": strip(whole) == strip(expected),
                       "transformers": transformers.__version__}), flush=True)  # fmt: skip
-    for point in sampled(range(steps)):
+    points = sampled(range(steps))
+    for point in points if is_exhaustive() or not stage else points[::6]:
         output = folder / f"killed-{point}"
         statuses = train(output, kill_at=point)
         found = candidates(output, "checkpoint-{}")
@@ -194,4 +226,4 @@ def strip(seen: list[Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
