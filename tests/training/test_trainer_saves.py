@@ -13,6 +13,7 @@ from ckptfix.checkpoint.latest import candidates
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.errors import OperationError
 from ckptfix.training.accelerator import patch_accelerate, unpatch_accelerate
+from tests.training.fake_hub import Commit, fake_hub
 from tests.training.trainer_kills import build, transformers
 
 pytestmark = [
@@ -217,6 +218,52 @@ def test_a_push_begins_when_the_checkpoint_is_in_its_place(tmp_path: Path) -> No
     from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS  # type: ignore[attr-defined]
 
     assert ".cache/huggingface/*" in DEFAULT_IGNORE_PATTERNS
+
+
+def pushed(folder: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> list[Commit]:
+    """Train with pushes to a hub, and return its commits of checkpoints."""
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with fake_hub() as (url, commits):
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: HfApi(endpoint=url))
+        trainer = build(
+            folder, [], push_to_hub=True, hub_model_id="me/run", hub_token="hf_none", hub_strategy=strategy,
+            hub_always_push=True, save_total_limit=None,
+        )  # fmt: skip
+        trainer.train()
+        return sorted(commits, key=lambda commit: sorted(commit))
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_the_hub_gets_the_files_of_a_stock_run(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(transformers.trainer, "hf_api"):
+        pytest.skip("this version of transformers takes the hub's address when it is imported")
+    unpatch_accelerate()
+    stock = pushed(tmp_path / "stock", strategy, monkeypatch)
+    patch_accelerate()
+    guarded = pushed(tmp_path / "guarded", strategy, monkeypatch)
+    paths = [[path for path in commit if not _of_ckptfix(path)] for commit in guarded]
+    assert sorted(map(sorted, paths)) == sorted(map(sorted, stock))
+    roots = {path.split("/")[0] for commit in guarded for path in commit if "/" in path}
+    steps = {f"checkpoint-{step}" for step in (2, 4, 6, 8)}
+    assert roots == ({"last-checkpoint"} if strategy == "checkpoint" else steps)
+    for commit in guarded:
+        root = next((path.split("/")[0] for path in commit if "/" in path), None)
+        if root is not None:  # the complete checkpoint, with the manifest that verifies it
+            state = json.loads(commit[f"{root}/trainer_state.json"])
+            assert state["global_step"] in (2, 4, 6, 8)
+            made = tmp_path / "guarded" / f"checkpoint-{state['global_step']}"
+            files = {str(path.relative_to(made)): path for path in made.rglob("*") if path.is_file()}
+            assert {path.removeprefix(f"{root}/") for path in commit} == files.keys()
+            for name, path in files.items():
+                assert commit[f"{root}/{name}"] == path.read_bytes(), name
+
+
+def _of_ckptfix(path: str) -> bool:
+    return "/.ckptfix/" in path or "/run_state_" in path
 
 
 def test_only_the_model(tmp_path: Path) -> None:
