@@ -78,7 +78,7 @@ def name_parameters(
     """Return an optimizer's state under the names of the model's parameters.
 
     ``parameters``: of all models in their order, tied ones once. ``frozen``: matches the names of parameters that the
-    optimizer does not have.
+    optimizer does not have, or has without moments.
 
     Raises OperationError unless exactly one assignment agrees with order and shapes, with the option that decides;
     UsageError when ``frozen`` matches no name.
@@ -94,6 +94,9 @@ def name_parameters(
         raise OperationError(f"{state.label}: two param groups have parameter {twice}")
     shapes = [[shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups]
     found = assignments(shapes, left)
+    if found.count == 0 and frozen is not None:  # the optimizer lists frozen parameters, too, without moments
+        left = [one._replace(trainable=False) if frozen.search(one.name) else one for one in parameters]
+        found = assignments(shapes, left)
     if found.count != 1:
         raise OperationError(f"{state.label}: {_refused(found, shapes, left, is_told=frozen is not None)}")
     return named_as(state, [[left[place] for place in places] for places in found.places])

@@ -217,6 +217,17 @@ def test_a_frozen_regex_that_matches_nothing_is_a_mistake() -> None:
         name_parameters(optimizer(decayed(parameters)), parameters, re.compile(r"layer\.9"))
 
 
+def test_frozen_parameters_that_the_optimizer_lists_have_no_moments() -> None:
+    parameters = llama(2)
+    norm = "model.layers.1.input_layernorm.weight"
+    groups = [[None if one.name == norm else one.shape for one in parameters]]
+    found = name_parameters(optimizer(groups), parameters, re.compile("layers.1.input_layernorm"))
+    assert list(found.groups[0].names) == [one.name for one in parameters]
+    assert norm not in found.states
+    with pytest.raises(OperationError, match="not in the order of the model's"):  # that one has moments
+        name_parameters(optimizer(groups), parameters, re.compile("model.norm"))
+
+
 def test_parameters_without_moments_are_named_by_their_neighbours() -> None:
     parameters = llama(2)
     groups = decayed(parameters)
