@@ -81,6 +81,8 @@ def produce(
         )  # large files first, so that no thread is left alone with one at the end
         jobs = [pool.submit(work.produce, number, file, produced) for _, number, file in sized]
         jobs += [pool.submit(work.carry, path) for path in plan.carried]
+        taken = dict.fromkeys(file for one in plan.states for file in one.old_files)
+        jobs += [pool.submit(work.compare, path) for path in taken]
         for one in plan.planned if plan.options.verify else ():
             jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(one)]
         jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
@@ -155,6 +157,11 @@ class _Work:
         produced.digests[number].update(written.digests)
         if self.with_sha256:
             produced.sha256[str(file.path)] = written.sha256
+
+    def compare(self, path: PurePosixPath) -> None:
+        """Compare a file that optimizers are read from with its recorded digest: moments have none of their own."""
+        if self.recorded.lists(str(path)):
+            self.recorded.compare_file(str(path), sha256_of(self.plan.source.root / path, self.stop))
 
     def carry(self, path: PurePosixPath) -> None:
         """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""

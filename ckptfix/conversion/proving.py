@@ -103,16 +103,29 @@ def _steps(state: OptimizerState) -> dict[str, Any]:
     """Return the numbers of an optimizer: plain values, and steps, which strategies keep in different kinds."""
     with OpenFiles() as files:
         return {
-            f"{name}/{key}": number_in(value, files) if isinstance(value, StoredTensor) else value
+            f"{name}/{key}": _read(value, files)
             for name, values in state.states.items()
             for key, value in values.items()
             if key == STEP or not isinstance(value, StoredTensor)
         }
 
 
+def _read(value: Any, files: OpenFiles) -> Any:
+    """Return a value with the numbers in its tensors instead of these."""
+    if isinstance(value, StoredTensor):
+        return number_in(value, files)
+    if isinstance(value, dict):
+        return {key: _read(one, files) for key, one in value.items()}
+    return type(value)(_read(one, files) for one in value) if type(value) in (list, tuple) else value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or repr(one) == repr(other)  # a NaN is not equal to itself
+
+
 def _compare_numbers(where: str, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     for name in (*wanted, *there):
-        if wanted.get(name) != there.get(name):
+        if not _are_equal(wanted.get(name), there.get(name)):
             raise _differs(where, f"{name} is {there.get(name)!r} (expected {wanted.get(name)!r})")
 
 
@@ -122,11 +135,8 @@ def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -
     with OpenFiles() as files:
         for number, (one, other) in enumerate(zip(wanted.groups, there.groups, strict=True)):
             for key in (*one.options, *other.options):
-                pair = [
-                    number_in(value, files) if isinstance(value, StoredTensor) else value
-                    for value in (one.options.get(key), other.options.get(key))
-                ]
-                if pair[0] != pair[1]:
+                pair = [_read(options.get(key), files) for options in (one.options, other.options)]
+                if not _are_equal(*pair):
                     raise _differs(
                         where, f"{key!r} of param group {number} is {pair[1]!r} (expected {pair[0]!r})"
                     )

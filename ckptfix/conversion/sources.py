@@ -56,7 +56,10 @@ class SourceDigests:
         labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
         self._digests: list[dict[str, str]] = [{} for _ in labelled]
         number = {one.label: position for position, one in enumerate(labelled)}
+        passed_over = set(map(str, plan.source.rivals))  # other copies of the weights, which nothing reads
         for place, digest in recorded.digests(labelled, ()).items():
+            if place.label in passed_over:
+                continue
             if place.label not in number:
                 self._raise(f"{place.label} is in its manifest, but missing now")
             self._digests[number[place.label]][place.fqn] = digest

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckptfix.errors import UnsupportedFormat
 from ckptfix.tensors.joined import Inline
 from ckptfix.tensors.new_dcp import StatePath, dcp_state_files
 from ckptfix.tensors.new_files import NewStates, NewTensor
@@ -79,8 +80,17 @@ def _flatten(path: StatePath, value: Any, flat: dict[StatePath, Any]) -> None:
     elif isinstance(value, list) and any(isinstance(one, NewTensor | Mapping) for one in value):
         for number, inner in enumerate(value):
             _flatten((*path, number), inner, flat)
+    elif type(value) is tuple and _has_tensor(value):
+        raise UnsupportedFormat(
+            f"{'.'.join(map(str, path))}: tensors in a tuple, which is not an item of a DCP folder; next: migrate "
+            "to ddp or fsdp-full"
+        )
     else:
         flat[path] = value
+
+
+def _has_tensor(value: Any) -> bool:
+    return isinstance(value, NewTensor) or (type(value) is tuple and any(map(_has_tensor, value)))
 
 
 class _New:
@@ -112,6 +122,6 @@ class _New:
             return NewTensor(name, value.dtype, value.shape, value.nbytes)
         if isinstance(value, Mapping):
             return {key: self._option(inner, f"{name}/{key}") for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self._option(inner, f"{name}/{number}") for number, inner in enumerate(value)]
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(self._option(inner, f"{name}/{number}") for number, inner in enumerate(value))
         return value

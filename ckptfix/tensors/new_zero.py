@@ -592,8 +592,8 @@ class _Plan:
             return self._tensor(key, value, value.dtype)
         if isinstance(value, Mapping):
             return {name: self._placed(one, f"{key}/{name}") for name, one in value.items()}
-        if isinstance(value, list):
-            return [self._placed(one, f"{key}/{place}") for place, one in enumerate(value)]
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(self._placed(one, f"{key}/{place}") for place, one in enumerate(value))
         return value
 
 

@@ -358,6 +358,44 @@ def test_a_pattern_that_matches_nothing_or_what_was_trained(tmp_path: Path, froz
         ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", frozen=frozen)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("after", ["ddp", "fsdp", "zero2"])
+def test_an_optimizer_of_another_run_is_not_what_was_sealed(tmp_path: Path, after: str, verify: bool) -> None:
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    ckptfix.seal(source)
+    torch.save(get_optimizer_state_dict(*trained(seed=1)), source / "optimizer.bin")
+    with pytest.raises(OperationError, match=r"optimizer\.bin has other bytes than its manifest says"):
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all", verify=verify)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_sealed_folder_of_the_trainer_with_deepspeed(tmp_path: Path) -> None:
+    run = trained()
+    source = of_trainer(tmp_path / "source", run)
+    between = tmp_path / "between"
+    ckptfix.migrate(source, between, to="zero2", state="all", model=net)
+    rounded = {name: value.bfloat16() for name, value in run[0].state_dict().items()}
+    save_file(rounded, between / "model.safetensors", {"format": "pt"})
+    ckptfix.seal(between)
+    assert ckptfix.migrate(between, tmp_path / "new", to="ddp", state="all").verified
+    assert_same(load_file(tmp_path / "new" / "model.safetensors"), run[0].state_dict())
+
+
+def test_hyperparameters_that_are_tensors_in_a_tuple_or_not_numbers(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer.param_groups[0] |= {"betas": betas, "noise": float("nan")}
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    for after in ("zero2", "ddp"):
+        receipt = ckptfix.migrate(source, tmp_path / after, to=after, state="all")
+        assert receipt.verified
+    found = torch.load(tmp_path / "ddp" / "optimizer.bin", weights_only=True)["param_groups"][0]
+    assert found["betas"] == betas
+    assert found["noise"] != found["noise"]
+    with pytest.raises(OperationError, match=r"param_groups\.0\.betas: tensors in a tuple"):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
+
+
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
 def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(tmp_path: Path, after: str) -> None:
     source = save_state(tmp_path / "source", "ddp", trained(skipped="2.weight"))
