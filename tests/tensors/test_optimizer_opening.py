@@ -352,6 +352,18 @@ def test_other_verbs_know_files_of_ranks(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "dcp/pytorch_model_fsdp_0/.metadata").exists()
 
 
+@pytest.mark.parametrize("name", ["ranks", "tiled-ranks", "copies-ranks", "tiled"])
+def test_files_of_ranks_become_those_of_one_process(saved: Path, tmp_path: Path, name: str) -> None:
+    migrate(saved / name, tmp_path / "zero", to="zero3", state="all", processes=3)
+    migrate(tmp_path / "zero", tmp_path / "new", to="fsdp-full", state="all", processes=1)
+    expected = expected_of(saved, name)
+    found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
+    assert found["state"].keys() == expected["states"].keys()
+    for parameter, state in expected["states"].items():
+        assert all(same(found["state"][parameter][key], value) for key, value in state.items()), parameter
+    assert found["param_groups"] == expected["groups"]
+
+
 def named_state() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an optimizer's state dict with fqns, and what is in it as ``in_memory`` has it."""
     model = Net()
