@@ -31,6 +31,7 @@ UNIVERSAL = PurePosixPath("zero")
 
 AGAIN = "next: copy all files of one save here again, or use another checkpoint"
 
+_STATE = ".pt"
 _ON_NVME = "offloaded_tensors"
 _MAX_LATEST = 4096
 
@@ -85,8 +86,18 @@ def is_deepspeed_file(name: str) -> bool:
 
 
 def deepspeed_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Yield the files of a DeepSpeed checkpoint."""
+    """Yield the files of a DeepSpeed checkpoint, of a universal one those below ``UNIVERSAL`` too."""
     yield from (where / name for name in sorted(os.listdir(root / where)) if is_deepspeed_file(name))
+    yield from universal_paths(root, where)
+
+
+def universal_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]:
+    """Yield the files with the states of parameters in a universal checkpoint, nothing for any other."""
+    top = root / where / UNIVERSAL
+    for folder, names, files in os.walk(top):
+        names.sort()
+        inside = PurePosixPath(os.path.relpath(folder, root))
+        yield from (inside / name for name in sorted(files) if name.endswith(_STATE))
 
 
 def _is_deepspeed(path: Path) -> bool:

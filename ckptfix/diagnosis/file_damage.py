@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.deepspeed_files import (
+    UNIVERSAL,
     MissingRankError,
     OtherKindError,
     deepspeed_folders,
     deepspeed_paths,
     is_deepspeed_file,
+    universal_paths,
 )
 from ckptfix.checkpoint.entries import ModelFiles
 from ckptfix.checkpoint.filenames import Role, parse_rank_file_name
@@ -60,6 +62,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.rank_files import rank_files, rank_optimizer, rank_weights
+from ckptfix.tensors.universal import ensure_states
 
 _TRAINERS_PICKLES = (Role.RNG_STATE, Role.TRAINING_ARGUMENTS)
 """Roles of what transformers' Trainer pickles with classes (``trainer.py``, 4.57).
@@ -147,7 +150,7 @@ def _torch(
 
 def _pickle(component: Component, file: TorchFile) -> list[Finding]:
     unsafe, unknown = [], []
-    is_deepspeed = is_deepspeed_file(component.path.name)
+    is_deepspeed = is_deepspeed_file(component.path.name) or component.path.parent.name == str(UNIVERSAL)
     is_of_fsdp = parse_rank_file_name(component.path.name) is not None
     for module, name in file.tree.globals:
         match classify(module, name):
@@ -295,16 +298,16 @@ def diagnose_deepspeed(
 def _state(
     folder: CheckpointFolder, where: PurePosixPath, index: int, data: bool, progress: Progress | None
 ) -> DeepSpeedState:
-    if not where.parts:  # its files are checked with the others of the folder
-        is_broken = any(one.problem is not None for one in folder.components)
-        return _whole(folder.root, where, index, is_broken, DeepSpeedState(path=where, findings=()))
+    # The files of the folder itself are checked with the others of it.
+    paths = deepspeed_paths(folder.root, where) if where.parts else universal_paths(folder.root, where)
     findings: list[Finding] = []
     unread: list[str] = []
     unfinished: list[str] = []
-    is_broken = has_checksums = False
+    has_checksums = False
+    is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
-    for path in deepspeed_paths(folder.root, where):  # one by one: a thousand ranks have many names
-        scanned = scan_folder(folder.root / where, path.name)
+    for path in paths:  # one by one: a thousand ranks have many names
+        scanned = scan_folder(folder.root / path.parent, path.name)
         of_root = tuple(replace(one, path=path) for one in scanned.components)
         scanned = replace(scanned, root=folder.root, components=of_root)
         findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset())
@@ -333,7 +336,9 @@ def _whole(
 ) -> DeepSpeedState:
     """Return the state with the findings about all files together. ``is_broken``: a single file has a finding."""
     try:
-        return replace(state, tensors=len(deepspeed_weights(root, where, index).named()))
+        weights = deepspeed_weights(root, where, index)
+        ensure_states(root, where, weights)
+        return replace(state, tensors=len(weights.named()))
     except OtherKindError as error:
         words = f"{where}/ (a DeepSpeed folder), as a whole: {_told(error, root, where)[1]}"
         return replace(state, unread=(*state.unread, words))
@@ -387,5 +392,8 @@ def _told(error: OperationError, root: Path, where: PurePosixPath) -> tuple[Pure
     for file in files:
         if text.startswith(f"{root / file}: "):
             return file, text.removeprefix(f"{root / file}: ")
+    missing, _, why = text.partition(": ")
+    if missing.startswith(f"{root / where}/"):
+        return where / missing.removeprefix(f"{root / where}/"), why
     about = where if where.parts else files[0]
     return about, text.removeprefix(f"{root / where}: ")

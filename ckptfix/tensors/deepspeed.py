@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.deepspeed_files import AGAIN, list_files
+from ckptfix.checkpoint.deepspeed_files import AGAIN, list_files, universal_paths
 from ckptfix.errors import OperationError
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Strided, Weights
@@ -56,11 +56,14 @@ def deepspeed_weights(root: Path, where: PurePosixPath, index: int, *, original:
         label=str(where) if where.parts else root.name,
         format=Format.DEEPSPEED,
         index=index,
-        files=(*(where / name for name in names), *(one.path for one in universal)),
+        files=(
+            *(where / name for name in names),
+            *(universal_paths(root, where) if files.is_universal else ()),
+        ),
         tensors=tensors,
         ties=ties,
         opaque=tuple(name for name in models[0].opaque if name not in ties),
-        left=(*(["optimizer_state_dict"] if optimizers or universal else []), *models[0].left),
+        left=(*(["optimizer_state_dict"] if optimizers or files.is_universal else []), *models[0].left),
         versions=models[0].versions,
         checksums=_checksums(tensors, [*models, *optimizers])
         | {piece: crc for one in universal for piece, crc in one.checksums.items()},

@@ -19,7 +19,7 @@ from ckptfix.formats.torch_file import TorchFile
 from ckptfix.formats.torch_tensors import is_tensor, storages
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.single_files import record_checksums, tensor_of
-from ckptfix.tensors.stored import Contiguous, StoredTensor
+from ckptfix.tensors.stored import Contiguous, StoredTensor, Weights
 from ckptfix.tensors.zero_partitions import Shapes, read_states_file, state_fqn
 
 WEIGHT, STEP = "fp32", "step"
@@ -58,6 +58,29 @@ def universal_files(
             raise OperationError(f"{root / folder}: {WEIGHT}{_SUFFIX} is missing; {AGAIN}")
         found[name] = files
     return found
+
+
+def ensure_states(root: Path, where: PurePosixPath, weights: Weights) -> None:
+    """Raise OperationError when a parameter of a universal checkpoint lacks a state that the others have.
+
+    And when the file of what they share is missing. ``weights``: of the checkpoint; any other is complete. What is
+    frozen has no states at all.
+    """
+    top = where / UNIVERSAL
+    found: dict[PurePosixPath, set[str]] = {}
+    for file in weights.files:
+        if file.is_relative_to(top) and file.parent != top:
+            found.setdefault(file.parent, set()).add(file.name)
+    if found and where / GLOBAL_STATE not in weights.files:
+        raise OperationError(
+            f"{root / where / GLOBAL_STATE}: missing, and no loader goes on without it; {AGAIN}"
+        )
+    every = set().union(*found.values())
+    for folder, names in sorted(found.items()):
+        if len(names) > 1 and (lacking := sorted(every - names)):
+            raise OperationError(
+                f"{root / folder / lacking[0]}: missing, although the states of other parameters are there; {AGAIN}"
+            )
 
 
 def _states_in(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files
+from ckptfix.checkpoint.deepspeed_files import AGAIN, DeepSpeedFiles, list_files, universal_paths
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
@@ -116,8 +116,7 @@ def universal_optimizer(root: Path, where: PurePosixPath, index: int) -> Optimiz
         index=index,
         files=(
             *(where / name for name in sorted(files.models.values())),
-            *(one.path for one in every),
-            where / GLOBAL_STATE,
+            *universal_paths(root, where),
         ),
         groups=tuple(_groups(root / where / GLOBAL_STATE, models[0], shared.groups)),
         states={name: held for name, held in states.items() if held},

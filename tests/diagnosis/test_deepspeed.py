@@ -13,6 +13,7 @@ from ckptfix.errors import UsageError
 from ckptfix.verification.verify import verify
 from fixtures.make_deepspeed import SCENARIOS
 from tests.repairs.builders import snapshot
+from tests.tensors.test_zero_states import make_universal, moments_of
 from tests.tensors.zero_making import make_zero
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "deepspeed-0.18.2"
@@ -123,6 +124,48 @@ def test_a_kind_that_is_not_read_is_not_damage(saved: Path) -> None:
         "pytorch_model/ (a DeepSpeed folder), as a whole: the model is cut into 1 files of layers, for pipeline "
         "parallelism"
     ) in report.not_checked
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    """Return a universal checkpoint of two parameters in a folder of accelerate."""
+    named = {"a.weight": torch.randn(4, 3), "b.weight": torch.randn(5)}
+    moments = moments_of(named, 3.0)
+    make_zero(tmp_path / "zero2", [named], stage=2, ranks=2, moments=moments, buffers={"m": torch.ones(2)})
+    root = tmp_path / "universal"
+    root.mkdir()
+    make_universal(root / "pytorch_model", tmp_path / "zero2", moments, is_flat=False)
+    torch.save({}, root / "random_states_0.pkl")
+    return root
+
+
+def test_universal_checkpoints(universal: Path) -> None:
+    report = check(universal)
+    assert report.findings == ()
+    (state,) = report.deepspeed
+    assert (state.tensors, state.files) == (3, 10)
+    states = universal / "pytorch_model" / "zero" / "b.weight"
+    data = (states / "exp_avg.pt").read_bytes()
+    (states / "exp_avg.pt").write_bytes(data[:-30])
+    assert codes(universal) == [("truncated-file", "pytorch_model/zero/b.weight/exp_avg.pt")]
+    assert codes(universal / "pytorch_model") == [("truncated-file", "zero/b.weight/exp_avg.pt")]
+    (states / "exp_avg.pt").unlink()
+    (finding,) = check(universal).findings
+    assert str(finding.path) == "pytorch_model/zero/b.weight/exp_avg.pt"
+    assert "missing, although the states of other parameters are there" in str(finding)
+    (universal / "pytorch_model" / "zero" / "optimizer_state.pt").unlink()
+    (finding,) = check(universal).findings
+    assert str(finding.path) == "pytorch_model/zero/optimizer_state.pt"
+
+
+def test_bytes_of_a_universal_checkpoint_that_changed(universal: Path) -> None:
+    path = universal / "pytorch_model" / "zero" / "b.weight" / "exp_avg_sq.pt"
+    moment = torch.load(path, weights_only=True)["param"]
+    data = bytearray(path.read_bytes())
+    data[data.index(moment.numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    assert codes(universal) == []
+    assert codes(universal, data=True) == [("crc-mismatch", "pytorch_model/zero/b.weight/exp_avg_sq.pt")]
 
 
 @pytest.mark.parametrize("keys", [Keys.AUTO, Keys.BARE, Keys.DDP])
