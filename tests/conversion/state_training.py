@@ -25,9 +25,10 @@ import time
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ class Run:
         self.strategy, self.kinds = strategy, kinds(case)
         self.is_zero = strategy.startswith("zero") or strategy == "universal"
         self.stage = int(strategy[4]) if strategy.startswith("zero") else stage if self.is_zero else 0
-        _forget()
+        forget()
         models = [BUILDERS[kind]() for kind in self.kinds]
         self.groups = [[[name for name, one in model.named_parameters() if any(one is p for p in group["params"])]
                         for group in param_groups(model)] for model in models]  # fmt: skip
@@ -156,18 +157,7 @@ class Run:
         }
         if not self.is_zero:
             return accelerate.Accelerator(cpu=True, **shared)
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": BATCH // torch.distributed.get_world_size(),
-            "gradient_accumulation_steps": ACCUMULATION,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            # Small enough that ZeRO-3 cuts the matrices and keeps the norms whole.
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
-            "bf16": {"enabled": is_bf16},
-        }
-        if self.strategy == "universal":
-            config["checkpoint"] = {"load_universal": True}
+        config = zero_config(self.stage, is_bf16=is_bf16, is_universal=self.strategy == "universal")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
         return accelerate.Accelerator(
@@ -374,6 +364,23 @@ class Run:
                 state["step"] = step
 
 
+def zero_config(
+    stage: int, *, accumulation: int = ACCUMULATION, is_bf16: bool = False, is_universal: bool = False
+) -> dict[str, Any]:
+    """Return a configuration of DeepSpeed."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // torch.distributed.get_world_size(),
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,  # by default 1.0
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Small enough that ZeRO-3 cuts the matrices and keeps the norms whole.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "bf16": {"enabled": is_bf16},
+    }
+    return config | ({"checkpoint": {"load_universal": True}} if is_universal else {})
+
+
 def _whole(tensor: Any) -> torch.Tensor:
     """Return a copy of all elements in fp32, whoever holds them."""
     tensor = tensor.detach()
@@ -402,7 +409,7 @@ def _set_partition(parameter: Any, value: torch.Tensor, key: str | None) -> None
     part.data.copy_(whole[begin : begin + part.numel()])
 
 
-def _forget() -> None:
+def forget() -> None:
     """Let the next Accelerator be of another strategy."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -535,7 +542,18 @@ def prove(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-JOBS = {"make": make, "universal": make_universal, "prove": prove}
+def _with_trainer(name: str, job: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(import_module("tests.conversion.state_trainer"), name)(job)
+    return found
+
+
+JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "make": make,
+    "universal": make_universal,
+    "prove": prove,
+    "make-trainer": partial(_with_trainer, "make"),
+    "prove-trainer": partial(_with_trainer, "prove"),
+}
 
 
 def work(rank: int, jobs: list[dict[str, Any]], results: Path) -> None:

@@ -4,15 +4,18 @@ import copy
 import os
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckptfix import migrate
 from tests import sampling
-from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove
-from tests.conversion.state_training import ALTERATIONS, CASES, SOURCES, STRATEGIES, differences
+from tests.conversion import state_trainer
+from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove, run_jobs
+from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, SOURCES, STRATEGIES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 
@@ -37,6 +40,43 @@ def test_stock_loaders_find_the_state_of_the_source(tmp_path: Path) -> None:
     proofs = list(prove(tmp_path, cells))
     assert {proof.cell for proof in proofs} == set(cells)
     assert [f"{proof.cell}: {proof}" for proof in proofs if not proof.is_proven] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
+def test_the_trainer_goes_on_from_the_state_of_the_source(tmp_path: Path) -> None:
+    """In one process; bitwise, as nothing is summed over processes."""
+    sources = ["ddp", "zero2", "zero3"] if sampling.is_exhaustive() else ["ddp", "zero2"]
+    made: list[dict[str, Any]] = [
+        {"do": "make-trainer", "strategy": one, "case": "bert-fp32", "folder": str(tmp_path)}
+        for one in sources
+    ]
+    jobs: list[dict[str, Any]] = []
+    for source, target in product(sources, state_trainer.STRATEGIES):
+        if source == target or (not sampling.is_exhaustive() and target == "zero1"):
+            continue
+        jobs.append(
+            {
+                "do": "prove-trainer",
+                "strategy": target,
+                "case": "bert-fp32",
+                "checkpoint": str(tmp_path / f"{source}-to-{target}"),
+                "folder": str(tmp_path / "resumed"),
+                "expected": str(tmp_path / f"{source}.expected"),
+                "altered": ["zeroed"],
+            }
+        )
+    assert [one.get("error") for one in run_jobs(1, made)] == [None] * len(made)
+    for job in jobs:
+        saved = tmp_path / Path(job["expected"]).stem / state_trainer.SAVED
+        migrate(
+            saved, job["checkpoint"], to=job["strategy"], state="all", processes=1, model=FACTORIES["bert"]
+        )
+    for found in run_jobs(1, jobs):
+        assert "error" not in found, found["error"]
+        assert found["differs"] == [], found["job"]
+        assert found["losses"] == found["source"], found["job"]
+        assert found["altered"]["zeroed"] != found["source"], found["job"]
 
 
 CELL = Cell("llama-fp32", "ddp", "zero2", 2, 1)
