@@ -49,6 +49,7 @@ from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
+from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
 from ckptfix.tensors.parameter_sources import ModelsOfRun, frozen_pattern, name_optimizers, run_of
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
@@ -58,6 +59,7 @@ NO_CHECKSUMS: Mapping[Piece, int] = {}
 _LR_SCHEDULER, _LOSS_SCALER, _SCALER = "lr_scheduler", "loss_scaler", "scaler.pt"
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
+_BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
 
 
 def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
@@ -203,6 +205,8 @@ class _Planning:
             _ensure_own_model(named)
         if self._options.model is not None:
             self._noted_run()
+        if self._strategy in _BY_POSITION:
+            named = [self._in_order(one) for one in named]
         if self._strategy is not Strategy.DDP:
             ties = self._built.ties if self._built is not None else ()
             self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
@@ -224,6 +228,28 @@ class _Planning:
     def _noted_run(self) -> ModelsOfRun:
         self._built = self._run()
         return self._built
+
+    def _in_order(self, state: OptimizerState) -> OptimizerState:
+        """Return an optimizer of FSDP with its parameters where a loader that goes by position looks for them.
+
+        FSDP1 without ``use_orig_params``, Accelerate's default, lists the parameters of each wrapped module together.
+        """
+        if state.strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
+            return state
+        names = [tensor.fqn for one in self._weights if one.index == state.index for tensor in one.tensors]
+        if self._built is not None:
+            groups = self._built.optimizers
+            if state.index < len(groups):
+                ties = {other: first for model, other, first in self._built.ties if model == state.index}
+                return ordered_as(state, [[one.name for one in group] for group in groups[state.index]], ties)
+            names = [one.name for one in self._built.parameters if one.model == state.index] or names
+        if found := first_out_of_order(state, names):
+            raise OperationError(
+                f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in the model, as FSDP1 "
+                f"without use_orig_params has them; the loader of {self._strategy.value} goes by position; help: "
+                "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the new run"
+            )
+        return state
 
     def _tied(self, weights: Weights, named: Sequence[OptimizerState]) -> Weights:
         """Return weights in which ties are one tensor again, and say where no model shows that they are ties."""
@@ -386,7 +412,8 @@ class _Planning:
         """Return the parameters of an optimizer that ``--frozen`` matches: DeepSpeed's own leaves them out."""
         pattern = frozen_pattern(self._options.frozen)
         found = {name for name in tensors if pattern is not None and pattern.search(name)}
-        if pattern is not None and not found:
+        every = {name for one in self._weights for name in one.named()}
+        if pattern is not None and not any(map(pattern.search, every)):
             raise UsageError(f"--frozen {pattern.pattern!r}: no parameter of the model has such a name")
         if trained := sorted(name for name in found if state.states.get(name)):
             raise UsageError(

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckptfix.dataclass import dataclass
@@ -132,6 +133,40 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
         twice = next(name for name, count in Counter(names.values()).items() if count > 1)
         raise OperationError(f"{state.label}: two of its parameters are {twice}")
     return replace(state.named(names), model=models[0] if models else state.index)
+
+
+def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return two parameters of a param group that follow each other the other way round in ``names``, None without.
+
+    Names in alphabetical order, as safetensors files have them, say nothing.
+    """
+    places = {} if list(names) == sorted(names) else {name: place for place, name in enumerate(names)}
+    for group in state.groups:
+        known = [name for name in group.names if name in places]
+        for name, following in pairwise(known):
+            if places[following] < places[name]:
+                return name, following
+    return None
+
+
+def ordered_as(
+    state: OptimizerState, groups: Sequence[Sequence[str]], ties: Mapping[str, str]
+) -> OptimizerState:
+    """Return an optimizer with the parameters of each param group in another order. ``ties``: other name -> name.
+
+    Raises OperationError when these groups do not have the same parameters.
+    """
+    ordered = []
+    for number, group in enumerate(state.groups):
+        own = {ties.get(name, name): name for name in group.names}
+        wanted = [ties.get(name, name) for name in groups[number]] if number < len(groups) else []
+        if len(groups) != len(state.groups) or sorted(own) != sorted(wanted):
+            raise OperationError(
+                f"{state.label}: the optimizer of --model has other parameters in its {count_of(len(groups), 'group')} "
+                f"than the {len(state.groups)} here; next: let the factory make it as the run did"
+            )
+        ordered.append(replace(group, names=tuple(own[name] for name in wanted)))
+    return replace(state, groups=tuple(ordered))
 
 
 def shape_of(states: Mapping[str, StateValue]) -> Shape | None:

@@ -396,6 +396,61 @@ def test_hyperparameters_that_are_tensors_in_a_tuple_or_not_numbers(tmp_path: Pa
         ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
 
 
+class Units(torch.nn.Module):  # type: ignore[misc]
+    """A model whose names are not in alphabetical order, and all of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.block = torch.nn.Linear(4, 4, bias=False)
+        self.last = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(self.first(x)))
+
+
+@pytest.mark.parametrize("after", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("before", ["fsdp", "fsdp-full"])
+def test_an_order_that_is_not_the_models_is_refused_where_position_decides(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    torch.manual_seed(2)
+    model = Units()
+    by_units = [model.first.weight, model.last.weight, model.block.weight]  # as FSDP1's flat parameters lie
+    optimizer = torch.optim.AdamW(by_units)
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    source = save_state(tmp_path / "source", before, (model, optimizer))
+    with pytest.raises(
+        OperationError, match=r"'last\.weight' comes before 'block\.weight' in it, and behind it"
+    ):
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
+    assert not (tmp_path / "new").exists()
+
+    def new_run() -> Any:
+        new = Units()
+        return new, torch.optim.AdamW(new.parameters())
+
+    ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=new_run)
+    (state,) = open_optimizers(tmp_path / "new")
+    if after == "ddp":
+        found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)["state"]
+        for number, parameter in enumerate(model.parameters()):
+            assert_same(found[number], optimizer.state[parameter])
+    else:
+        assert state.groups[0].names == ("first.weight", "block.weight", "last.weight")
+    with pytest.raises(OperationError, match="the optimizer of --model has other parameters"):
+        ckptfix.migrate(
+            source,
+            tmp_path / "other",
+            to=after,
+            state="all",
+            model=lambda: (model, torch.optim.AdamW([model.first.weight])),
+        )
+    universal = ckptfix.migrate(source, tmp_path / "universal", to="universal", state="all")
+    assert universal.verified, "which DeepSpeed loads by name"
+
+
 @pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
 def test_a_parameter_without_a_gradient_gets_the_states_of_a_first_step(tmp_path: Path, after: str) -> None:
     source = save_state(tmp_path / "source", "ddp", trained(skipped="2.weight"))
