@@ -31,7 +31,7 @@ def open_optimizers(path: str | os.PathLike[str]) -> tuple[OptimizerState, ...]:
         parsed = parse_file_name(name)
         if parsed is None or parsed.role is not Role.OPTIMIZER or not (given / name).is_file():
             continue
-        if parsed.index not in found or not parsed.is_of_trainer:
+        if parsed.index not in found:  # in this order: optimizer.bin, then the Trainer's optimizer.pt
             found[parsed.index] = read_optimizer_file(given, PurePosixPath(name), parsed.index)
     for index, where in _dcp_folders(given, names):
         if index not in found:

@@ -171,7 +171,7 @@ def on_meshes() -> dict[str, torch.Tensor]:
         "second": [2, 5],
         "copies": [3, 3],
     }
-    shapes |= {"few": [1, 4], "line": [5], "partial": [2, 2]}
+    shapes |= {"few": [1, 4], "line": [5], "partial": [2, 2], "thin": [5]}
     torch.manual_seed(1)
     return {name: torch.rand(shape) for name, shape in shapes.items()} | {"plain": torch.arange(3)}
 
@@ -191,5 +191,8 @@ def save_meshes(root: Path) -> None:
     found: dict[str, Any] = {name: distribute_tensor(state[name], mesh, how) for name, how in cut.items()}
     found["partial"] = DTensor.from_local(state["partial"], mesh, (Partial(), Replicate()), run_check=False)
     found["plain"] = state["plain"]
+    found["thin"] = distribute_tensor(
+        state["thin"], init_device_mesh("cpu", (4,)), [Shard(0)]
+    )  # rank 3 has nothing
     torch.save(found, root / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
     dist.destroy_process_group()

@@ -17,6 +17,7 @@ from ckptfix.diagnosis.check import check
 from ckptfix.errors import OperationError
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.dcp_tensors import read_metadata_of
+from ckptfix.tensors.hashing import first_place
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
@@ -134,6 +135,9 @@ def test_optimizers_at_several_positions_and_of_the_trainer(tmp_path: Path) -> N
     (found,) = open_optimizers(tmp_path / "trainer")
     assert (found.label, found.states, found.groups[0].names) == ("optimizer.pt", {}, ("0",))
     assert open_optimizers(tmp_path / "trainer/optimizer.pt") == (found,)
+    torch.save(state, tmp_path / "trainer/optimizer.bin")
+    (found,) = open_optimizers(tmp_path / "trainer")
+    assert found.label == "optimizer.bin", "load_state looks for it"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +288,10 @@ def test_models_that_each_rank_saved_alone(saved: Path, name: str) -> None:
     assert found.keys() == expected.keys()
     assert all(same(found[name], expected[name]) for name in expected)
     assert weights.ties == {"head.weight": "embed.weight"}
+    if name == "copies-ranks":  # either copy will do, and one file is read
+        assert {first_place(tensor.layout)[0].name for tensor in weights.tensors} == {
+            "pytorch_model_fsdp_0_rank0.bin"
+        }
     assert (weights.label, weights.opaque) == ("pytorch_model_fsdp_0_rank*.bin", ())
 
 

@@ -162,6 +162,7 @@ def test_a_tolerance_holds_for_values_too(saved: Path, tmp_path: Path) -> None:
     a, b = make_ddp(tmp_path / "a", saved), make_ddp(tmp_path / "b", saved, nearly)
     assert diff(a, b).status == 1
     assert diff(a, b, rtol=1e-6, atol=1e-8).status == 0
+    assert diff(a, make_ddp(tmp_path / "c", saved, hyperparameter), rtol=1e-6, atol=1e-8).status == 1
 
 
 def test_moments_that_never_began(saved: Path, tmp_path: Path) -> None:
