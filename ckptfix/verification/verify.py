@@ -19,7 +19,6 @@ from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
-from ckptfix.verification.against import compare_with
 from ckptfix.verification.digests import compare
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
@@ -59,6 +58,8 @@ def verify(
             raise
         findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
     if against is not None:
+        from ckptfix.verification.against import compare_with  # it compares numbers, which takes numpy
+
         comparison = compare_with(contents, existing(against), data=data, model=model, progress=progress)
         items, hashed, told = comparison.items, comparison.hashed, comparison.not_checked
         lost: tuple[str, ...] = ()
