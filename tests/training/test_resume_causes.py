@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptfix.training.resume_proofs.causes import CAUSES
+from ckptfix.training.resume_proofs.resume_verdict import Comparison
 from tests import sampling
 from tests.training.recorded import Script, comparison, record_on_ranks, record_three
 from tests.training.resumed_script import Variant, train
@@ -146,17 +147,17 @@ GUARDED = dict(sampling.sampled([(name, one) for name, one in FAULTY.items() if 
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def under_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guarded")
     record_on_ranks(scripts(GUARDED), folder, 2, guard=True)
     return folder
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_the_guard_makes_a_script_exact_whose_fault_it_restores(name: str, guarded: Path) -> None:
-    if not (guarded / name).exists():
+def test_the_guard_makes_a_script_exact_whose_fault_it_restores(name: str, under_guard: Path) -> None:
+    if not (under_guard / name).exists():
         pytest.skip("torchdata is not installed")
-    found = comparison(guarded / name)
+    found = comparison(under_guard / name)
     assert (found.control, found.differences) == (None, ())
 
 
@@ -171,6 +172,10 @@ TRAINER = {
     "exact": {},
     "exact with accumulation": {"accumulate": 2, "steps": 13},
     "augmentation": {"augment": True},
+    "augmentation-in-workers": {"augment": True, "workers": 1},
+    "iterable-order": {"stream": "sized", "save": 20},
+    "order-not-saved": {"seedable": False, "save": 20},
+    "parameter-order": {"turned": True},
     "data-not-skipped-by-trainer": {"ignore_skip": True},
     "generator-file-missing": {"forget": "rng_state.pth"},
     "optimizer-file-missing": {"forget": "optimizer.pt"},
@@ -183,18 +188,43 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", TRAINER)
-def test_trainer(name: str, tmp_path: Path) -> None:
+def trained(name: str, folder: Path) -> Comparison:
     pytest.importorskip("transformers", reason="transformers is not installed")
     from tests.training import resumed_trainer
 
     variant = resumed_trainer.TrainerVariant(**TRAINER[name])  # type: ignore[arg-type]
-    record_three(lambda folder, resume: resumed_trainer.train(variant, folder), tmp_path)
-    found = comparison(tmp_path)
+    record_three(lambda place, resume: resumed_trainer.train(variant, place), folder)
+    return comparison(folder)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", TRAINER)
+def test_trainer(name: str, tmp_path: Path) -> None:
+    found = trained(name, tmp_path)
     assert found.control is None
     codes = {one.cause.code for one in found.differences if one.cause}
     assert (not codes and not found.differences) if name.startswith("exact") else name in codes
+    restored = {one.is_restored for one in found.differences if one.cause and one.cause.code == name}
+    assert restored == ({name in RESTORED} if codes else set())
+
+
+@pytest.mark.usefixtures("one_process", "guarded")
+@pytest.mark.parametrize("name", [name for name in TRAINER if name in RESTORED])
+def test_the_guard_makes_a_trainer_exact_whose_fault_it_restores(name: str, tmp_path: Path) -> None:
+    found = trained(name, tmp_path)
+    assert (found.control, found.differences) == (None, ())
+
+
+@pytest.mark.usefixtures("one_process", "guarded")
+def test_a_trainer_that_cannot_find_its_place_in_a_stream_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRAINER, "unsized", {"stream": "unsized", "save": 20})
+    with pytest.warns(
+        UserWarning, match="skips to batch 21, and .* with transformers' Trainer, give Stream a __len__"
+    ):
+        found = trained("unsized", tmp_path)
+    assert found.differences
 
 
 def test_every_cause_that_can_be_had_on_two_processes_has_a_script() -> None:

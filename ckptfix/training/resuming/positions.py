@@ -446,8 +446,15 @@ class Pass:
         warn_caller(
             f"{self.followed.name}: the script skips to batch {skipped + 1}, and the checkpoint was saved after "
             f"batch {position.yielded}: the run does not continue the one that was saved; help: iterate "
-            "accelerator.resume_dataloader(loader), which skips as many as were used"
+            f"accelerator.resume_dataloader(loader), which skips as many as were used{self._or_with_a_length()}"
         )
+
+    def _or_with_a_length(self) -> str:
+        """Return the help for transformers' Trainer, which takes all passes through such a dataset for one epoch."""
+        dataset = self._loader.dataset
+        if hasattr(dataset, "__len__"):
+            return ""
+        return f"; with transformers' Trainer, give {type(dataset).__name__} a __len__"
 
     def _end_at_once(self, position: Position) -> None:
         self.is_over = True
