@@ -101,8 +101,10 @@ def _frozen(model: torch.nn.Module, kind: str) -> torch.nn.Module:
     return model
 
 
-def two() -> tuple[torch.nn.Module, torch.nn.Module]:
-    return llama(), bert()
+def two() -> tuple[Any, ...]:
+    """Return both models and their optimizers: nothing else says which model's parameters an optimizer has."""
+    models = llama(), bert()
+    return *models, *(torch.optim.AdamW(param_groups(model)) for model in models)
 
 
 BUILDERS = {"llama": llama, "bert": bert}
