@@ -14,6 +14,7 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from ckptfix.checkpoint.model_configs import CONFIG
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import existing
@@ -184,8 +185,11 @@ def _with_names(
     """Return an optimizer under names. ``may_build``: build the model that ``config.json`` names, which takes torch."""
 
     root = side.checkpoint.root
-    if not state.is_named and model is None and not may_build and recorded_names(root, state) is None:
-        raise OperationError("nothing records the names of its parameters")
+    is_built = model is not None or (may_build and (root / CONFIG).is_file())
+    if not state.is_named and not is_built and recorded_names(root, state) is None:
+        raise OperationError(
+            "nothing names its parameters; help: give the models of this run by --model MODULE:FACTORY"
+        )
     (named,) = name_optimizers(root, [state], weights=side.checkpoint.weights, model=model)
     return named
 
