@@ -32,6 +32,8 @@ MASTER = "fp32"
 """The key of a parameter's fp32 copy among its states, as DeepSpeed calls the file of one."""
 
 _OF_DEEPSPEED = "optimizer_state_dict"  # the key of an optimizer in a file of DeepSpeed
+_LISTED = "param group"
+_IN_GROUP = {True: "in one", False: "in none"}
 _NAMES = "param_names"  # an option of param groups that torch 2.6 adds for scripts that give names
 
 
@@ -223,6 +225,7 @@ def _pair(
     matched: list[Matched] = []
     alone: dict[tuple[int, str], None] = {}
     begun: list[str] = []
+    unlisted: list[str] = []
     values = _Values(tolerance)
     tensors: tuple[dict[str, StoredTensor], dict[str, StoredTensor]] = ({}, {})
     with OpenFiles() as files:
@@ -247,7 +250,12 @@ def _pair(
                 for side, name, value in zip(tensors, names, (x, y), strict=True):
                     if name is not None and isinstance(value, StoredTensor):
                         side[name] = value
-            if one.a not in options[0] or one.b not in options[1]:
+            listed = one.a in options[0], one.b in options[1]
+            if not all(listed):
+                if ours or theirs:
+                    note(_LISTED, _IN_GROUP[listed[0]], _IN_GROUP[listed[1]], one.name)
+                elif any(listed):  # DeepSpeed leaves out frozen parameters that the script lists
+                    unlisted.append(one.name)
                 continue
             mine, others = options[0][one.a], options[1][one.b]
             for key in (key for key in mine if key in others):
@@ -262,7 +270,7 @@ def _pair(
         words="; ".join(filter(None, (words, removed))),
         values=values.counts,
         differences=values.differences(),
-        notes=tuple(_left_out((a, b), called, alone, begun)),
+        notes=tuple(_left_out((a, b), called, alone, begun, unlisted)),
     )
 
 
@@ -353,12 +361,15 @@ def _left_out(
     called: tuple[str, str],
     alone: Iterable[tuple[int, str]],
     begun: Sequence[str],
+    unlisted: Sequence[str],
 ) -> Iterator[str]:
     """Yield in words what was not compared of two optimizers.
 
     ``alone``: number of a side, and a hyperparameter. ``begun``: parameters that have zeros on one side, and nothing on
-    the other.
+    the other. ``unlisted``: parameters without moments that only one side has in its param groups.
     """
+    if unlisted:
+        yield f"hyperparameters of {list_names(unlisted)}: without moments, and in no param group of one side"
     if begun:
         yield f"moments of {list_names(begun)}: one side has none, the other those of a parameter without any gradient"
     for number, state in enumerate(states):

@@ -163,6 +163,33 @@ def test_a_tolerance_holds_for_values_too(saved: Path, tmp_path: Path) -> None:
     assert diff(a, make_ddp(tmp_path / "c", saved, hyperparameter), rtol=1e-6, atol=1e-8).status == 1
 
 
+@pytest.mark.parametrize("has_moments", [True, False])
+def test_a_parameter_that_only_one_side_has_in_a_group(
+    saved: Path, tmp_path: Path, has_moments: bool
+) -> None:
+    for name in ("listed", "unlisted"):
+        shutil.copytree(saved / "full", tmp_path / name)
+        state = torch.load(tmp_path / name / "optimizer.bin", weights_only=True)
+        last = state["param_groups"][0]["params"][-1]
+        if name == "unlisted":
+            state["param_groups"][0]["params"].pop()
+        if not has_moments:  # a frozen one, which DeepSpeed does not list
+            del state["state"][last]
+        torch.save(state, tmp_path / name / "optimizer.bin")
+    report = diff(tmp_path / "listed", tmp_path / "unlisted")
+    (found,) = report.optimizers
+    if has_moments:
+        assert report.status == 1
+        assert [(one.name, one.a, one.b, one.parameters) for one in found.differences] == [
+            ("param group", "in one", "in none", (last,))
+        ]
+        against = verify(tmp_path / "listed", against=tmp_path / "unlisted")
+        assert [item.name for item in against.items if item.outcome is Verdict.DIFFER] == ["param group"]
+    else:
+        assert report.status == 0
+        assert any(f"hyperparameters of {last!r}" in words for words in report.not_compared)
+
+
 def test_moments_that_never_began(saved: Path, tmp_path: Path) -> None:
     """DDP has no states for a parameter that never had a gradient, FSDP zeros: a load gives the same."""
 
