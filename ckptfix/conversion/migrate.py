@@ -235,7 +235,7 @@ def not_checked_of(plan: MigrationPlan, *, is_guarded: bool) -> tuple[str, ...]:
     if not plan.options.verify:
         words.append("that the new files hold what the old ones do (--no-verify)")
     if plan.options.strategy is not None:
-        return tuple(words)
+        return (*words, *plan.not_checked)
     names = [parse_folder_name(path.parts[0]) or parse_file_name(str(path)) for path in plan.carried]
     roles = {parsed.role for parsed in names if parsed is not None}
     if plan.options.keys is not None and Role.OPTIMIZER in roles:

@@ -325,7 +325,7 @@ class MigrationPlan:
     folders, which are made again. ``is_file``: the new checkpoint is one file. ``removed``: files at the
     output that go away, relative to it. ``states``: the optimizers that are written anew, of ``--state all``;
     ``extras``: what belongs to no model and no optimizer. ``processes``: that will load it. ``warnings``: what is
-    otherwise than the run that saved it had it, in words.
+    otherwise than the run that saved it had it, in words. ``not_checked``: what nothing in the source shows, in words.
     """
 
     source: StoredCheckpoint
@@ -343,6 +343,7 @@ class MigrationPlan:
     extras: tuple[PlannedExtra, ...] = ()
     processes: int | None = None
     warnings: tuple[str, ...] = ()
+    not_checked: tuple[str, ...] = ()
 
     @property
     def planned(self) -> tuple[Planned, ...]:

@@ -50,7 +50,13 @@ from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
-from ckptfix.tensors.parameter_sources import ModelsOfRun, frozen_pattern, name_optimizers, run_of
+from ckptfix.tensors.parameter_sources import (
+    ModelsOfRun,
+    frozen_pattern,
+    name_optimizers,
+    recorded_names,
+    run_of,
+)
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
@@ -106,6 +112,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
         carried=others.carried,
         empty=others.empty,
         left_out=others.left_out,
+        not_checked=tuple(planning.assumed(optimizers)),
         warnings=(*planning.warnings, *_scheduler_words(others.carried, names, before, processes)),
     )
 
@@ -228,6 +235,18 @@ class _Planning:
     def _noted_run(self) -> ModelsOfRun:
         self._built = self._run()
         return self._built
+
+    def assumed(self, optimizers: Sequence[OptimizerState]) -> Iterator[str]:
+        """Yield in words what the names of numbered parameters rest on, where a model alone gives them."""
+        if self._strategy is Strategy.DDP or self._built is None or self._built.optimizers:
+            return
+        root = self._source.root
+        counted = [one.label for one in optimizers if not one.is_named and recorded_names(root, one) is None]
+        if counted:
+            yield (
+                f"that the script gave parameters to {list_names(counted)} in the model's order, by which they are "
+                "named; next, to be sure: --model MODULE:FACTORY with a factory that returns (model, optimizer)"
+            )
 
     def _in_order(self, state: OptimizerState) -> OptimizerState:
         """Return an optimizer of FSDP with its parameters where a loader that goes by position looks for them.

@@ -396,6 +396,19 @@ def test_hyperparameters_that_are_tensors_in_a_tuple_or_not_numbers(tmp_path: Pa
         ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all")
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_the_order_that_names_rest_on_is_said(tmp_path: Path, has_optimizer: bool) -> None:
+    run = trained()
+    source = save_state(tmp_path / "source", "ddp", run)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to="fsdp", state="all", model=lambda: run if has_optimizer else run[0]
+    )
+    said = [
+        words for words in receipt.not_checked if "in the model's order, by which they are named" in words
+    ]
+    assert len(said) == (not has_optimizer)
+
+
 class Units(torch.nn.Module):  # type: ignore[misc]
     """A model whose names are not in alphabetical order, and all of one shape."""
 
