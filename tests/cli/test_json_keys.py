@@ -35,14 +35,14 @@ VERIFY = [
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
     "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried", "left_out", "rewritten",
-    "warnings", "removed", "not_checked",
+    "warnings", "removed", "not_checked", "state", "processes", "optimizers",
 ]  # fmt: skip
 SALVAGE = [
     "source", "output", "saved", "copied", "lost", "doubtful", "damaged", "left_out", "notes", "next", "not_checked",
     "status",
 ]  # fmt: skip
 DIFF = [
-    "a", "b", "tolerance", "verdict", "summary", "models", "crossed", "notes", "not_compared", "status",
+    "a", "b", "tolerance", "verdict", "summary", "models", "optimizers", "crossed", "notes", "not_compared", "status",
 ]  # fmt: skip
 
 
