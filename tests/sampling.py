@@ -38,6 +38,13 @@ def sampled(cases: Iterable[Case]) -> Sequence[Case]:
     return every[int(os.environ.get(SHARE, "0")) % PARTS :: PARTS]
 
 
+def one_of(cases: Iterable[Case]) -> Sequence[Case]:
+    """Return the one of at most eight costly cases that this run's share has; an exhaustive run has all."""
+    every = list(cases)
+    assert len(every) <= PARTS, "the shares together would not have every case"
+    return every if is_exhaustive() else [every[int(os.environ.get(SHARE, "0")) % len(every)]]
+
+
 def is_sampled(number: int) -> bool:
     """Return whether this run's share has this point of a sweep whose length is only known at its end."""
     return is_exhaustive() or number < FEW or number % PARTS == int(os.environ.get(SHARE, "0")) % PARTS

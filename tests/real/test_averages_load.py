@@ -12,6 +12,7 @@ import pytest
 
 from ckptfix import check, repair
 from tests.real.averages import CASES
+from tests.sampling import one_of
 from tests.timm_library import needs_timm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def script(verb: str, folder: Path, processes: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @needs_timm
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", one_of([1, 2]))
 def test_an_average_loads_before_and_after_a_repair(tmp_path: Path, processes: int) -> None:
     saved = script("save", tmp_path, processes)
     assert list(saved) == list(CASES)

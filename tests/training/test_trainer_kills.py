@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed, variables
-from tests.sampling import SHARE, is_exhaustive
+from tests.sampling import one_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv/transformers-4.44"
@@ -69,12 +69,10 @@ def resumed_from_complete_ones(first: dict[str, Any], killed: list[dict[str, Any
 
 
 DEEPSPEED = [(stage, victim) for stage in (2, 3) for victim in (0, 1)]
-SHARED = 0 if is_exhaustive() else int(os.environ.get(SHARE, "0")) % len(DEEPSPEED)
-"""The case of this run's share."""
 
 
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-@pytest.mark.parametrize(("stage", "victim"), DEEPSPEED if is_exhaustive() else [DEEPSPEED[SHARED]])
+@pytest.mark.parametrize(("stage", "victim"), one_of(DEEPSPEED))
 def test_killed_at_any_file_under_deepspeed(tmp_path: Path, stage: int, victim: int) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     first, *killed = sweep(tmp_path, 2, victim, variables(), stage)
