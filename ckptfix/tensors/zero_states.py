@@ -7,7 +7,7 @@ none. Under ``round_robin_gradients`` the parameters of a group are dealt to the
 end to end, so their order is not the optimizer's.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ckptfix.tensors.zero_partitions import (
     Flat,
     ModelStates,
     OptimizerStates,
+    Shapes,
     cut_group,
     cut_shares,
     ensure_one_save,
@@ -206,27 +207,18 @@ def _by_group(
     folder: Path, model: ModelStates, ranks: Sequence[_Rank]
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
     """Return masters and states of ZeRO-1 and 2."""
+
+    def cut(shapes: Shapes, state: str, held: Sequence[Any], label: str) -> Mapping[str, StateValue]:
+        return cut_group(shapes, [_flat(one, label) for one in held], label, state)
+
     masters = from_groups(model, [one.partitions for one in ranks])
-    found: dict[str, dict[str, StateValue]] = {}
-    for number, shapes in enumerate(model.groups or ()):
-        for state, held in _held(ranks, number).items():
-            label = f"{folder}: the partitions of {state!r} of parameter group {number}"
-            cut: Mapping[str, StateValue]
-            if _is_shared(held[0]):
-                cut = _shared_by(shapes, state, _shared_value(held, label))
-            else:
-                cut = cut_group(shapes, [_flat(one, label) for one in held], label, state)
-            for name, value in cut.items():
-                found.setdefault(name, {})[state] = value
-    return masters, found
+    return masters, _states(folder, "parameter group", model, ranks, cut)
 
 
 def _by_share(
     folder: Path, model: ModelStates, ranks: Sequence[_Rank]
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StateValue]]]:
     """Return masters and states of ZeRO-3; sub-groups are cut one by one, as their steps may differ."""
-    masters: dict[str, StoredTensor] = {}
-    found: dict[str, dict[str, StateValue]] = {}
     many = len(model.groups or ())
     for one in ranks:
         if len(one.partitions.flats) != many:
@@ -234,23 +226,41 @@ def _by_share(
                 f"{one.partitions.path}: partitions of {len(one.partitions.flats)} sub-groups, {model.path.name} has "
                 f"{many}; {AGAIN}"
             )
+
+    def cut(shapes: Shapes, state: str, held: Sequence[Any], label: str) -> Mapping[str, StateValue]:
+        shares = [
+            (one.partitions.path, [_flat(value, label)]) for one, value in zip(ranks, held, strict=True)
+        ]
+        return cut_shares(shapes, shares, state)
+
+    masters: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(model.groups or ()):
-        flats = [(one.partitions.path, [one.partitions.flats[number]]) for one in ranks]
-        masters |= cut_shares(shapes, flats)
+        masters |= cut_shares(
+            shapes, [(one.partitions.path, [one.partitions.flats[number]]) for one in ranks]
+        )
+    return masters, _states(folder, "sub-group", model, ranks, cut)
+
+
+_Cut = Callable[[Shapes, str, Sequence[Any], str], Mapping[str, StateValue]]
+"""Cuts the flat tensors of a state, one of each rank, into those of parameters: shapes, state, tensors, label."""
+
+
+def _states(
+    folder: Path, group: str, model: ModelStates, ranks: Sequence[_Rank], cut: _Cut
+) -> dict[str, dict[str, StateValue]]:
+    """Return the states of all parameters. ``group``: what a flat tensor is of, in messages."""
+    found: dict[str, dict[str, StateValue]] = {}
+    for number, shapes in enumerate(model.groups or ()):
         for state, held in _held(ranks, number).items():
-            label = f"{folder}: the partitions of {state!r} of sub-group {number}"
-            cut: Mapping[str, StateValue]
+            label = f"{folder}: the partitions of {state!r} of {group} {number}"
+            values: Mapping[str, StateValue]
             if _is_shared(held[0]):
-                cut = _shared_by(shapes, state, _shared_value(held, label))
+                values = _shared_by(shapes, state, _shared_value(held, label))
             else:
-                shares = [
-                    (one.partitions.path, [_flat(value, label)])
-                    for one, value in zip(ranks, held, strict=True)
-                ]
-                cut = cut_shares(shapes, shares, state)
-            for name, value in cut.items():
+                values = cut(shapes, state, held, label)
+            for name, value in values.items():
                 found.setdefault(name, {})[state] = value
-    return masters, found
+    return found
 
 
 def _held(ranks: Sequence[_Rank], number: int) -> dict[str, list[Any]]:
