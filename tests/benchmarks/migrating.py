@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,9 @@ for path in sys.argv[1:]:
 
 _LIMIT = 300e6
 """Bytes of memory above the largest tensor."""
+
+Peer = tuple[str, tuple[str, str], str, str]
+"""Its name, what it converts from and to, its imports, and what is measured."""
 
 
 def migrate(folder: Path, size: int, rounds: int) -> None:
@@ -131,12 +135,8 @@ def _converted(folder: Path, path: Path, rounds: int) -> None:
 def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], float], rounds: int) -> None:
     """What others take for the same conversion, to a file that is as durable."""
     out = folder / "peer"
-    sync = (
-        f"from ckptfix.storage.atomic import sync_tree; import pathlib; sync_tree(pathlib.Path({str(out)!r}))"
-    )
-    quiet = "import warnings, logging; warnings.simplefilter('ignore'); logging.disable()"
     binary, dcp, safe = (str(files[kind]) for kind in ("bin", "dcp", "safetensors"))
-    cases: tuple[tuple[str, tuple[str, str], str, str], ...] = (
+    cases: tuple[Peer, ...] = (
         ("torch.load and save_file", ("bin", "safetensors"), "import torch; from safetensors.torch import save_file",
          f"save_file(torch.load({binary!r}), '{out}/m.safetensors')"),
         ("load_file and torch.save", ("safetensors", "bin"), "import torch; from safetensors.torch import load_file",
@@ -154,6 +154,17 @@ def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], flo
          "from torch.distributed.checkpoint.format_utils import torch_save_to_dcp",
          f"torch_save_to_dcp({binary!r}, {str(out)!r})"),
     )  # fmt: skip
+    against_peers("migrate", cases, ours, out, rounds)
+
+
+def against_peers(
+    verb: str, cases: Sequence[Peer], ours: dict[tuple[str, str], float], out: Path, rounds: int
+) -> None:
+    """Print what peers take that write into ``out``, against the seconds that ckptfix takes for the same pair."""
+    quiet = "import warnings, logging; warnings.simplefilter('ignore'); logging.disable()"
+    sync = (
+        f"from ckptfix.storage.atomic import sync_tree; import pathlib; sync_tree(pathlib.Path({str(out)!r}))"
+    )
     for what, pair, imports, body in cases:
         times, peak = [], 0.0
         for _ in range(rounds):
@@ -164,7 +175,7 @@ def _peers(folder: Path, files: dict[str, Path], ours: dict[tuple[str, str], flo
             _remove(out)
         ratio = median(times) / ours[pair]
         show(
-            f"migrate {' to '.join(pair)}, against {what}",
+            f"{verb} {' to '.join(pair)}, against {what}",
             f"{ratio:.2f}x (it takes {peak / 1e6:.0f} MB)",
             "> 1x",
             ratio > 1,

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.benchmarks.making import measure, names
-from tests.benchmarks.migrating import copied_in
+from tests.benchmarks.migrating import against_peers, copied_in
 from tests.benchmarks.printing import show
 
 _PROCESSES = 2
@@ -37,7 +37,6 @@ import os; os.sync()
 _UNIVERSAL = """
 from argparse import Namespace
 from deepspeed.checkpoint import ds_to_universal
-from ckptfix.storage.atomic import sync_tree
 """
 
 
@@ -94,8 +93,7 @@ def _peers(folder: Path, made: dict[str, Path], ours: dict[tuple[str, str], floa
     """Print what others take for a part of the same work, to files that are as durable."""
     out = folder / "peer"
     optimizer, shards = made["fsdp-full"] / "optimizer.bin", made["fsdp"] / "optimizer_0"
-    torch = "from torch.distributed.checkpoint import format_utils\nimport warnings; warnings.simplefilter('ignore')"
-    sync = f"from ckptfix.storage.atomic import sync_tree; from pathlib import Path; sync_tree(Path({str(out)!r}))"
+    torch = "from torch.distributed.checkpoint import format_utils"
     cases = [
         (
             "torch_save_to_dcp (of the optimizer alone)",
@@ -118,21 +116,7 @@ def _peers(folder: Path, made: dict[str, Path], ours: dict[tuple[str, str], floa
             f"output_folder='{out}/pytorch_model', inject_missing_state=False, {options}))"
         )
         cases.append(("DeepSpeed's ds_to_universal", ("zero2", "universal"), _UNIVERSAL, body))
-    for what, pair, imports, body in cases:
-        times, peak = [], 0.0
-        for _ in range(rounds):
-            out.mkdir()
-            used = measure(imports, f"{body}\n{sync}")
-            times.append(used["seconds"])
-            peak = max(peak, used["peak"] - used["start"])
-            shutil.rmtree(out)
-        ratio = median(times) / ours[pair]
-        show(
-            f"state of {' to '.join(pair)}, against {what}",
-            f"{ratio:.2f}x (it takes {peak / 1e6:.0f} MB)",
-            "> 1x",
-            ratio > 1,
-        )
+    against_peers("state of", cases, ours, out, rounds)
 
 
 def _ours(source: Path, target: Path, to: str, options: str) -> dict[str, float]:
