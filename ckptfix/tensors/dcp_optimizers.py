@@ -21,6 +21,7 @@ from ckptfix.formats.dcp_metadata import (
     flattened_names,
     flattened_parts,
 )
+from ckptfix.formats.dcp_rewrite import Steps, paths_of
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import command
@@ -29,9 +30,6 @@ from ckptfix.tensors.dcp_tensors import DcpLayouts, read_metadata_of
 from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, STATE, PickledValues, Unread, optimizer_state
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor
-
-Steps = tuple[str | int, ...]
-"""Keys that lead to an item in the state dict that was saved."""
 
 _DEEPEST = 4
 _SMALL = 1 << 13  # bytes of an item that is remembered: those of one value are equal in every byte
@@ -45,20 +43,13 @@ def dcp_optimizers(root: Path, where: PurePosixPath, index: int) -> tuple[Optimi
     """
     folder = root / where
     metadata = read_metadata_of(folder)
-    paths = _paths(metadata)
+    paths = paths_of(metadata)
     prefixes = list(_optimizers_in(paths.values(), ()))
     found = []
     for number, prefix in enumerate(prefixes):
         mine = dict(_below(paths, prefix))
         found.append(_optimizer(folder, where, metadata, mine, prefix, index + number, len(prefixes) > 1))
     return tuple(found)
-
-
-def _paths(metadata: DcpMetadata) -> dict[str, Steps]:
-    """Return the steps to every item."""
-    planned = {one.fqn: one.path for one in metadata.planned or ()}
-    every = (*(one.fqn for one in metadata.tensors), *(one.fqn for one in metadata.items))
-    return {fqn: planned.get(fqn, (fqn,)) for fqn in every}
 
 
 def _optimizers_in(paths: Iterable[Steps], prefix: Steps) -> Iterator[Steps]:
