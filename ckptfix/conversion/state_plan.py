@@ -48,7 +48,7 @@ from ckptfix.tensors.new_torch_files import Call, Global, torch_file
 from ckptfix.tensors.new_zero import module_dtype, zero_files
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
+from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue, Strategy
 from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
 from ckptfix.tensors.parameter_sources import (
     ModelsOfRun,
@@ -64,7 +64,6 @@ from ckptfix.wording import count_of, list_names
 NO_CHECKSUMS: Mapping[Piece, int] = {}
 _LR_SCHEDULER, _LOSS_SCALER, _SCALER = "lr_scheduler", "loss_scaler", "scaler.pt"
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
-_BY_TORCH = (*_ONE_FILE, Strategy.FSDP)
 _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
 
 
@@ -123,7 +122,7 @@ def _with_masters(source: StoredCheckpoint, optimizers: Sequence[OptimizerState]
     rivals = list(source.rivals)
     for state in optimizers:
         model = weights.get(state.index)
-        if state.strategy not in _BY_TORCH and model is not None and model.format is not Format.DEEPSPEED:
+        if state.strategy not in BY_TORCH and model is not None and model.format is not Format.DEEPSPEED:
             rivals += model.files
             where = PurePosixPath(state.files[0].parts[0])
             weights[state.index] = deepspeed_weights(source.root, where, state.index)
@@ -219,7 +218,7 @@ class _Planning:
             self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
         if self._strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
             self._weights = tuple(self._tied(one, named) for one in self._weights)
-        if self._strategy not in _BY_TORCH:
+        if self._strategy not in BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
         self._take_schedulers(changed)

@@ -16,11 +16,10 @@ from ckptfix.tensors.joined import Inline
 from ckptfix.tensors.new_dcp import StatePath, dcp_state_files
 from ckptfix.tensors.new_files import NewStates, NewTensor
 from ckptfix.tensors.new_torch_files import torch_file
-from ckptfix.tensors.optimizers import STEP, OptimizerState, StateValue, Strategy
+from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue
 from ckptfix.tensors.stored import StoredTensor
 
 _OPTIMIZER, _STATE, _GROUPS, _PARAMS = "optimizer", "state", "param_groups", "params"
-_BY_TORCH = (Strategy.DDP, Strategy.FSDP, Strategy.FSDP_FULL)
 
 
 def ddp_optimizer(path: PurePosixPath, state: OptimizerState) -> NewStates:
@@ -98,7 +97,7 @@ class _New:
 
     def __init__(self, state: OptimizerState) -> None:
         self.sources: dict[str, StoredTensor] = {}
-        self._is_of_torch = state.strategy in _BY_TORCH
+        self._is_of_torch = state.strategy in BY_TORCH
         names = dict.fromkeys(name for group in state.groups for name in group.names)
         self.states = {
             name: {key: self._value(key, value, f"{name}/{key}") for key, value in state.states[name].items()}

@@ -41,6 +41,9 @@ ZERO_AT_FIRST = frozenset(
 )
 """States that optimizers of torch begin with zeros, when a parameter gets its first gradient."""
 
+BY_TORCH = (Strategy.DDP, Strategy.FSDP, Strategy.FSDP_FULL)
+"""The strategies of PyTorch itself; DeepSpeed's keep fp32 masters, and steps of their own kind."""
+
 StateValue = StoredTensor | int | float | bool | str | None
 """The value of one state of a parameter: a tensor where it lies, or what the pickle itself holds, such as a step."""
 
