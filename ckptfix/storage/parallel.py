@@ -1,10 +1,12 @@
-"""The pool of threads for reading, hashing and comparing files in pieces."""
+"""The pool of threads for reading, hashing and comparing files in pieces, and shares of work for several processes."""
 
 import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from ckptfix.errors import UsageError
 
 Progress = Callable[[int], None]
 """Called with a number of bytes since the last call, never by two threads at once."""
@@ -91,3 +93,25 @@ def reading_threads(*, is_cached: bool) -> int:
     0.73-0.88 and 4 threads 0.70; not cached, 2 threads 0.78 and 4 threads 0.93.
     """
     return max(2 if is_cached else 4, processors())
+
+
+class Share(NamedTuple):
+    """One share of some work: ``index`` counts from 0, as the ranks of torch and the tasks of a job array do."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--shard") -> "Share":
+        """Return the share that ``I/N`` names. Raises UsageError for anything else."""
+        index, slash, count = text.partition("/")
+        if not slash or not all(one.isascii() and one.isdigit() for one in (index, count)):
+            raise UsageError(f"{option} {text}: expected I/N, such as 0/4")
+        share = cls(int(index), int(count))
+        if share.index >= share.count:
+            last = f": 0/{share.count} to {share.count - 1}/{share.count}" if share.count else ", of 1 or more"
+            raise UsageError(f"{option} {text}: shares are counted from 0{last}")
+        return share
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptfix.storage.parallel import Control, run_all
+from ckptfix.errors import UsageError
+from ckptfix.storage.parallel import Control, Share, run_all
 
 
 def doing(task: Callable[[Control, int], None]) -> Callable[[Control], object]:
@@ -83,3 +84,14 @@ def test_an_interrupt_ends_long_tasks_of_other_threads() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_all(range(2), doing(task), threads=2)  # type: ignore[arg-type]
     assert threading.active_count() == before
+
+
+def test_a_share_is_counted_from_0_as_ranks_are() -> None:
+    assert Share.parse("0/2") == (0, 2)
+    assert str(Share.parse("63/64")) == "63/64"
+
+
+@pytest.mark.parametrize("text", ["", "1", "/", "1/", "/2", "a/2", "-1/2", "2/2", "0/0", "1.0/2", "1/2/3", "١/2"])
+def test_anything_else_is_no_share(text: str) -> None:
+    with pytest.raises(UsageError, match="--shard"):
+        Share.parse(text)
