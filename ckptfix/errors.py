@@ -12,6 +12,7 @@
     └── OperationError           could not finish; the folder is as it was, or the next run takes it back (exit 3)
         ├── LockedError          another process works on the folder
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
+        ├── StoreError           an object store does not answer or refuses (storage.stores)
         ├── RemoteOSError        another process of the run had an OSError (training.ranks)
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
@@ -72,6 +73,10 @@ class LockedError(OperationError):
 
 class ChangedError(OperationError):
     """A file differs from what was read before, so a step or an undo would write onto something unknown."""
+
+
+class StoreError(OperationError):
+    """An object store did not answer, refused a request, or did not keep what it was given."""
 
 
 class JournalError(OperationError):

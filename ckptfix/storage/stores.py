@@ -1,0 +1,521 @@
+"""Objects in a store: one prefix of a bucket, listed, read by ranges and written whole, by the library of its scheme.
+
+fsspec lists and reads every store; a store whose own requests are needed (``s3``) has a module. A request that fails
+for a reason that passes is sent again; any other failure becomes an error that leads on.
+"""
+
+import asyncio
+import hashlib
+import os
+import random
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+from ckptfix.errors import ChangedError, StoreError, UsageError
+from ckptfix.storage.parallel import Control, Progress, run_all
+from ckptfix.wording import escape, human_size
+
+_T = TypeVar("_T")
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
+
+
+class Library(NamedTuple):
+    """How a scheme is read: the module that must be there, the extra of this package that installs it, and the class
+    of the store; "" for one of which fsspec alone is asked.
+    """
+
+    module: str
+    extra: str
+    store: str = ""
+
+
+_S3 = Library("s3fs", "s3", "ckptfix.storage.s3.S3Store")
+_GS = Library("gcsfs", "gs")
+_AZURE = Library("adlfs", "az")
+LIBRARIES: Mapping[str, Library] = {
+    "s3": _S3,
+    "s3a": _S3,
+    "gs": _GS,
+    "gcs": _GS,
+    "az": _AZURE,
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "hf": Library("huggingface_hub", "hf"),
+    "memory": Library("fsspec", "s3"),
+}
+
+CONCURRENT = 64
+"""Requests under way at once: with 30 ms each, 200 headers take 0.12 s."""
+
+_BLOCK = 8 << 20
+
+
+class Expected(Enum):
+    """State in which a key must be before it is written: without an object, or any."""
+
+    ABSENT = "absent"
+    ANY = "any"
+
+
+ABSENT: Final = Expected.ABSENT
+ANY: Final = Expected.ANY
+
+
+class ObjectInfo(NamedTuple):
+    """Facts about an object. ``etag``: what changes with its bytes, without quotes; "" where a store has none."""
+
+    size: int
+    etag: str
+    modified_ns: int
+
+
+class ObjectRange(NamedTuple):
+    """``length`` bytes from ``offset`` of the object ``key`` in the state ``etag``; "": in any state."""
+
+    key: str
+    offset: int
+    length: int
+    etag: str
+
+
+Piece = bytes | ObjectRange
+"""A piece of a new object: new bytes, or bytes of an existing object of the same bucket."""
+
+
+Names = list[str]
+Contents = list[bytes]
+
+
+class Abilities(NamedTuple):
+    """What a store can do beyond reading and writing whole objects.
+
+    ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a write onto another
+    object than the expected one. The sizes are in bytes: of the smallest part but the last, and of the largest copied
+    one.
+    """
+
+    composes: bool = False
+    conditions: bool = False
+    least_part: int = 0
+    most_copied: int = 0
+    most_parts: int = 0
+
+
+class Patience(NamedTuple):
+    """Limits of what is tried again. The waits in seconds grow twofold, and a part of each is left to chance."""
+
+    attempts: int = 7
+    first_wait: float = 0.2
+    longest_wait: float = 10.0
+    connect: float = 10.0
+    answer: float = 60.0
+
+
+PATIENCE = Patience()
+
+
+class Traffic:
+    """Requests that were sent, with those sent again, and bytes of objects that went up and down."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.requests = self.up = self.down = 0
+
+    def add(self, *, up: int = 0, down: int = 0, requests: int = 1) -> None:
+        """Count a request, from any thread."""
+        with self._lock:
+            self.requests += requests
+            self.up += up
+            self.down += down
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests, {human_size(self.up)} up, {human_size(self.down)} down"
+
+
+class Temporary(Exception):
+    """A failure that passes by itself, so that the request is sent again."""
+
+
+class Refused(Exception):
+    """A write whose condition does not hold: another object exists than the expected one."""
+
+
+def is_url(path: object) -> bool:
+    """Return whether a path is a URL, such as ``s3://bucket/run``."""
+    return isinstance(path, str) and _SCHEME.match(path) is not None
+
+
+def open_store(url: str) -> "Store":
+    """Return the store of a URL. No request is sent yet.
+
+    Raises UsageError for a scheme that is not known, and names the extra to install where its library is missing.
+    """
+    match = _SCHEME.match(url)
+    if match is None or match[1] not in LIBRARIES:
+        known = ", ".join(f"{scheme}://" for scheme in LIBRARIES)
+        raise UsageError(f"{escape(url)} is not a URL of an object store: expected one of {known}")
+    scheme, rest = match[1], url[match.end() :]
+    authority = rest.partition("/")[0]
+    if ":" in authority.partition("@")[0] and "@" in authority:
+        raise UsageError(
+            f"{scheme}://...@{authority.rpartition('@')[2]}: a URL must not hold a password, which shells and logs "
+            "keep; next: export it as the library of the store reads it (ckptfix help stores)"
+        )
+    if scheme != "memory" and not authority:
+        raise UsageError(f"{escape(url)} names no bucket: expected {scheme}://BUCKET/PATH")
+    library = LIBRARIES[scheme]
+    try:
+        import_module(library.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library.module:
+            raise
+        raise UsageError(
+            f"{escape(url)} needs the library {library.module}; next: pip install 'ckptfix[{library.extra}]'"
+        ) from None
+    module, _, name = library.store.rpartition(".")
+    kind: type[Store] = getattr(import_module(module), name) if module else Store
+    return kind(url.rstrip("/"))
+
+
+class Store:
+    """One prefix of a store. Keys are relative to it; "" is the prefix itself, as the URL of a single object has it.
+
+    Any thread may use it. Every method raises StoreError when the store does not answer or refuses, with the next
+    step in its message.
+    """
+
+    abilities: ClassVar[Abilities] = Abilities()
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.traffic = Traffic()
+        self._files, self._base = self._opened()
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return the file system of fsspec, and the path of the prefix in it."""
+        import fsspec
+
+        scheme = self.url.partition("://")[0]
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            files = fsspec.filesystem(scheme, **options)
+        except Exception as error:
+            raise StoreError(f"{self.name()}: {_one_line(error)}; next: ckptfix help stores") from error
+        base = files._strip_protocol(self.url)
+        return files, base.strip("/") if scheme != "memory" else base.rstrip("/")
+
+    def name(self, key: str = "") -> str:
+        """Return the URL of an object as messages name it."""
+        return escape(f"{self.url}/{key}" if key else self.url)
+
+    # Requests of a store: a subclass replaces them.
+
+    def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
+        """Yield every key below a prefix, which is "" or ends in a slash; not ``deep``: sub-folders, with None."""
+        self.traffic.add()
+        where = self._path(below.rstrip("/"))
+        try:
+            found = (
+                self._files.find(where, detail=True)
+                if deep
+                else {one["name"]: one for one in self._files.ls(where, detail=True)}
+            )
+        except FileNotFoundError:
+            return
+        start = len(self._base) + 1
+        for path, info in found.items():
+            key = f"/{path.strip('/')}"[start:] if self._base.startswith("/") else path.strip("/")[start:]
+            if not key or (where and path.strip("/") == where.strip("/")):
+                continue  # the object of that name itself
+            yield (key, _info(info)) if info["type"] == "file" else (f"{key.rstrip('/')}/", None)
+
+    def _stat(self, key: str) -> ObjectInfo | None:
+        self.traffic.add()
+        try:
+            info = self._files.info(self._path(key))
+        except FileNotFoundError:
+            return None
+        return _info(info) if info["type"] == "file" else None
+
+    def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
+        """Return the bytes of a range. Raises Refused for another ETag, FileNotFoundError without an object."""
+        data: bytes = self._files.cat_file(self._path(key), start=offset, end=offset + length)
+        self.traffic.add(down=len(data))
+        if etag:  # this library takes no condition: what is there after the read was there during it
+            now = self._stat(key)
+            if now is None or now.etag != etag:
+                raise Refused
+        return data
+
+    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
+        self._ensure(key, expected)
+        self.traffic.add(up=len(data))
+        self._files.pipe_file(self._path(key), data)
+        return self._written(key, len(data))
+
+    def _upload(
+        self, key: str, path: Path, expected: str | Expected, progress: Progress | None
+    ) -> ObjectInfo:
+        size = path.stat().st_size
+        self._ensure(key, expected)
+        self.traffic.add(up=size)
+        self._files.put_file(str(path), self._path(key))
+        if progress:
+            progress(size)
+        return self._written(key, size)
+
+    def _compose(
+        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None
+    ) -> ObjectInfo:
+        """Write an object whose bytes come and go through this machine."""
+        with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
+            for piece in pieces:
+                if isinstance(piece, bytes):
+                    file.write(piece)
+                    continue
+                for begin in range(0, piece.length, _BLOCK):
+                    take = min(_BLOCK, piece.length - begin)
+                    file.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
+            file.flush()
+            return self._upload(key, Path(file.name), expected, None)
+
+    def _delete(self, key: str, expected: str | Expected) -> None:
+        self._ensure(key, expected)
+        self.traffic.add()
+        with suppress(FileNotFoundError):
+            self._files.rm_file(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{key}" if key else self._base
+
+    def _ensure(self, key: str, expected: str | Expected) -> None:
+        """Raise Refused unless a key is in the expected state; for stores and writes without conditions."""
+        if expected is ANY:
+            return
+        now = self._stat(key)
+        if (now is not None) if expected is ABSENT else (now is None or now.etag != expected):
+            raise Refused
+
+    def _written(self, key: str, size: int) -> ObjectInfo:
+        now = self._stat(key)
+        if now is None or now.size != size:
+            found = "no object" if now is None else f"{now.size} bytes"
+            raise StoreError(
+                f"{self.name(key)}: the store took {size} bytes and now has {found}: the object is not complete; "
+                "next: run the same command again"
+            )
+        return now
+
+    def _judge(self, error: Exception) -> Exception | None:
+        """Return the failure that an error of the library means: Temporary, Refused, FileNotFoundError or a final one.
+
+        None for an error that this store does not know.
+        """
+        if isinstance(error, PermissionError):
+            return StoreError(_one_line(error))
+        if isinstance(
+            error, FileNotFoundError | Temporary | Refused | UsageError | StoreError | ChangedError
+        ):
+            return error
+        if isinstance(error, TimeoutError | ConnectionError | asyncio.TimeoutError):
+            return Temporary(_one_line(error))
+        status = getattr(error, "status", None) or getattr(error, "code", None)
+        if status in (408, 429, 500, 502, 503, 504, "408", "429", "500", "502", "503", "504"):
+            return Temporary(_one_line(error))
+        if type(error).__module__.partition(".")[0] in (
+            "aiohttp",
+            "httpx",
+            "httpcore",
+            "requests",
+            "urllib3",
+        ):
+            return Temporary(_one_line(error))
+        return None
+
+    # What everybody calls.
+
+    def list(self, below: str = "") -> dict[str, ObjectInfo]:
+        """Return every object below a folder of the prefix, however deep, by its key."""
+        listed = self._persist(below, lambda: list(self._list(_folder(below), deep=True)))
+        return {key: info for key, info in listed if info is not None}
+
+    def children(self, below: str = "") -> tuple[dict[str, ObjectInfo], Names]:
+        """Return the objects right in a folder by their keys, and the keys of its sub-folders, without slashes."""
+        listed = self._persist(below, lambda: list(self._list(_folder(below), deep=False)))
+        files = {key: info for key, info in listed if info is not None}
+        return files, sorted({key.rstrip("/") for key, info in listed if info is None})
+
+    def folders(self, below: str = "") -> Names:
+        """Return the keys of the sub-folders of a folder, without slashes."""
+        return self.children(below)[1]
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Return the facts about an object, None where none is."""
+        return self._persist(key, lambda: self._stat(key))
+
+    def read(self, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
+        """Return exactly ``length`` bytes. Raises ChangedError when the object is another one, or has gone."""
+        if not length:
+            return b""
+
+        def work() -> bytes:
+            data = self._read(key, offset, length, etag or "")
+            if len(data) != length:
+                raise Temporary(f"{len(data)} of {length} bytes arrived")
+            return data
+
+        try:
+            return self._persist(key, work)
+        except FileNotFoundError:
+            raise ChangedError(
+                f"{self.name(key)}: it was deleted while it was read; next: run the same command again"
+            ) from None
+        except Refused:
+            raise self._changed(key, etag or "", "while it was read") from None
+
+    def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
+        """Return the bytes of each range; ``CONCURRENT`` requests are under way at once. Raises as ``read`` does."""
+        found: Contents = [b""] * len(ranges)
+
+        def take(number: int) -> None:
+            one = ranges[number]
+            found[number] = self.read(one.key, one.offset, one.length, etag=one.etag or None)
+
+        together(range(len(ranges)), take)
+        return found
+
+    def put(self, key: str, data: bytes, *, expected: str | Expected = ANY) -> ObjectInfo:
+        """Write an object, complete or not at all. Raises ChangedError when another one than ``expected`` exists."""
+        return self._write(key, expected, lambda: self._put(key, data, expected))
+
+    def upload(
+        self, key: str, path: Path, *, expected: str | Expected = ANY, progress: Progress | None = None
+    ) -> ObjectInfo:
+        """Write a file as an object, complete or not at all, and compare the size. Raises as ``put`` does."""
+        return self._write(key, expected, lambda: self._upload(key, path, expected, progress))
+
+    def compose(
+        self,
+        key: str,
+        pieces: Sequence[Piece],
+        *,
+        expected: str | Expected = ANY,
+        like: str | None = None,
+    ) -> ObjectInfo:
+        """Write an object of new bytes and ranges of others, complete or not at all. Raises as ``put`` does.
+
+        Where the store can (``abilities.composes``) it copies the ranges by itself. ``like``: an object whose storage
+        class, metadata, tags and encryption the new one gets. Raises ChangedError when a range is of another object.
+        """
+        return self._write(key, expected, lambda: self._compose(key, pieces, expected, like))
+
+    def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
+        """Delete an object; none there is fine. Raises ChangedError when another one than ``expected`` exists."""
+        self._write(key, expected, lambda: self._delete(key, expected))
+
+    def _write(self, key: str, expected: str | Expected, work: Callable[[], _T]) -> _T:
+        try:
+            return self._persist(key, work)
+        except Refused:
+            raise self._changed(key, expected, "meanwhile") from None
+
+    def _changed(self, key: str, expected: str | Expected, when: str) -> ChangedError:
+        now = None
+        with suppress(StoreError, FileNotFoundError):
+            now = self.stat(key)
+        what = "no object" if expected is ABSENT else f"ETag {expected}"
+        found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
+        return ChangedError(
+            f"{self.name(key)}: another program wrote this object {when} (expected {what}, found {found}); "
+            "next: wait until it has finished, then run the same command again"
+        )
+
+    def _persist(self, key: str, work: Callable[[], _T]) -> _T:
+        """Do a request, again and again while it fails for reasons that pass."""
+        patience, began = PATIENCE, time.monotonic()
+        for attempt in range(patience.attempts):
+            try:
+                return work()
+            except Exception as error:
+                judged = self._judge(error)
+                if judged is None:
+                    raise StoreError(
+                        f"{self.name(key)}: {_one_line(error)}; next: ckptfix help stores"
+                    ) from error
+                if isinstance(judged, StoreError) and not isinstance(error, StoreError):
+                    raise StoreError(f"{self.name(key)}: {judged}") from error
+                if judged is error and not isinstance(error, Temporary):
+                    raise
+                if not isinstance(judged, Temporary):
+                    raise judged from error
+                if attempt + 1 == patience.attempts:
+                    seconds = time.monotonic() - began
+                    raise StoreError(
+                        f"{self.name(key)}: the store did not answer {patience.attempts} times in {seconds:.0f} s "
+                        f"({judged}), so the work could not finish; next: run the same command again later"
+                    ) from error
+            wait = min(patience.first_wait * 2**attempt, patience.longest_wait)
+            time.sleep(wait * random.uniform(0.5, 1))
+        raise AssertionError("the last attempt returns or raises")
+
+
+def together(tasks: Sequence[_T] | range, do: Callable[[Any], object], most: int = CONCURRENT) -> None:
+    """Do every task in one of at most ``most`` threads; the first error ends all, and is raised."""
+
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[Any], object]]:
+        yield do
+
+    run_all(tasks, worker, threads=max(1, min(most, len(tasks))))
+
+
+def md5(data: bytes | memoryview) -> str:
+    """Return the MD5 of bytes as S3 shows it in an ETag."""
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _folder(below: str) -> str:
+    return f"{below.rstrip('/')}/" if below else ""
+
+
+def _info(info: Mapping[str, Any]) -> ObjectInfo:
+    """Return the facts that the listing of any library of fsspec holds."""
+    names = ("ETag", "etag", "generation", "sha256", "blob_id", "created")
+    etag = next((str(info[name]) for name in names if info.get(name)), "")
+    if not any(info.get(name) for name in names[:-1]) and info.get("created"):
+        etag = str(nanoseconds(info["created"]))  # of memory://, which writes the time in two ways
+    times = ("LastModified", "last_modified", "mtime", "updated", "created")
+    return ObjectInfo(
+        info["size"], etag.strip('"'), nanoseconds(next((info[name] for name in times if info.get(name)), 0))
+    )
+
+
+def nanoseconds(moment: Any) -> int:
+    """Return a time as nanoseconds since 1970: of a datetime, seconds, or the text of ISO 8601."""
+    if isinstance(moment, str):
+        try:
+            moment = datetime.fromisoformat(moment.replace("Z", "+00:00"))
+        except ValueError:
+            return 0
+    if isinstance(moment, datetime):
+        moment = (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    return int(moment * 1_000_000_000)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return escape(text) or type(error).__name__
+
+
+def temporary_folder() -> Path:
+    """Return the folder in which this machine keeps temporary files."""
+    return Path(os.path.realpath(tempfile.gettempdir()))
