@@ -96,22 +96,24 @@ def reading_threads(*, is_cached: bool) -> int:
 
 
 class Share(NamedTuple):
-    """One share of some work: ``index`` counts from 0, as the ranks of torch and the tasks of a job array do."""
+    """One share of some work: ``number`` counts from 0, as the ranks of torch and the tasks of a job array do."""
 
-    index: int
-    count: int
+    number: int
+    total: int
 
     @classmethod
     def parse(cls, text: str, option: str = "--shard") -> "Share":
         """Return the share that ``I/N`` names. Raises UsageError for anything else."""
-        index, slash, count = text.partition("/")
-        if not slash or not all(one.isascii() and one.isdigit() for one in (index, count)):
+        number, slash, total = text.partition("/")
+        if not slash or not all(one.isascii() and one.isdigit() for one in (number, total)):
             raise UsageError(f"{option} {text}: expected I/N, such as 0/4")
-        share = cls(int(index), int(count))
-        if share.index >= share.count:
-            last = f": 0/{share.count} to {share.count - 1}/{share.count}" if share.count else ", of 1 or more"
+        share = cls(int(number), int(total))
+        if share.number >= share.total:
+            last = (
+                f": 0/{share.total} to {share.total - 1}/{share.total}" if share.total else ", of 1 or more"
+            )
             raise UsageError(f"{option} {text}: shares are counted from 0{last}")
         return share
 
     def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
+        return f"{self.number}/{self.total}"
