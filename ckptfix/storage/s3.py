@@ -49,6 +49,9 @@ _PASSED_ON = (
 )  # fmt: skip
 """Properties that a composed object gets from the object that it is like; it gets its tags, too."""
 
+_MARK = "ckptfix"
+"""Name of the user metadata that holds the mark of an object."""
+
 _TEMPORARY = {
     "InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "RequestTimeout",
     "RequestTimeoutException", "TooManyRequestsException", "RequestLimitExceeded", "BandwidthLimitExceeded",
@@ -233,10 +236,12 @@ class S3Store(Store):
             return self._multipart(key, size, len(parts), send, expected, {})
 
     def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None
+        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
     ) -> ObjectInfo:
         parts = plan_parts(pieces, self.abilities)
         words = self._words_of(like) if like is not None else {}
+        if mark:
+            words["Metadata"] = {**words.get("Metadata", {}), _MARK: mark}
         size = sum(part.length for part in parts)
 
         def send(number: int, upload: Mapping[str, Any]) -> str:
@@ -352,6 +357,10 @@ class S3Store(Store):
             if tags := {one["Key"]: one["Value"] for one in found.get("TagSet", ())}:
                 words["Tagging"] = urlencode(tags)
         return words
+
+    def _mark(self, key: str) -> str:
+        head = self.ask("head_object", Key=self._path(key))
+        return str(head.get("Metadata", {}).get(_MARK, ""))
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)

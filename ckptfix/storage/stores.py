@@ -274,7 +274,7 @@ class Store:
         return self._written(key, size)
 
     def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None
+        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
     ) -> ObjectInfo:
         """Write an object whose bytes come and go through this machine."""
         with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
@@ -287,6 +287,9 @@ class Store:
                     file.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
             file.flush()
             return self._upload(key, Path(file.name), expected, None)
+
+    def _mark(self, key: str) -> str:
+        return ""
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)
@@ -410,13 +413,19 @@ class Store:
         *,
         expected: str | Expected = ANY,
         like: str | None = None,
+        mark: str = "",
     ) -> ObjectInfo:
         """Write an object of new bytes and ranges of others, complete or not at all. Raises as ``put`` does.
 
         Where the store can (``abilities.composes``) it copies the ranges by itself. ``like``: an object whose storage
-        class, metadata, tags and encryption the new one gets. Raises ChangedError when a range is of another object.
+        class, metadata, tags and encryption the new one gets. ``mark``: what ``mark()`` returns of the new object,
+        in a store that composes. Raises ChangedError when a range is of another object.
         """
-        return self._write(key, expected, lambda: self._compose(key, pieces, expected, like))
+        return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
+
+    def mark(self, key: str) -> str:
+        """Return the mark of an object that was composed with one, "" for any other."""
+        return self._persist(key, lambda: self._mark(key))
 
     def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
         """Delete an object; none there is fine. Raises ChangedError when another one than ``expected`` exists."""

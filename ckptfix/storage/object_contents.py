@@ -1,0 +1,189 @@
+"""Edits of a transaction as contents of objects: what lies at each key afterwards, and the way back.
+
+A content is made of new bytes and of ranges of objects that exist, as a store composes it. ``contents_after`` takes
+its ranges from the objects before the transaction. ``way_back`` takes them from those after it and from kept copies.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.errors import ChangedError, OperationError
+from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit
+from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe
+
+
+class Source(NamedTuple):
+    """``length`` bytes from ``offset`` of the object ``key``."""
+
+    key: str
+    offset: int
+    length: int
+
+
+Content = tuple[bytes | Source, ...]
+"""The bytes of an object, piece by piece; () is an empty one."""
+
+
+class Contents(NamedTuple):
+    """Contents by path, None where no object is; and by the number of its edit what is copied aside."""
+
+    by_path: dict[PurePosixPath, Content | None]
+    aside: dict[int, Content]
+
+
+def size_of(content: Content) -> int:
+    """Return the number of bytes of a content."""
+    return sum(len(piece) if isinstance(piece, bytes) else piece.length for piece in content)
+
+
+def cut(content: Content, offset: int, length: int) -> Content:
+    """Return ``length`` bytes from ``offset`` of a content. Raises ChangedError when there are fewer."""
+    ends = list(accumulate(len(one) if isinstance(one, bytes) else one.length for one in content))
+    size = ends[-1] if ends else 0
+    if offset + length > size:
+        raise ChangedError(f"byte {offset + length} is needed, the object has {size}")
+    found: list[bytes | Source] = []
+    index, done = bisect_right(ends, offset), 0
+    while done < length:
+        one, begin = content[index], ends[index - 1] if index else 0
+        inside = offset + done - begin
+        take = min(length - done, ends[index] - offset - done)
+        found.append(
+            one[inside : inside + take]
+            if isinstance(one, bytes)
+            else Source(one.key, one.offset + inside, take)
+        )
+        index, done = index + 1, done + take
+    return tuple(found)
+
+
+def joined(pieces: Iterable[bytes | Source]) -> Content:
+    """Return pieces without empty ones; neighbours that go on in the same object, and new bytes, become one."""
+    found: list[bytes | Source] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if not (len(piece) if isinstance(piece, bytes) else piece.length):
+            continue
+        if isinstance(piece, bytes) and isinstance(last, bytes):
+            found[-1] = last + piece
+        elif (
+            isinstance(piece, Source)
+            and isinstance(last, Source)
+            and (piece.key, piece.offset) == (last.key, last.offset + last.length)
+        ):
+            found[-1] = Source(last.key, last.offset, last.length + piece.length)
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def contents_after(edits: Sequence[Edit], sizes: Mapping[str, int]) -> Contents:
+    """Return what the edits leave at the paths that they change, in ranges of the objects before them.
+
+    ``sizes``: of the objects before, by key. ``aside``: of each Remove, and of each Replace that keeps the previous
+    file, what lies there right before it. Raises OperationError for an edit that a store cannot make.
+    """
+    now: dict[PurePosixPath, Content | None] = {}
+    aside: dict[int, Content] = {}
+
+    def at(path: PurePosixPath) -> Content | None:
+        if path not in now:
+            size = sizes.get(str(path))
+            now[path] = None if size is None else joined((Source(str(path), 0, size),))
+        return now[path]
+
+    def existing(path: PurePosixPath) -> Content:
+        content = at(path)
+        if content is None:
+            raise ChangedError(f"{path}: no object is there; nothing was changed")
+        return content
+
+    for index, edit in enumerate(edits):
+        check_edit(edit)
+        match edit:
+            case Move():
+                content = existing(edit.source)
+                if at(edit.target) is not None:
+                    raise ChangedError(f"{edit.target} exists, {edit.source} cannot be moved to it")
+                now[edit.source], now[edit.target] = None, content
+            case Remove():
+                aside[index] = existing(edit.path)
+                now[edit.path] = None
+            case Replace():
+                if isinstance(edit.previous, Absent):
+                    if at(edit.path) is not None:
+                        raise ChangedError(f"{edit.path} exists since the repair was planned")
+                elif isinstance(edit.previous, Kept):
+                    aside[index] = existing(edit.path)
+                now[edit.path] = _made(edit.content, _range_of)
+            case _:
+                raise OperationError(f"{edit!r}: an object cannot be changed in place; nothing was changed")
+    return Contents(now, aside)
+
+
+def way_back(edits: Sequence[Edit], after: Contents, kept: Mapping[int, str]) -> Contents:
+    """Return what lay before the edits at the paths that they change, in ranges of the objects after them.
+
+    ``kept``: the keys of the copies of the files that edits keep, by the number of the edit. Of a Remove with a recipe
+    no copy is needed. ``aside`` is empty.
+    """
+    views: dict[PurePosixPath, Content | None] = {
+        path: None if content is None else joined((Source(str(path), 0, size_of(content)),))
+        for path, content in after.by_path.items()
+    }
+
+    def view(path: PurePosixPath, offset: int, length: int) -> Content:
+        if path not in views:  # the transaction reads it, and does not change it
+            return (Source(str(path), offset, length),)
+        content = views[path]
+        if content is None:
+            raise ChangedError(f"{path}: an undo would need its bytes, and the repair leaves none")
+        return cut(content, offset, length)
+
+    for index in range(len(edits) - 1, -1, -1):
+        edit = edits[index]
+        if isinstance(edit, Move):
+            views[edit.source], views[edit.target] = views[edit.target], None
+        elif isinstance(edit, Replace | Remove):
+            if isinstance(edit.previous, Recipe):
+                views[edit.path] = _made(edit.previous, view)
+            elif isinstance(edit.previous, Absent):
+                views[edit.path] = None
+            else:
+                views[edit.path] = joined((Source(kept[index], 0, size_of(after.aside[index])),))
+    return Contents(views, {})
+
+
+def _range_of(path: PurePosixPath, offset: int, length: int) -> Content:
+    return (Source(str(path), offset, length),)
+
+
+def _made(recipe: Recipe, view: Callable[[PurePosixPath, int, int], Content]) -> Content:
+    pieces: list[bytes | Source] = []
+    for piece in recipe.pieces:
+        pieces += (
+            (piece.data,) if isinstance(piece, Literal) else view(piece.path, piece.offset, piece.length)
+        )
+    return joined(pieces)
+
+
+def traced(content: Content, after: Contents, kept: Mapping[str, Content]) -> Content:
+    """Return a content of objects after a transaction in ranges of the objects before it.
+
+    ``kept``: the contents of the copies that it keeps, by key.
+    """
+    known: dict[str, Content | None] = {str(path): one for path, one in after.by_path.items()}
+    known |= kept
+    pieces: list[bytes | Source] = []
+    for piece in content:
+        if isinstance(piece, bytes) or piece.key not in known:
+            pieces.append(piece)
+            continue
+        made = known[piece.key]
+        if made is None:
+            raise ChangedError(f"{piece.key}: an undo would need its bytes, and the repair leaves none")
+        pieces += cut(made, piece.offset, piece.length)
+    return joined(pieces)

@@ -1,0 +1,442 @@
+"""The journal of a checkpoint in an object store: its lock, and a record of each transaction.
+
+A store cannot rename. So the state of a transaction is an object that changes by a conditional write, and all other
+objects of transaction 7 lie below ``.ckptfix/0007.objects/``::
+
+    state.json    "staging": nothing was touched; "commit": names are being replaced; "done": every name is
+    plan          a line with the sha256 of what follows, a line of JSON, and the literal bytes that it refers to
+    new/3         the new object of change 3, until it is copied over its name
+    kept/2        the copy of what edit 2 replaces or deletes
+
+A run that was cut short is rolled back while it was staging, and finished from "commit" on.
+"""
+
+import getpass
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import field
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
+from ckptfix.storage.comparing import moment
+from ckptfix.storage.object_contents import Content, Source, size_of
+from ckptfix.storage.paths import JOURNAL, check_path, shell_path
+from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store
+from ckptfix.storage.transaction_plan import path_of, sha256_of, text, whole
+
+LOCK = f"{JOURNAL}/lock"
+"""Key of the lock."""
+
+_FOLDER = re.compile(rf"{re.escape(JOURNAL)}/([0-9]{{4}}|[1-9][0-9]{{4,}})\.objects/(.+)")
+_VERSION = 1
+_MOST = 1 << 30
+"""Largest plan or state that is read, in bytes."""
+
+
+class Stage(Enum):
+    """State of a transaction in a store."""
+
+    STAGING = "staging"
+    COMMIT = "commit"
+    DONE = "done"
+
+
+class Rank(Enum):
+    """Order in which names change: an index follows the files that it lists, the manifest follows everything."""
+
+    DATA = 0
+    INDEX = 1
+    MANIFEST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Change of one name. ``old``: the object there, None for none. ``size``: of the new one, None: it is deleted."""
+
+    path: PurePosixPath
+    old: ObjectInfo | None
+    size: int | None
+    rank: Rank = Rank.DATA
+
+    @property
+    def key(self) -> str:
+        """The key of the name."""
+        return str(self.path)
+
+    @property
+    def expected(self) -> str | Expected:
+        """The state in which the name must be to be changed."""
+        return ABSENT if self.old is None else self.old.etag
+
+    @property
+    def turn(self) -> int:
+        """The turn of this change: what is deleted goes when no index lists it any more."""
+        return 2 if self.size is None else self.rank.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectPlan:
+    """The plan of a transaction, which no later step changes.
+
+    ``before``: what lay at each changed name, in ranges of the objects after it and of kept copies. ``sources``: the
+    unchanged objects that it reads. ``undoes``: the number of the transaction that this one undoes, None for a repair.
+    """
+
+    id: str
+    target: str
+    summary: object
+    created: float
+    changes: tuple[Change, ...]
+    before: Mapping[PurePosixPath, Content | None] = field(default_factory=dict)
+    sources: Mapping[str, ObjectInfo] = field(default_factory=dict)
+    undoes: int | None = None
+
+    def mark(self, index: int) -> str:
+        """Return the mark that the object of a change carries, so that the next run knows it."""
+        return f"{self.id}-{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectState:
+    """The state of a transaction. ``plan``: the sha256 of its plan; ``new`` and ``kept``: its objects by number.
+
+    ``after``: the objects at the changed names and at ``sources`` once it is done, None for none. ``undoes``: as in
+    ``ObjectPlan``.
+    """
+
+    stage: Stage
+    plan: str = ""
+    new: Mapping[int, ObjectInfo] = field(default_factory=dict)
+    kept: Mapping[int, ObjectInfo] = field(default_factory=dict)
+    after: Mapping[str, ObjectInfo | None] = field(default_factory=dict)
+    undoes: int | None = None
+
+
+class Found(NamedTuple):
+    """A transaction in the listing of a store: its number, and its objects by their names in its folder."""
+
+    number: int
+    objects: dict[str, ObjectInfo]
+
+    @property
+    def has_begun(self) -> bool:
+        """False for what is left of a transaction that was deleted."""
+        return "state.json" in self.objects
+
+
+def folder(number: int) -> str:
+    """Return the prefix of the objects of a transaction."""
+    return f"{JOURNAL}/{number:04}.objects"
+
+
+def found_transactions(listed: Mapping[str, ObjectInfo]) -> list[Found]:
+    """Return the transactions in a listing of a store, oldest first."""
+    found: dict[int, Found] = {}
+    for key, info in listed.items():
+        if match := _FOLDER.fullmatch(key):
+            number = int(match[1])
+            found.setdefault(number, Found(number, {})).objects[match[2]] = info
+    return [found[number] for number in sorted(found)]
+
+
+def forget_objects(store: Store, number: int) -> str:
+    """Return the advice that always works: keep the objects, and delete those of the transaction."""
+    where = f"{store.url}/{folder(number)}/"
+    if where.startswith(("s3://", "s3a://")):
+        return f"to keep the objects as they are now: aws s3 rm --recursive {shell_path(where)}"
+    return f"to keep the objects as they are now: delete every object below {store.name(folder(number))}/"
+
+
+def put_exactly(store: Store, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
+    """Write an object of the journal. Its own object, whose answer was lost, is what it wants.
+
+    Raises ChangedError when another object than ``expected`` exists, and it does not hold these bytes.
+    """
+    try:
+        return store.put(key, data, expected=expected)
+    except ChangedError:
+        now = store.stat(key)
+        if now is None or now.size != len(data) or store.read(key, 0, now.size, etag=now.etag) != data:
+            raise
+        return now
+
+
+def write_state(store: Store, number: int, state: ObjectState, expected: str | Expected) -> ObjectInfo:
+    """Write the state of a transaction over ``expected``. Raises ChangedError when another run went on with it."""
+    body = {
+        "version": _VERSION,
+        "state": state.stage.value,
+        "plan": state.plan,
+        "new": {str(index): _encode_info(info) for index, info in state.new.items()},
+        "kept": {str(index): _encode_info(info) for index, info in state.kept.items()},
+        "after": {key: _encode_info(info) for key, info in state.after.items()},
+        "undoes": state.undoes,
+        "token": secrets.token_hex(8),  # two runs that write the same state must not pass for each other
+    }
+    return put_exactly(store, f"{folder(number)}/state.json", _sealed(body), expected)
+
+
+def read_state(store: Store, found: Found) -> ObjectState:
+    """Read the state of a transaction. Raises JournalError when it is damaged."""
+    key = f"{folder(found.number)}/state.json"
+    with _journal_errors(store, key, found.number):
+        body, _ = _opened(store, key, found.objects["state.json"])
+        return ObjectState(
+            stage=Stage(body["state"]),
+            plan=sha256_of(body["plan"]) if body["plan"] else "",
+            new={int(index): _existing(info) for index, info in body["new"].items()},
+            kept={int(index): _existing(info) for index, info in body["kept"].items()},
+            after={_key(key, found.number): _decode_info(info) for key, info in body["after"].items()},
+            undoes=None if body["undoes"] is None else whole(body["undoes"]),
+        )
+
+
+def write_plan(store: Store, number: int, plan: ObjectPlan) -> str:
+    """Write the plan of a new transaction, and return its sha256."""
+    literals = bytearray()
+    body = {
+        "version": _VERSION,
+        "id": plan.id,
+        "target": plan.target,
+        "summary": plan.summary,
+        "created": plan.created,
+        "undoes": plan.undoes,
+        "changes": [[str(one.path), _encode_info(one.old), one.size, one.rank.value] for one in plan.changes],
+        "before": [[str(path), _encode(content, literals)] for path, content in plan.before.items()],
+        "sources": {key: _encode_info(info) for key, info in plan.sources.items()},
+    }
+    data = _sealed(body, bytes(literals))
+    put_exactly(store, f"{folder(number)}/plan", data, ABSENT)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_plan(store: Store, found: Found, state: ObjectState) -> ObjectPlan:
+    """Read the plan of a transaction. Raises JournalError when it is damaged, or not the plan of this state."""
+    key = f"{folder(found.number)}/plan"
+    with _journal_errors(store, key, found.number):
+        if "plan" not in found.objects:
+            raise ValueError("it is missing")
+        body, literals = _opened(store, key, found.objects["plan"], state.plan)
+        plan = ObjectPlan(
+            id=text(body["id"]),
+            target=text(body["target"]),
+            summary=body["summary"],
+            created=float(body["created"]),
+            undoes=None if body["undoes"] is None else whole(body["undoes"]),
+            changes=tuple(
+                Change(
+                    path=path_of(path),
+                    old=_decode_info(old),
+                    size=None if size is None else whole(size),
+                    rank=Rank(rank),
+                )
+                for path, old, size, rank in body["changes"]
+            ),
+            before=_decode_before(body["before"], literals, found.number),
+            sources={_key(key, found.number): _existing(info) for key, info in body["sources"].items()},
+        )
+        _check_plan(plan)
+        return plan
+
+
+def _check_plan(plan: ObjectPlan) -> None:
+    """Raise ValueError when a plan contradicts itself."""
+    if plan.target:
+        path_of(plan.target)
+    paths = [change.path for change in plan.changes]
+    if len(set(paths)) != len(paths):
+        raise ValueError("it changes one name twice")
+    for change in plan.changes:
+        before = plan.before.get(change.path)
+        if change.old is not None and before is not None and size_of(before) != change.old.size:
+            raise ValueError(f"it restores {size_of(before)} bytes of {change.path}, not {change.old.size}")
+    if plan.before and set(plan.before) != set(paths):
+        raise ValueError("it does not lead back for every name")
+
+
+def _decode_before(before: list[Any], literals: bytes, number: int) -> dict[PurePosixPath, Content | None]:
+    position = 0
+
+    def piece_of(piece: Any) -> bytes | Source:
+        nonlocal position
+        if isinstance(piece, list):
+            key, offset, length = piece
+            return Source(_key(key, number), whole(offset), whole(length))
+        start, position = position, position + whole(piece)
+        if position > len(literals):
+            raise ValueError(f"it needs {position} literal bytes, there are {len(literals)}")
+        return literals[start:position]
+
+    return {
+        path_of(path): None if content is None else tuple(map(piece_of, content)) for path, content in before
+    }
+
+
+def _encode(content: Content | None, literals: bytearray) -> list[Any] | None:
+    if content is None:
+        return None
+    encoded: list[Any] = []
+    for piece in content:
+        if isinstance(piece, bytes):
+            literals += piece
+            encoded.append(len(piece))
+        else:
+            encoded.append(list(piece))
+    return encoded
+
+
+def _key(value: object, number: int) -> str:
+    """Return the key of an object that a transaction may read. Raises ValueError, OperationError."""
+    if re.fullmatch(rf"{re.escape(folder(number))}/kept/[0-9]+", text(value)):
+        return text(value)
+    check_path(PurePosixPath(text(value)))
+    return text(value)
+
+
+def _encode_info(info: ObjectInfo | None) -> list[Any] | None:
+    return None if info is None else [info.size, info.etag, info.modified_ns]
+
+
+def _decode_info(value: Any) -> ObjectInfo | None:
+    if value is None:
+        return None
+    size, etag, modified = value
+    return ObjectInfo(whole(size), text(etag), whole(modified))
+
+
+def _existing(value: Any) -> ObjectInfo:
+    info = _decode_info(value)
+    if info is None:
+        raise ValueError("an object is missing in it")
+    return info
+
+
+def _sealed(body: Mapping[str, object], literals: bytes = b"") -> bytes:
+    data = json.dumps(body, separators=(",", ":")).encode() + b"\n" + literals
+    return hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+
+
+def _opened(store: Store, key: str, info: ObjectInfo, sha256: str = "") -> tuple[dict[str, Any], bytes]:
+    if info.size > _MOST:
+        raise ValueError(f"it has {info.size} bytes, at most {_MOST} are read")
+    data = store.read(key, 0, info.size, etag=info.etag)
+    digest, _, content = data.partition(b"\n")
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise ValueError("its bytes do not match its own sha256")
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError("it is not the plan of this transaction")
+    line, _, literals = content.partition(b"\n")
+    body = json.loads(line)
+    if body["version"] != _VERSION:
+        raise ValueError(f"another version of ckptfix wrote it (format {body['version']!r:.20})")
+    return body, literals
+
+
+@contextmanager
+def _journal_errors(store: Store, key: str, number: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise JournalError(
+            f"{store.name(key)}: cannot be read: {error}; {forget_objects(store, number)}"
+        ) from error
+    except OperationError as error:
+        if isinstance(error, JournalError) or type(error) is not OperationError:
+            raise
+        raise JournalError(
+            f"{store.name(key)}: cannot be read: {error}; {forget_objects(store, number)}"
+        ) from error
+
+
+class StoreLock:
+    """The lock of a checkpoint in a store, held by this run. ``check`` finds out whether it still is."""
+
+    def __init__(self, store: Store, info: ObjectInfo) -> None:
+        self._store = store
+        self._etag = info.etag
+
+    def check(self) -> None:
+        """Raise LockedError when another run took the lock over."""
+        now = self._store.stat(LOCK)
+        if now is None or now.etag != self._etag:
+            raise LockedError(
+                f"{self._store.name(LOCK)}: another run took this lock over, so this one stopped; "
+                f"next: wait until the other run has ended"
+            )
+
+    def release(self) -> None:
+        """Delete the lock; one that another run took over stays."""
+        self._store.delete(LOCK, expected=self._etag)
+
+
+@contextmanager
+def store_lock(store: Store, verb: str, *, break_lock: bool = False) -> Iterator[StoreLock]:
+    """Hold the lock of a checkpoint in a store; readers do not need it.
+
+    A run that is killed leaves its lock, and only the user can know that it will not go on: ``break_lock`` takes
+    over whatever lock is there. Raises LockedError with its owner, its age and the command.
+    """
+    data = json.dumps(
+        {
+            "token": secrets.token_hex(16),
+            "user": _user(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "verb": verb,
+            "since": time.time(),
+        }
+    ).encode()
+    try:
+        held = store.stat(LOCK) if break_lock else None
+        info = put_exactly(store, LOCK, data, ABSENT if held is None else held.etag)
+    except ChangedError as error:
+        raise _locked(store, verb) from error
+    lock = StoreLock(store, info)
+    try:
+        yield lock
+    finally:
+        # Where the store no longer answers, the next run names this lock, its age and the command.
+        with suppress(CkptfixError):
+            lock.release()
+
+
+def _locked(store: Store, verb: str) -> LockedError:
+    owner, since = "another run", ""
+    with suppress(CkptfixError, ValueError, LookupError, TypeError, ArithmeticError):
+        info = store.stat(LOCK)
+        size = info.size if info is not None else 0  # released meanwhile
+        body = json.loads(store.read(LOCK, 0, min(size, 1 << 16)))
+        what = f"ckptfix {body['verb']}"
+        owner = f"{what} of {body['user']} on {body['host']} (process {int(body['pid'])})"
+        age = max(0, time.time() - float(body["since"]))
+        since = f" for {_age(age)}, since {moment(int(float(body['since']) * 1e9))}"
+    url = shell_path(store.url)
+    return LockedError(
+        f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if it was killed, so "
+        f"that it cannot go on: ckptfix {verb} --break-lock {url}"
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= unit:
+            number = int(seconds // unit)
+            return f"{number} {name}{'' if number == 1 else 's'}"
+    return f"{int(seconds)} s"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no name in a container
+        return f"user {os.getuid()}"

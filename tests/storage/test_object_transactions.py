@@ -1,0 +1,514 @@
+"""Transactions on objects, killed, refused and raced at every request: every name is the old object or the new one."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import PurePosixPath
+
+import pytest
+
+from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
+from ckptfix.storage.edits import Edit, Move, Remove, Replace
+from ckptfix.storage.object_journal import LOCK, found_transactions, read_state, store_lock
+from ckptfix.storage.object_transactions import commit_objects, recover_objects, undo_objects
+from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
+from ckptfix.storage.stores import Store
+from tests.sampling import is_exhaustive, sampled
+from tests.stores.simulated_s3 import (
+    Cloud,
+    KillAt,
+    Killed,
+    SimulatedStore,
+    Stretch,
+    cloud,
+    digest,
+    open_simulated,
+    read,
+    refusal,
+)
+
+__all__ = ["cloud"]
+
+URL = "s3://simulated/run/checkpoint_7"
+PREFIX = "run/checkpoint_7/"
+MIB = 1 << 20
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = PurePosixPath("model.safetensors.index.json")
+HEAD, NEW_HEAD = b"old header " * 100, b"new header, which is longer " * 100
+
+
+def fill(cloud: Cloud) -> None:
+    """Write two shards with an index, a duplicate, an entry to be moved, and what nothing changes."""
+    for number, name in enumerate(SHARDS):
+        cloud.write(PREFIX + name, (HEAD, Stretch(number, 0, 40 * MIB)), owner="a user")
+    cloud.write(PREFIX + str(INDEX), b'{"old": 1}')
+    cloud.write(PREFIX + "optimizer.bin", (b"optimizer", Stretch(7, 0, 9 * MIB)))
+    cloud.write(PREFIX + "optimizer_1.bin", (b"OPTIMIZER", Stretch(7, 0, 9 * MIB), b"!"))
+    cloud.write(PREFIX + "optimizer_2.bin", b"the last one")
+    cloud.write(PREFIX + "states/.metadata", b"old metadata")
+    cloud.write(PREFIX + "states/__0_0.distcp", (Stretch(9, 0, MIB),))
+    cloud.write(PREFIX + ".ckptfix/manifest.json", b"old manifest")
+    cloud.write("run/checkpoint_70/model.safetensors", b"a neighbour")
+
+
+def anew(cloud: Cloud) -> None:
+    """Make the bucket new. Its parts are small: in a sweep over hundreds of points megabytes take time, not sense."""
+    cloud.__init__(1 << 12)  # type: ignore[misc]
+    fill(cloud)
+
+
+def edits() -> list[Edit]:
+    """Rename in both shards, write their index, drop a duplicate, move the next entry to its place."""
+    made: list[Edit] = []
+    for name in SHARDS:
+        path = PurePosixPath(name)
+        made.append(
+            Replace(
+                path=path,
+                content=Recipe(pieces=(Literal(NEW_HEAD), Range(path, len(HEAD), 40 * MIB))),
+                previous=Recipe(pieces=(Literal(HEAD), Range(path, len(NEW_HEAD), 40 * MIB))),
+            )
+        )
+    first, second, third = (PurePosixPath(f"optimizer{end}.bin") for end in ("", "_1", "_2"))
+    back = Recipe(pieces=(Literal(b"OPTIMIZER"), Range(first, 9, 9 * MIB), Literal(b"!")))
+    metadata, own = PurePosixPath("states/.metadata"), PurePosixPath("states/__ckptfix_0.distcp")
+    manifest = PurePosixPath(".ckptfix/manifest.json")
+    made += [
+        Replace(
+            path=INDEX,
+            content=Recipe(pieces=(Literal(b'{"new": 2}'),)),
+            previous=Recipe(pieces=(Literal(b'{"old": 1}'),)),
+        ),
+        Remove(path=second, previous=back),
+        Move(source=third, target=second),
+        Replace(path=own, content=Recipe(pieces=(Literal(b"new items"),)), previous=ABSENT),
+        Replace(path=metadata, content=Recipe(pieces=(Literal(b"new metadata"),)), previous=KEPT),
+        Replace(path=manifest, content=Recipe(pieces=(Literal(b"new manifest"),)), previous=KEPT),
+    ]
+    return made
+
+
+@contextmanager
+def shown(staged: object) -> Iterator[None]:
+    yield
+
+
+def commit(store: Store, *, verify: Callable[[], None] = lambda: None, break_lock: bool = False) -> int:
+    infos = store.list()
+
+    def read_planned(key: str, offset: int, length: int) -> bytes:
+        return store.read(key, offset, length, etag=infos[key].etag)
+
+    with store_lock(store, "repair", break_lock=break_lock) as lock:
+        recover_objects(store)
+        return commit_objects(
+            store, edits(), infos, lock=lock, target="", summary=["steps"], read=read_planned,
+            indexes=[INDEX, PurePosixPath("states/.metadata")], show=shown, verify=verify,
+        )  # fmt: skip
+
+
+def undo(store: Store, number: int = 1) -> None:
+    with store_lock(store, "undo") as lock:
+        recover_objects(store)
+        undo_objects(store, number, lock=lock)
+
+
+def recover(store: Store) -> int | None:
+    with store_lock(store, "repair", break_lock=True):
+        finished = recover_objects(store).finished
+        return None if finished is None else finished[0]
+
+
+@pytest.fixture
+def store(cloud: Cloud) -> SimulatedStore:
+    fill(cloud)
+    return open_simulated(cloud, URL)
+
+
+NEW = {
+    PREFIX + SHARDS[0]: digest((NEW_HEAD, Stretch(0, 0, 40 * MIB))),
+    PREFIX + SHARDS[1]: digest((NEW_HEAD, Stretch(1, 0, 40 * MIB))),
+    PREFIX + str(INDEX): digest((b'{"new": 2}',)),
+    PREFIX + "optimizer.bin": digest((b"optimizer", Stretch(7, 0, 9 * MIB))),
+    PREFIX + "optimizer_1.bin": digest((b"the last one",)),
+    PREFIX + "states/.metadata": digest((b"new metadata",)),
+    PREFIX + "states/__ckptfix_0.distcp": digest((b"new items",)),
+    PREFIX + "states/__0_0.distcp": digest((Stretch(9, 0, MIB),)),
+    PREFIX + ".ckptfix/manifest.json": digest((b"new manifest",)),
+    "run/checkpoint_70/model.safetensors": digest((b"a neighbour",)),
+}
+
+
+def old_names() -> dict[str, str]:
+    fresh = Cloud()
+    fill(fresh)
+    return fresh.names()
+
+
+def test_all_names_change_and_an_undo_restores_every_byte(cloud: Cloud, store: SimulatedStore) -> None:
+    before = {key: one.body for key, one in cloud.objects.items()}
+    assert commit(store) == 1
+    assert cloud.names() == NEW
+    # Of what the recipes rebuild nothing is kept; what they do not know stays until the undo.
+    assert cloud.journal() == [
+        PREFIX + ".ckptfix/0001.objects/" + name for name in ("kept/6", "kept/7", "plan", "state.json")
+    ]
+    assert not cloud.uploads
+    assert cloud.objects[PREFIX + SHARDS[0]].metadata["owner"] == "a user"
+    undo(store)
+    assert {key: digest(one.body) for key, one in cloud.objects.items()} == {
+        key: digest(body) for key, body in before.items()
+    }
+    assert read(cloud.objects[PREFIX + "optimizer_1.bin"].body) == read(before[PREFIX + "optimizer_1.bin"])
+    assert cloud.objects[PREFIX + SHARDS[0]].metadata["owner"] == "a user"
+
+
+def test_few_bytes_travel(store: SimulatedStore) -> None:
+    commit(store)
+    assert store.traffic.down < 2 * 5.2 * MIB + (1 << 16)  # the first part of each shard has at least 5 MiB
+    assert store.traffic.up < 2 * 5.2 * MIB + (1 << 16)
+
+
+def test_two_repairs_are_undone_in_their_order(cloud: Cloud, store: SimulatedStore) -> None:
+    before = cloud.names()
+    commit(store)
+    infos = store.list()
+    path = PurePosixPath("states/__0_0.distcp")
+    with store_lock(store, "repair") as lock:
+        number = commit_objects(
+            store, [Remove(path=path, previous=KEPT)], infos, lock=lock, target="", summary=[],
+            indexes=(), read=lambda *_: b"", show=shown, verify=lambda: None,
+        )  # fmt: skip
+    assert number == 2
+    assert PREFIX + str(path) not in cloud.objects
+    undo(store, 2)
+    assert cloud.names() == NEW
+    undo(store, 1)
+    assert cloud.names() == before
+    assert cloud.journal() == []
+
+
+def test_an_earlier_repair_waits_for_a_later_one(store: SimulatedStore) -> None:
+    commit(store)
+    path = PurePosixPath("optimizer.bin")
+    with store_lock(store, "repair") as lock:
+        commit_objects(
+            store, [Remove(path=path, previous=KEPT)], store.list(), lock=lock, target="optimizer.bin",
+            summary=[], indexes=(), read=lambda *_: b"", show=shown, verify=lambda: None,
+        )  # fmt: skip
+    with pytest.raises(ChangedError, match=r"undo 2 first: ckptfix undo s3://simulated/run/checkpoint_7/opt"):
+        undo(store, 1)
+
+
+def names_are_old_or_new(cloud: Cloud, old: dict[str, str]) -> None:
+    for key, found in cloud.names().items():
+        assert found in {old.get(key), NEW.get(key)}, f"{key} is half new"
+    for key in old.keys() & NEW.keys():
+        assert key in cloud.names(), f"{key} is gone"
+
+
+def stage_of(store: Store, number: int) -> str | None:
+    for found in found_transactions(store.list()):
+        if found.number == number and found.has_begun:
+            return read_state(store, found).stage.value
+    return None
+
+
+def requests_of(action: Callable[[SimulatedStore], object], *, undoing: bool) -> int:
+    cloud = Cloud()
+    anew(cloud)
+    store = open_simulated(cloud, URL)
+    if undoing:
+        commit(store)
+    before = cloud.requests
+    action(store)
+    return cloud.requests - before
+
+
+def points(action: Callable[[SimulatedStore], object], *, undoing: bool) -> Iterator[tuple[int, bool]]:
+    count = requests_of(action, undoing=undoing)
+    for at in sampled(range(1, count + 1)):
+        yield at, False
+        yield at, True
+
+
+@pytest.mark.parametrize("verb", ["repair", "undo"])
+def test_killed_at_any_request_the_next_run_finishes_or_rolls_back(cloud: Cloud, verb: str) -> None:
+    undoing = verb == "undo"
+    action: Callable[[SimulatedStore], object] = undo if undoing else commit
+    old = old_names()
+    ends = set()
+    for at, is_after in points(action, undoing=undoing):
+        anew(cloud)
+        store = open_simulated(cloud, URL)
+        if undoing:
+            commit(store)
+        cloud.strike = KillAt(at, is_after=is_after)
+        with suppress(Killed):
+            action(store)
+        cloud.strike = lambda method, key, is_after: None
+        names_are_old_or_new(cloud, old)
+        stage = stage_of(store, 2 if undoing else 1)
+        if stage == "staging":
+            assert cloud.names() == (NEW if undoing else old), "a name changed before the commit"
+        recover(store)
+        names = cloud.names()
+        assert names in (old, NEW), f"a mixture after the next run ({verb}, request {at}, after: {is_after})"
+        if not undoing:
+            assert (names == NEW) == (stage in ("commit", "done")), (
+                "rolled back after the commit, or finished before it"
+            )
+        ends.add(names == NEW)
+        if names == old:
+            assert cloud.journal() == []
+            assert commit(store) == 1
+        undo(store)
+        assert cloud.names() == old
+        assert cloud.journal() == []
+    assert ends == {True, False}
+
+
+def test_killed_again_while_it_recovers(cloud: Cloud) -> None:
+    """Killed in the middle of the names, and again at every request of the run that finishes them."""
+    old = old_names()
+    anew(cloud)
+    store = open_simulated(cloud, URL)
+
+    def broken() -> None:
+        anew(cloud)
+        placed = 0
+
+        def strike(method: str, key: str, is_after: bool) -> None:
+            nonlocal placed
+            is_name = method == "complete_multipart_upload" and "/.ckptfix/" not in key
+            placed += is_name and is_after
+            if placed == 2:
+                raise Killed
+
+        cloud.strike = strike
+        with suppress(Killed):
+            commit(store)
+        cloud.strike = lambda method, key, is_after: None
+
+    broken()
+    before = cloud.requests
+    recover(store)
+    assert cloud.names() == NEW
+    for at in sampled(range(1, cloud.requests - before + 1)):
+        for is_after in (False, True):
+            broken()
+            cloud.strike = KillAt(at, is_after=is_after)
+            with suppress(Killed):
+                recover(store)
+            cloud.strike = lambda method, key, is_after: None
+            names_are_old_or_new(cloud, old)
+            recover(store)
+            assert cloud.names() == NEW
+            undo(store)
+            assert cloud.names() == old
+            assert cloud.journal() == []
+
+
+def failure_of(action: Callable[[], object]) -> OperationError | None:
+    try:
+        action()
+    except OperationError as error:
+        return error
+    return None
+
+
+CONDITIONAL = {"put_object", "complete_multipart_upload", "upload_part_copy", "get_object", "delete_object"}
+FAULTS = {
+    "500": (500, "InternalError"),
+    "503": (503, "SlowDown"),
+    "409": (409, "ConditionalRequestConflict"),
+    "412": (412, "PreconditionFailed"),
+    "403": (403, "ExpiredToken"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: str, times: int) -> None:
+    old = old_names()
+    finished = 0
+    requests = requests_of(commit, undoing=False)
+    assert requests > 60
+    for at in sampled(range(1, requests + 1)):
+        anew(cloud)
+        store = open_simulated(cloud, URL)
+        seen = 0
+
+        def strike(method: str, key: str, is_after: bool, at: int = at) -> None:
+            nonlocal seen
+            if not is_after:
+                seen += 1
+                if at <= seen < at + times and (fault != "412" or method in CONDITIONAL):
+                    raise refusal(*FAULTS[fault], method)
+
+        cloud.strike = strike
+        error = failure_of(lambda: commit(store))  # noqa: B023
+        cloud.strike = lambda method, key, is_after: None
+        assert error is None or "next" in str(error) or "nothing was changed" in str(error), error
+        if error is not None and not isinstance(error, JournalError):
+            assert cloud.names() == old, error
+        names_are_old_or_new(cloud, old)
+        recover(store)
+        assert cloud.names() in (old, NEW)
+        finished += cloud.names() == NEW
+    assert finished or times == 99
+    if times == 1 and fault in ("500", "503", "409"):
+        assert finished == len(sampled(range(1, requests + 1))), "a fault that passes must not end the repair"
+
+
+def test_a_lost_answer_is_no_other_writer(cloud: Cloud) -> None:
+    """The connection is cut after the server has done its work: at every request, the repair finishes."""
+    for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
+        anew(cloud)
+        store = open_simulated(cloud, URL)
+        seen = 0
+
+        def strike(method: str, key: str, is_after: bool, at: int = at) -> None:
+            nonlocal seen
+            if is_after:
+                seen += 1
+                if seen == at:
+                    raise ConnectionResetError("connection reset by peer")
+
+        cloud.strike = strike
+        commit(store)
+        cloud.strike = lambda method, key, is_after: None
+        assert cloud.names() == NEW
+        undo(store)
+        assert cloud.names() == old_names()
+        assert cloud.journal() == []
+
+
+def test_another_writer_stops_the_repair_before_anything_is_changed(cloud: Cloud) -> None:
+    """A job saves an object at any request before the commit: its bytes stay, and all others are as they were."""
+    old = old_names()
+    for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
+        anew(cloud)
+        store = open_simulated(cloud, URL)
+        seen = 0
+
+        def strike(method: str, key: str, is_after: bool, at: int = at) -> None:
+            nonlocal seen
+            seen += is_after
+            if is_after and seen == at:
+                cloud.write(PREFIX + SHARDS[1], b"a new save")
+
+        cloud.strike = strike
+        ours = digest((b"a new save",))
+        error = failure_of(lambda: commit(store))  # noqa: B023
+        assert cloud.names()[PREFIX + SHARDS[1]] == ours, "the new save is lost"
+        assert error is None or SHARDS[1] in str(error), error
+        if error is not None and not isinstance(error, JournalError):
+            assert cloud.names() == {**old, PREFIX + SHARDS[1]: ours}
+
+
+def test_a_failed_proof_leaves_everything_as_it_was(cloud: Cloud, store: SimulatedStore) -> None:
+    before = cloud.names()
+
+    def fail() -> None:
+        assert cloud.names() == before
+        raise OperationError("the keys after the repair are not those of the plan")
+
+    with pytest.raises(OperationError, match="nothing was changed"):
+        commit(store, verify=fail)
+    assert cloud.names() == before
+    assert cloud.journal() == []
+
+
+def test_one_repair_at_a_time(cloud: Cloud, store: SimulatedStore) -> None:
+    other = open_simulated(cloud, URL)
+
+    def race() -> None:
+        with pytest.raises(LockedError, match=r"ckptfix repair of .* has held this lock"):
+            commit(other)
+
+    commit(store, verify=race)
+    assert cloud.names() == NEW
+
+
+def test_a_lock_that_is_taken_over_stops_its_old_owner(cloud: Cloud, store: SimulatedStore) -> None:
+    """A run that was held for dead goes on, while another one has taken over, rolled back, and repaired."""
+    other, numbers = open_simulated(cloud, URL), list[int]()
+    with pytest.raises(JournalError, match="finishes or rolls back"):
+        commit(store, verify=lambda: numbers.append(commit(other, break_lock=True)))
+    assert numbers == [1]
+    assert cloud.names() == NEW
+    assert not [key for key in cloud.journal() if "/new/" in key or key.endswith("lock")]
+    undo(store)
+    assert cloud.names() == old_names()
+
+
+def test_a_lock_is_named_with_its_owner_age_and_command(cloud: Cloud, store: SimulatedStore) -> None:
+    cloud.strike = KillAt(12, is_after=True)
+    with suppress(Killed):
+        commit(store)
+    cloud.strike = lambda method, key, is_after: None
+    body = json.loads(read(cloud.objects[PREFIX + LOCK].body))
+    body["since"] -= 7300
+    cloud.write(PREFIX + LOCK, json.dumps(body).encode())
+    with pytest.raises(LockedError) as caught:
+        commit(store)
+    words = str(caught.value)
+    assert f"of {body['user']} on {body['host']} (process {body['pid']})" in words
+    assert "for 2 hours" in words
+    assert f"ckptfix repair --break-lock {URL}" in words
+    assert commit(store, break_lock=True) == 1
+
+
+@pytest.mark.parametrize("name", [SHARDS[0], "optimizer.bin", "optimizer_2.bin"])
+def test_an_undo_refuses_after_another_write(cloud: Cloud, store: SimulatedStore, name: str) -> None:
+    commit(store)
+    cloud.write(PREFIX + name, b"a new save")
+    before = cloud.names()
+    with pytest.raises(ChangedError, match="nothing was undone"):
+        undo(store)
+    assert cloud.names() == before
+
+
+@pytest.mark.parametrize("name", ["plan", "state.json"])
+def test_a_damaged_journal_is_named(cloud: Cloud, store: SimulatedStore, name: str) -> None:
+    commit(store)
+    key = f"{PREFIX}.ckptfix/0001.objects/{name}"
+    data = read(cloud.objects[key].body)
+    for at in (0, 70, len(data) // 2, len(data) - 1):
+        cloud.write(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(JournalError, match=r"aws s3 rm --recursive .*0001\.objects/"):
+            undo(store)
+    assert cloud.names() == NEW
+
+
+def test_an_undo_that_would_restore_other_bytes_is_refused_before_anything(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
+    path = PurePosixPath(SHARDS[0])
+    wrong = Replace(
+        path=path,
+        content=Recipe(pieces=(Literal(NEW_HEAD), Range(path, len(HEAD), 40 * MIB))),
+        previous=Recipe(pieces=(Literal(HEAD[::-1]), Range(path, len(NEW_HEAD), 40 * MIB))),
+    )
+    shifted = Replace(
+        path=path,
+        content=Recipe(pieces=(Literal(NEW_HEAD), Range(path, len(HEAD), 40 * MIB))),
+        previous=Recipe(pieces=(Literal(HEAD), Range(path, len(NEW_HEAD) + 1, 40 * MIB - 1), Literal(b"x"))),
+    )
+    infos = store.list()
+    for edit in (wrong, shifted):
+        with store_lock(store, "repair") as lock, pytest.raises(OperationError, match="restore"):
+            commit_objects(
+                store, [edit], infos, lock=lock, target="", summary=[], indexes=(), show=shown,
+                read=lambda key, offset, length: store.read(key, offset, length), verify=lambda: None,
+            )  # fmt: skip
+    assert cloud.names() == old_names()
+    assert cloud.journal() == []
+
+
+def test_every_exhaustive_point_is_one_request() -> None:
+    """The sweeps above see every request: a repair of nine names sends this many."""
+    assert 60 < requests_of(commit, undoing=False) < 200
+    assert isinstance(is_exhaustive(), bool)
+    assert issubclass(LockedError, CkptfixError)
