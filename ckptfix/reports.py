@@ -8,6 +8,8 @@ from operator import attrgetter
 from pathlib import PurePath
 from typing import Any, ClassVar
 
+from ckptfix.wording import shown
+
 
 class Serialized:
     """Base of every value that ``--json`` prints.
@@ -49,18 +51,20 @@ def plain(value: object, at: str = "") -> Any:
 
     ``at``: the checkpoint for the commands in it.
     """
-    if value is None or isinstance(value, str | int):
+    if isinstance(value, str):
+        return shown(value)  # an image by its URL
+    if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     if isinstance(value, Serialized):
         return value.as_json(at)
     if isinstance(value, PurePath):
-        return str(value)
+        return shown(str(value))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): plain(one, at) for key, one in value.items()}
+        return {shown(str(key)): plain(one, at) for key, one in value.items()}
     if isinstance(value, tuple | list):
         if hasattr(value, "_asdict"):
             return plain(value._asdict(), at)

@@ -19,6 +19,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
+from ckptfix.storage.reading import read_start
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest universal one."""
@@ -111,14 +112,9 @@ def _is_deepspeed(path: Path) -> bool:
 def _latest(path: Path) -> PurePosixPath:
     """Return the folder named in a file, ``.`` when the file cannot be read."""
     try:
-        with open(path, "rb", opener=_open) as file:
-            return PurePosixPath(file.read(_MAX_LATEST).decode().strip())
+        return PurePosixPath((read_start(path, _MAX_LATEST) or b"").decode().strip())
     except (OSError, UnicodeDecodeError):
         return PurePosixPath(".")
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

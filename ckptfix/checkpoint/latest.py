@@ -26,6 +26,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
+from ckptfix.storage.atomic import read_file
 from ckptfix.storage.paths import JOURNAL, described, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
@@ -109,7 +110,7 @@ def instead_of(checkpoint: Path) -> str:
 def _intact_staging(checkpoint: Path) -> Path | None:
     """Return the staging folder of the interrupted save while none of its files has been moved. Raises OSError."""
     journal = checkpoint / JOURNAL
-    recorded = set(json.loads((journal / UNFINISHED).read_bytes()))
+    recorded = set(json.loads(read_file(journal / UNFINISHED)))
     parent = outside_checkpoints(checkpoint)
     near = (
         one

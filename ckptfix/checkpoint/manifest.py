@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError
 from ckptfix.storage.paths import JOURNAL, MANIFEST
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import open_reader, read_start
 from ckptfix.wording import count_of
 
 VERSION = 1
@@ -103,12 +103,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises FormatError for an invalid manifest, OSError when it cannot be read.
     """
     try:
-        with open(folder / MANIFEST, "rb", opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FormatError(f"{folder / MANIFEST} is not a regular file")
-            data = file.read(MAX_MANIFEST + 1)
+        data = read_start(folder / MANIFEST, MAX_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if data is None:
+        raise FormatError(f"{folder / MANIFEST} is not a regular file")
     if len(data) > MAX_MANIFEST:
         raise FormatError(f"{folder / MANIFEST} has more than {MAX_MANIFEST} bytes")
     try:
@@ -134,11 +133,6 @@ def usable_manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except (FormatError, OSError):
         return None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file without blocking, even a pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from ckptfix.checkpoint.filenames import NOT_STATES, is_one_of_several, parse_dcp_name, parse_file_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import read_start
 
 CONFIG, ADAPTER, _GENERATION = "config.json", "adapter_config.json", "generation_config.json"
 _LONGEST_CONFIG = 1 << 20
@@ -68,8 +69,7 @@ def _class_of(folder: Path, name: str) -> str:
         neighbors = set(os.listdir(folder))
         if name not in neighbors or not (folder / name).is_file():
             return ""
-        with (folder / name).open("rb") as file:
-            config = json.loads(file.read(_LONGEST_CONFIG))
+        config = json.loads(read_start(folder / name, _LONGEST_CONFIG) or b"")
     except (OSError, ValueError, RecursionError):
         return ""
     if not isinstance(config, dict):

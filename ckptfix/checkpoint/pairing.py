@@ -129,14 +129,14 @@ def first_unequal(
             if files in shared:
                 continue
             with open_reader(root / files[0]) as one, open_reader(root / files[1]) as two:
-                if same_bytes_without_reading(one.fd, two.fd, runs):
+                if same_bytes_without_reading(one, two, runs):
                     shared.add(files)
                     if progress is not None:
                         progress(2 * sum(run.length for run in runs))
                     continue
                 difference = first_difference(
-                    one.fd,
-                    two.fd,
+                    one,
+                    two,
                     sample_runs(runs) if quick else runs,
                     progress=None if quick else progress,
                     digests=None if quick or digests is None else digests.setdefault(files[0], {}),

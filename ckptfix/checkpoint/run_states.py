@@ -20,9 +20,9 @@ ParameterNames = tuple[tuple[tuple[int, str], ...], ...]
 
 def digest_of_end(path: Path) -> str:
     """Return a digest of a file's end, where torch writes the checksums of all it has written. Raises OSError."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END))
-        return hashlib.sha1(file.read(), usedforsecurity=False).hexdigest()
+    with open_reader(path) as reader:
+        end = reader.read(max(0, reader.size - _END), min(_END, reader.size))
+        return hashlib.sha1(end, usedforsecurity=False).hexdigest()
 
 
 def parameter_names(folder: Path, file: str, index: int) -> ParameterNames | None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import (
     TRAINER,
@@ -21,6 +21,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import read_start
 from ckptfix.wording import count_of
 
 _MAX_STATE = 256 << 20
@@ -47,8 +48,7 @@ def trainer_problem(checkpoint: Path) -> str | None:
     """
     number = checkpoint_number(checkpoint.name, TRAINER)
     try:
-        with (checkpoint / TRAINER_STATE).open("rb") as file:
-            step = json.loads(file.read(_MAX_STATE))["global_step"]
+        step = _global_step(checkpoint)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -110,8 +110,11 @@ def _is_optimizer(name: str) -> bool:
 
 def trainer_step(checkpoint: Path) -> int:
     """Return the step of a checkpoint, by its ``trainer_state.json``. Raises as ``json`` and files do."""
-    with (checkpoint / TRAINER_STATE).open("rb") as file:
-        return int(json.loads(file.read(_MAX_STATE))["global_step"])
+    return int(_global_step(checkpoint))
+
+
+def _global_step(checkpoint: Path) -> Any:
+    return json.loads(read_start(checkpoint / TRAINER_STATE, _MAX_STATE) or b"")["global_step"]
 
 
 def is_model_alone(missing: Collection[MissingState]) -> bool:

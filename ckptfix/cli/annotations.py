@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from ckptfix.diagnosis.findings import CODES
 from ckptfix.diagnosis.findings.base import Severity
-from ckptfix.wording import escape
+from ckptfix.wording import escape, shown
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
@@ -106,4 +106,8 @@ def _notification(one: Annotation) -> dict[str, object]:
 
 def _uri(file: Path) -> str:
     """Return a path as a URI, byte for byte; a relative one stays relative to where the command ran."""
+    text = shown(str(file))
+    if "://" in text:
+        scheme, _, rest = text.partition("://")
+        return f"{scheme}://{quote(rest)}"
     return ("file://" if file.is_absolute() else "") + quote(os.fsencode(file))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import click
@@ -16,6 +17,7 @@ from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.target import find_checkpoints
+from ckptfix.storage.doors import opened
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
@@ -50,11 +52,21 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: boo
     Reads headers and small samples of tensors; changes nothing.
     """
     report.quiet |= null
+    with ExitStack() as images:
+        return _check_all(paths, data, recursive, null, report, images)
+
+
+def _check_all(
+    paths: tuple[str, ...], data: bool, recursive: bool, null: bool, report: Report, images: ExitStack
+) -> int:
     targets: list[str] = []
     failures: dict[str, Exception] = {}
     for path in paths:
         try:
-            targets += map(str, find_checkpoints(path)) if recursive else [path]
+            if recursive:
+                targets += map(str, find_checkpoints(images.enter_context(opened(path, complete=False))))
+            else:
+                targets.append(path)
         except FAILURES as error:
             if len(paths) == 1:
                 raise

@@ -21,7 +21,7 @@ from ckptfix.reports import Serialized, holds_many, plain
 from ckptfix.storage import staged
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.paths import cause, described, shell_path
-from ckptfix.wording import Line, escape, line
+from ckptfix.wording import Line, escape, line, shown
 
 INTERRUPTED = 130
 
@@ -172,7 +172,8 @@ class Report:
         if self.form is not Form.TEXT:
             return
         if null:
-            put(os.fsencode(f"./{path}" if str(path).startswith("-") else path) + b"\0", newline=False)
+            text = shown(str(path))
+            put(os.fsencode(f"./{text}" if text.startswith("-") else text) + b"\0", newline=False)
         else:
             put(shell_path(path))
 

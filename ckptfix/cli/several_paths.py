@@ -14,6 +14,7 @@ from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interru
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import CkptfixError
+from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -143,7 +144,7 @@ def folded(unchecked: Mapping[str, Sequence[str]]) -> Iterator[str]:
         for words in every:
             counted = _COUNTED.fullmatch(words)
             about, _, pasted = words.partition("ckptfix ")
-            general = about + pasted.replace(shell_path(Path(path)), "")
+            general = about + pasted.replace(shell_path(path if looks_like_url(path) else Path(path)), "")
             key = counted.groups()[1:] if counted else _NAMES.sub("", general)
             groups.setdefault(key, {})[path] = words
     for same in groups.values():

@@ -40,6 +40,7 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
 from ckptfix.storage.staged import put_in_place, staging_for
@@ -329,6 +330,7 @@ OnPlan = Callable[[MigrateReceipt], None]
 """Function that is called with the receipt of a dry run, before anything is written."""
 
 
+@takes_urls("src")
 def migrate(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

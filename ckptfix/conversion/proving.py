@@ -150,7 +150,7 @@ def prove_copy(source: Path, copy: Path, progress: Progress | None) -> None:
                 f"{source} has {one.size} bytes, its copy {other.size}: it changed while it was copied"
             )
         runs = [Run(0, 0, one.size)] if one.size else []
-        found = first_difference(one.fd, other.fd, runs, progress=progress)
+        found = first_difference(one, other, runs, progress=progress)
     if found is not None:
         raise OperationError(
             f"{source} differs from its copy from byte {found.offset_a} on: it changed, or a disk is failing; "

@@ -26,6 +26,7 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, listed_files, refused_files, shell_path
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
@@ -428,6 +429,7 @@ class _Folders:
                 yield where / name
 
 
+@takes_urls("source")
 def salvage(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],

@@ -162,14 +162,13 @@ def sha256_of(path: Path, stop: threading.Event) -> str:
     """Return the sha256 of a file, in hex. Raises OSError, ``Stopped``."""
     digest = hashlib.sha256()
     buffer = page_buffer(_BLOCK)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while count := os.readv(fd, [buffer]):
+    with open_reader(path) as reader:
+        for offset in range(0, reader.size, _BLOCK):
             if stop.is_set():
                 raise Stopped
-            digest.update(buffer[:count])
-    finally:
-        os.close(fd)
+            view = buffer[: min(_BLOCK, reader.size - offset)]
+            reader.fill(view, offset)
+            digest.update(view)
     return digest.hexdigest()
 
 

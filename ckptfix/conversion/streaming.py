@@ -20,7 +20,7 @@ from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
+from ckptfix.storage.reading import FileReader, OpenFiles, Piece, opened_elsewhere, page_buffer
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
 from ckptfix.tensors.stored import Contiguous, StoredTensor, digest_head
@@ -167,7 +167,7 @@ class Reader:
         layout = source.stored.layout
         if source.convert is None and isinstance(layout, Contiguous):
             for path, offset, length in layout.pieces:  # straight into the slab
-                if self._can_share(offset, length):
+                if self._can_share(offset, length) and files.holds_descriptor(path):
                     self._share(Piece(path, offset, length))
                     continue
                 read = 0
@@ -365,6 +365,9 @@ def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
     Raises FileExistsError, ChangedError when the source is not a regular file, OSError.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    if (reader := opened_elsewhere(source)) is not None:
+        _copy_reader(reader, source, target, progress)
+        return
     read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(read)
@@ -380,6 +383,20 @@ def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
             os.close(written)
     finally:
         os.close(read)
+
+
+def _copy_reader(reader: FileReader, source: Path, target: Path, progress: Progress | None) -> None:
+    """Copy a file whose bytes are not on this machine."""
+    status = os.stat(source)
+    with open(target, "xb") as file:
+        for offset in range(0, reader.size, _SLAB):
+            file.write(reader.read(offset, min(_SLAB, reader.size - offset)))
+            if progress is not None:
+                progress(min(_SLAB, reader.size - offset))
+        file.flush()
+        os.fchmod(file.fileno(), status.st_mode & 0o777)
+        os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+        sync_file(file.fileno())
 
 
 def _write(fd: int, ready: Items, free: Free, progress: Progress | None) -> None:

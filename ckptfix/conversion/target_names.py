@@ -29,6 +29,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder
+from ckptfix.storage.reading import read_start
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
 SUFFIXES = {
@@ -384,11 +385,9 @@ def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
 
     Raises OSError when it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        data = file.read(_LONGEST + 1)
+    data = read_start(path, _LONGEST + 1)
+    if data is None:
+        return None
     try:
         values = json.loads(data) if len(data) <= _LONGEST else None
     except (ValueError, RecursionError):

@@ -23,8 +23,10 @@ from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized, items
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.reading import unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
@@ -140,6 +142,7 @@ def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:
     yield from few([f"could not finish: {words}" for words in unfinished], "files", colour="yellow")
 
 
+@takes_urls("path", complete=False)
 def check(
     path: str | os.PathLike[str],
     *,
@@ -176,16 +179,32 @@ def check(
         told = {one for finding in diagnosis.findings for one in _told_of(finding)}
         lacking = tuple(compared(target.root, grouped, told))
     below = tuple(models_below(diagnosis, data=data, progress=progress))
+    unheld, markers = _unheld(target, below)
     return CheckReport(
         path=target.path,
         folder=folder,
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
         findings=pending + lacking + diagnosis.findings + _staging_inside(target),
-        not_checked=tuple(with_below(diagnosis.not_checked, target.path, below)),
-        unfinished=diagnosis.unfinished,
+        not_checked=(*with_below(diagnosis.not_checked, target.path, below), *markers),
+        unfinished=(*diagnosis.unfinished, *unheld),
         below=below,
     )
+
+
+def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], list[str]]:
+    """Return in words the objects of a store that no folder can hold: those with bytes, and those without any."""
+    solid, empty = [], []
+    for one in unheld_below(target.root) if target.only is None else ():
+        if any(one.home.is_relative_to(report.path) for report in below):
+            continue
+        if one.size:
+            solid.append(
+                f"{one.key!r}: an object of {human_size(one.size)} that no folder can hold: {one.why}"
+            )
+        else:
+            empty.append(f"{one.key!r}: an empty object, as programs mark folders with it: {one.why}")
+    return solid, empty
 
 
 def _told_of(finding: Finding) -> tuple[str, ...]:

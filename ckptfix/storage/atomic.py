@@ -7,6 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from ckptfix.storage.reading import opened_elsewhere
 from ckptfix.wording import human_size
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -99,6 +100,8 @@ def create_file(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> N
 
 def read_file(path: Path) -> bytes:
     """Return the bytes of ``path``. Raises OSError when it is a symbolic link or a special file."""
+    if (reader := opened_elsewhere(path)) is not None:
+        return reader.read(0, reader.size)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO would give nothing, or never end

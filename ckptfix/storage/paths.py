@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.wording import escape
+from ckptfix.wording import escape, shown
 
 JOURNAL = ".ckptfix"
 """The folder of the journal; inside the checkpoint, never next to it: Accelerate reads every name in the
@@ -108,7 +108,7 @@ def shell_path(path: Path | str) -> str:
 
     Control characters, and bytes that are not UTF-8, are written as bash and zsh read them: ``$'a\\377'``.
     """
-    text = str(path)
+    text = shown(str(path))
     text = f"./{text}" if text.startswith("-") else text
     if escape(text) == text:
         return shlex.quote(text)

@@ -2,12 +2,13 @@
 
 import mmap
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError
@@ -53,14 +54,101 @@ class FileReader:
         self._ensure_inside(offset, length)
         return FileReader(self.fd, length, self.start + offset)
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Begin to read ranges that will be asked for: all at once, instead of one seek after the other."""
+        for offset, length in ranges:
+            os.posix_fadvise(self.fd, self.start + offset, length, os.POSIX_FADV_WILLNEED)
+
+    @contextmanager
+    def reopened(self) -> Iterator["FileReader"]:
+        """Yield a reader of the same file with a readahead of its own.
+
+        Readahead is kept per open file: threads that read from one descriptor at several places switch it off for each
+        other. Measured cold on 2 files of 2 GiB: 3.0 GB/s with one descriptor, 3.3 to 3.5 with one a thread.
+        """
+        try:
+            own = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no /proc, or the file is gone from its folder
+            own = os.dup(self.fd)
+        try:
+            os.posix_fadvise(own, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            yield FileReader(own, self.size, self.start)
+        finally:
+            os.close(own)
+
+    def is_cached(self, offset: int) -> bool:
+        """Return whether the byte at ``offset`` is in memory already."""
+        try:
+            return os.preadv(self.fd, [bytearray(1)], self.start + offset, os.RWF_NOWAIT) == 1
+        except OSError:  # not in memory, or a file system that does not report it
+            return False
+
     def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
 
 
+class Unheld(NamedTuple):
+    """An object of a store whose key no folder can hold. ``home``: the folder that it would be in or below."""
+
+    key: str
+    size: int
+    home: Path
+    why: str
+
+
+class Elsewhere(Protocol):
+    """Files whose bytes are not on this machine (``storage.images``)."""
+
+    def open(self, path: Path) -> FileReader | None:
+        """Return the reader of a file, None for one that is on this machine. Raises OSError as ``open`` does."""
+
+    def unheld(self, folder: Path) -> tuple[Unheld, ...]:
+        """Return the objects in or below a folder that it cannot hold."""
+
+
+_elsewhere: list[Elsewhere] = []
+"""One at most; empty while only local files are read."""
+
+
+def look_elsewhere(files: Elsewhere) -> None:
+    """Ask for every file there first, from now on."""
+    if files not in _elsewhere:
+        _elsewhere.append(files)
+
+
+def opened_elsewhere(path: Path) -> FileReader | None:
+    """Return the reader of a file whose bytes are not on this machine, None for all others. Raises OSError."""
+    for files in _elsewhere:
+        if (reader := files.open(path)) is not None:
+            return reader
+    return None
+
+
+def unheld_below(folder: Path) -> tuple[Unheld, ...]:
+    """Return the objects of a store in or below a folder whose keys no folder can hold."""
+    return tuple(one for files in _elsewhere for one in files.unheld(folder))
+
+
+def read_start(path: Path, most: int) -> bytes | None:
+    """Return the first bytes of a file, ``most`` at most, None for anything but a regular file. Raises OSError."""
+    if (reader := opened_elsewhere(path)) is not None:
+        return reader.read(0, min(most, reader.size))
+    with open(path, "rb", opener=_without_waiting) as file:
+        return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file without blocking, even a pipe without a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 @contextmanager
 def open_reader(path: Path) -> Iterator[FileReader]:
     """Open ``path`` for reading. Raises OSError as ``open`` does."""
+    if _elsewhere and (reader := opened_elsewhere(path)) is not None:
+        yield reader
+        return
     # O_NONBLOCK: a FIFO that happens to be called model.bin must not hang the scan.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -103,6 +191,7 @@ class OpenFiles:
     def __init__(self, *, keep_cached: bool = True) -> None:
         self._keep_cached = keep_cached
         self._open: OrderedDict[Path, int] = OrderedDict()
+        self._readers: dict[Path, FileReader | None] = {}
 
     def __enter__(self) -> "OpenFiles":
         return self
@@ -115,15 +204,17 @@ class OpenFiles:
 
     def fill(self, view: memoryview, path: Path, offset: int) -> None:
         """Read bytes from ``offset`` on until ``view`` is full. Raises ChangedError when the file ends before that."""
+        if _elsewhere and (reader := self._elsewhere(path)) is not None:
+            if offset + len(view) > reader.size:
+                raise _ends_early(path, reader.size, offset + len(view) - reader.size)
+            reader.fill(view, offset)
+            return
         fd = self.descriptor(path)
         done = 0
         while done < len(view):
             got = os.preadv(fd, [view[done:]], offset + done)
             if not got:
-                raise ChangedError(
-                    f"{path} ends at byte {offset + done}, {len(view) - done} more are needed: it changed while it "
-                    "was read"
-                )
+                raise _ends_early(path, offset + done, len(view) - done)
             done += got
         if not self._keep_cached:
             end = (offset + done) // _DROPPED_AT_ONCE * _DROPPED_AT_ONCE
@@ -149,6 +240,15 @@ class OpenFiles:
         if filled:
             yield buffer[:filled]
 
+    def _elsewhere(self, path: Path) -> FileReader | None:
+        if path not in self._readers:
+            self._readers[path] = opened_elsewhere(path)
+        return self._readers[path]
+
+    def holds_descriptor(self, path: Path) -> bool:
+        """Return whether ``descriptor`` has one of a file: it has none of a file that is not on this machine."""
+        return not _elsewhere or self._elsewhere(path) is None
+
     def descriptor(self, path: Path) -> int:
         """Return the descriptor of a file, valid until 63 others were requested. Raises OSError."""
         fd = self._open.pop(path, None)
@@ -159,3 +259,7 @@ class OpenFiles:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._open[path] = fd
         return fd
+
+
+def _ends_early(path: Path, end: int, more: int) -> ChangedError:
+    return ChangedError(f"{path} ends at byte {end}, {more} more are needed: it changed while it was read")

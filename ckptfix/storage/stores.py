@@ -29,7 +29,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 
 
 class Library(NamedTuple):
-    """How a scheme is read: the module that must be there, the extra of this package that installs it, and the class
+    """Library of a scheme: the module that must be there, the extra of this package that installs it, and the class
     of the store; "" for one of which fsspec alone is asked.
     """
 
@@ -96,7 +96,7 @@ Contents = list[bytes]
 
 
 class Abilities(NamedTuple):
-    """What a store can do beyond reading and writing whole objects.
+    """Abilities of a store beyond reading and writing whole objects.
 
     ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a write onto another
     object than the expected one. The sizes are in bytes: of the smallest part but the last, and of the largest copied

@@ -146,7 +146,8 @@ class _Source:
     def __init__(self, layout: Strided, files: OpenFiles, window: Any) -> None:
         self._path, self._width = layout.storage.path, layout.width
         self._dtype = element_dtype(layout.width)
-        self._files, self._fd = files, files.descriptor(layout.storage.path)
+        self._files = files
+        self._fd = files.descriptor(self._path) if files.holds_descriptor(self._path) else None
         self._window = window
         self._view = memoryview(window)
 
@@ -188,6 +189,11 @@ class _Source:
     def _read_apart(self, count: int, span: int, place: int, step: int) -> None:
         """Read stretches that lie apart in the file, one behind the other in the window."""
         fd, view, preadv = self._fd, self._view, os.preadv
+        if fd is None:
+            for begin in range(0, count * span, span):
+                self._files.fill(view[begin : begin + span], self._path, place)
+                place += step
+            return
         for begin in range(0, count * span, span):
             if preadv(fd, [view[begin : begin + span]], place) != span:
                 self._read(begin, span, place)
@@ -195,7 +201,7 @@ class _Source:
 
     def _read(self, begin: int, length: int, place: int) -> None:
         """Read into the window. The cache keeps what is read: another box may need the same pages."""
-        got = os.preadv(self._fd, [self._view[begin : begin + length]], place)
+        got = os.preadv(self._fd, [self._view[begin : begin + length]], place) if self._fd is not None else 0
         if got < length:  # at the end of the file, where this raises, or interrupted
             self._files.fill(self._view[begin + got : begin + length], self._path, place + got)
 

@@ -15,7 +15,7 @@ from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage.comparing import is_cached
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
@@ -96,7 +96,7 @@ def threads_for(layouts: Sequence[Layout], nbytes: int) -> int:
 
 def _in_memory(piece: Piece) -> bool:
     with open_reader(piece.path) as reader:
-        return is_cached(reader.fd, piece.offset)
+        return reader.is_cached(piece.offset)
 
 
 def part_of(layout: Contiguous, begin: int, end: int) -> Contiguous:
@@ -221,6 +221,7 @@ def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Lay
         )
 
 
+@takes_urls("a", "b")
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

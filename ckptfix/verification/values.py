@@ -19,7 +19,7 @@ from ckptfix.errors import ChangedError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.reports import Serialized
-from ckptfix.storage.reading import OpenFiles, Piece
+from ckptfix.storage.reading import OpenFiles, Piece, read_start
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Contiguous, StoredTensor
 from ckptfix.wording import count_of, human_size, layer_of, list_names
@@ -174,7 +174,7 @@ def has_stepped(root: Path) -> bool:
     After a step they have other values.
     """
     try:
-        steps = json.loads((root / TRAINER_STATE).read_bytes()).get("global_step")
+        steps = json.loads(read_start(root / TRAINER_STATE, 256 << 20) or b"").get("global_step")
     except (OSError, ValueError, AttributeError):
         steps = 0
     if isinstance(steps, int) and steps > 0:

@@ -14,6 +14,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
 from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
@@ -28,6 +29,7 @@ _COVERED = ("values of tensors", "digests in ", "other files next to it")
 """Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part of a checkpoint."""
 
 
+@takes_urls("path", "against")
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -1,0 +1,76 @@
+"""Doors of the verbs: a URL that comes in becomes the path of its image, and goes out in messages as a URL again.
+
+Nothing of object stores is imported before the first URL comes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from ckptfix.errors import CkptfixError
+from ckptfix.wording import shown
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def looks_like_url(path: object) -> bool:
+    """Return whether a path can be a URL; no checkpoint on this machine is named so."""
+    return isinstance(path, str) and "://" in path
+
+
+def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a verb take URLs for these parameters, which are its first ones or keywords.
+
+    ``complete``: refuse a prefix with objects that no folder can hold; the verb does not report them by itself.
+    """
+
+    def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(verb)
+        def opening(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = (*args[: len(names)], *(kwargs.get(name) for name in names))
+            if not any(map(looks_like_url, given)):
+                return verb(*args, **kwargs)
+            with ExitStack() as images:
+
+                def local(one: Any) -> Any:
+                    if not looks_like_url(one):
+                        return one
+                    return images.enter_context(opened(one, complete=complete))
+
+                places: list[Any] = [local(one) if at < len(names) else one for at, one in enumerate(args)]
+                words: dict[str, Any] = {
+                    name: local(one) if name in names else one for name, one in kwargs.items()
+                }
+                return verb(*places, **words)
+
+        return opening
+
+    return decorate
+
+
+@contextmanager
+def opened(path: str, *, complete: bool = True) -> Iterator[Path]:
+    """Yield the path of the image of a URL, which is removed at the end; any other path as it is.
+
+    An error that passes through names the URL. A failure of the store is raised at the end even where it was caught on
+    its way: what could not be read is not ok.
+    """
+    if not looks_like_url(path):
+        yield Path(path)
+        return
+    from ckptfix.storage import images
+
+    place = images.image_of(path, complete=complete)
+    try:
+        yield place
+        images.raise_failure(place)
+    except (CkptfixError, OSError) as error:
+        error.args = tuple(shown(one) if isinstance(one, str) else one for one in error.args)
+        if isinstance(error, OSError) and isinstance(error.filename, str | Path):
+            error.filename = shown(str(error.filename))
+        raise
+    finally:
+        images.release(place)

@@ -1,0 +1,584 @@
+"""Images of prefixes: temporary folders with the names, sizes and times of the objects of a store, and no bytes.
+
+All that lists and looks up files works on an image as on any folder. ``storage.reading`` reads the bytes from the
+store, through a cache of blocks. Nothing else may open, change or remove a file of an image: a guard of the interpreter
+refuses it, as a hole would read as zeros, and a change would change nothing in the store.
+"""
+
+import errno
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import OperationError, StoreError, UsageError
+from ckptfix.storage import reading, staged
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.reading import FileReader, Unheld
+from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, open_store, together
+from ckptfix.wording import count_of, escape, human_size, list_names, show_as
+
+_BLOCK = 16 << 10
+"""Bytes that the cache holds as one: samples of tensors are single pages, far from each other."""
+
+_HEAD = 64 << 10
+"""Bytes that are read of every file before it is asked for: the header of most safetensors files."""
+
+_TAIL = 64 << 10
+"""Bytes that are read of the end: the directory of a zip file. A safetensors file has none."""
+
+_FEWEST, _MOST = 256 << 10, 16 << 20
+"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads follow each other."""
+
+_RANGE = 4 << 20
+"""Bytes of one request; longer reads are several at once."""
+
+_KEPT = 256 << 20
+_AHEAD = 1024
+"""Files of a folder whose ends are read together."""
+
+_FOLDER = rf"{re.escape(staged.WRITING)}[^/]*\+stores"
+"""The folders of all processes that have images, as a pattern."""
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 3500
+
+
+@dataclass(kw_only=True)
+class Image:
+    """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root or one file.
+
+    ``failures``: of the store, while it was read.
+    """
+
+    store: Store
+    root: Path
+    place: Path
+    objects: Mapping[str, ObjectInfo]
+    unheld: tuple[Unheld, ...]
+    failures: list[Exception] = field(default_factory=list)
+
+    def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
+        """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
+        try:
+            return self.store.read_many(ranges)
+        except Exception as error:
+            self.failures.append(error)
+            raise
+
+    def key_of(self, path: str) -> str:
+        """Return the key of the object at a path of the image."""
+        return os.path.relpath(path, self.root)
+
+
+class _Depth(threading.local):
+    """Number of ``changing`` blocks that this thread is in."""
+
+    value = 0
+
+
+class _Session:
+    """The images of this process, in one folder."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.folder = ""
+        self.images: dict[str, Image] = {}
+        self.count = 0
+        self.changing = _Depth()
+        self.is_guarded = False
+
+    def new_root(self, url: str) -> tuple[Path, Path]:
+        """Make the folder of an image, and return the folder of the image and that of its prefix."""
+        with self.lock:
+            if not self.folder:
+                parent = Path(os.path.realpath(tempfile.gettempdir()))
+                with suppress(OSError):
+                    staged.sweep(parent)
+                folder = parent / staged.temporary_name(Path("stores"))
+                folder.mkdir(mode=0o700)
+                self.folder = str(folder)
+                show_as(rf"{re.escape(str(parent))}/{_FOLDER}/\d+/([a-z][a-z0-9+.-]*):(?:/|$)", r"\1://")
+                if not self.is_guarded:
+                    sys.addaudithook(_guard)
+                    self.is_guarded = True
+                reading.look_elsewhere(_files)
+            self.count += 1
+            top = Path(self.folder, str(self.count))
+            scheme, _, rest = url.partition("://")
+            return top, top / f"{scheme}:" / rest
+
+
+_session = _Session()
+
+
+def image_of(url: str, *, complete: bool = True) -> Path:
+    """Open a URL: list what is there, and return the path of its image, a folder or a file.
+
+    ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld`` returns it. Raises
+    UsageError when nothing is there, StoreError.
+    """
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://"))
+    store = open_store(url)
+    rest = url.partition("://")[2].rstrip("/")
+    if any(part in ("", ".", "..") for part in rest.split("/")):
+        raise UsageError(
+            f"{escape(url)}: no folder has such a name; next: copy the objects to a path without it"
+        )
+    listed = store.list()
+    only = ""
+    if not listed and "/" in rest:
+        above, _, only = url.rstrip("/").rpartition("/")
+        folder = open_store(above)
+        listed = folder.children()[0]
+        if only not in listed:
+            raise UsageError(
+                f"{escape(url)} does not exist: the store has no object of this name, and none below it"
+            )
+        store = folder
+    elif not listed:
+        raise UsageError(f"{escape(url)} is empty: the store has no object there")
+    top, root = _session.new_root(store.url)
+    image = _made(store, listed, root, only)
+    with _session.lock:
+        _session.images[str(top)] = image
+    solid = [one for one in image.unheld if one.size]
+    if complete and solid:
+        release(image.place)
+        raise StoreError(
+            f"{escape(url)}: {count_of(len(solid), 'object')} with a key that no folder can hold "
+            f"({list_names(one.key for one in solid)}: {solid[0].why}), so not all would be read; "
+            "next: give them other keys, or delete them"
+        )
+    return image.place
+
+
+def _made(store: Store, listed: Mapping[str, ObjectInfo], root: Path, only: str) -> Image:
+    """Make the files of an image."""
+    folders: dict[str, None] = {}
+    for key in listed:
+        parts = key.split("/")[:-1]
+        folders.update(dict.fromkeys("/".join(parts[:number]) for number in range(1, len(parts) + 1)))
+    held: dict[str, ObjectInfo] = {}
+    unheld: list[Unheld] = []
+    with changing():
+        root.mkdir(parents=True)
+        for key, info in listed.items():
+            why, home = _why_not(key, folders, len(os.fsencode(root)))
+            (root / home).mkdir(parents=True, exist_ok=True)
+            if why:
+                unheld.append(Unheld(key, info.size, root / home, why))
+                continue
+            held[key] = info
+            path = root / key
+            with path.open("xb") as file:
+                file.truncate(info.size)
+            os.utime(path, ns=(info.modified_ns, info.modified_ns))
+    return Image(
+        store=store,
+        root=root,
+        place=root / only if only else root,
+        objects=MappingProxyType(held),
+        unheld=tuple(unheld),
+    )
+
+
+def _why_not(key: str, folders: Mapping[str, object], before: int) -> tuple[str, str]:
+    """Return why no folder can hold a key, "" where one can, and the last folder of it that can exist."""
+    home: list[str] = []
+    parts = key.split("/")
+    for number, part in enumerate(parts):
+        why = ""
+        if part == "":
+            why = "it ends in a slash" if number == len(parts) - 1 else "a name in it is empty"
+        elif part in (".", ".."):
+            why = f"{part!r} in it means another folder"
+        elif "\0" in part:
+            why = "it has a NUL byte"
+        else:
+            try:
+                size = len(os.fsencode(part))
+            except UnicodeEncodeError:
+                return "a name in it is not valid text", "/".join(home)
+            if size > _LONGEST_NAME:
+                why = f"a name in it has {size} bytes, a file's at most {_LONGEST_NAME}"
+        if why:
+            return why, "/".join(home)
+        if number < len(parts) - 1:
+            home.append(part)
+    if before + len(os.fsencode(key)) > _LONGEST_PATH:
+        return f"it has {len(os.fsencode(key))} bytes, too many for a path", ""
+    if key in folders:
+        return "other keys have it as their folder", "/".join(home)
+    return "", "/".join(home)
+
+
+def store_at(path: str | os.PathLike[str]) -> tuple[Store, str] | None:
+    """Return the store and the key of a path in an image, None for any other path."""
+    full = os.path.abspath(path)
+    image = _image_at(full)
+    if image is None:
+        return None
+    key = image.key_of(full)
+    return image.store, "" if key == "." else key
+
+
+def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
+    """Return the facts about the object at a path of an image, as it was listed; None for any other path."""
+    full = os.path.abspath(path)
+    image = _image_at(full)
+    return image.objects.get(image.key_of(full)) if image is not None else None
+
+
+def raise_failure(path: Path) -> None:
+    """Raise the first failure of the store while an image was read."""
+    image = _image_at(os.path.abspath(path))
+    if image is not None and image.failures:
+        raise image.failures[0]
+
+
+def release(path: Path) -> None:
+    """Remove the image that a path lies in."""
+    full = os.path.abspath(path)
+    with _session.lock:
+        top = _top_of(full)
+        if top is None or _session.images.pop(top, None) is None:
+            return
+        _cache.forget(top)
+        with changing():
+            shutil.rmtree(top, ignore_errors=True)
+            if not _session.images:
+                with suppress(OSError):
+                    os.rmdir(_session.folder)
+                staged.release(Path(_session.folder))
+                _session.folder = ""
+
+
+@contextmanager
+def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Path]:
+    """Download all files of an image at or below a path, and yield the path of the copies, which go at the end.
+
+    For libraries that open files by themselves. Raises OperationError where there is no room for them.
+    """
+    image = _image_at(os.path.abspath(path))
+    if image is None:
+        yield path
+        return
+    prefix = image.key_of(os.path.abspath(path))
+    keys = [key for key in image.objects if prefix == "." or key == prefix or key.startswith(f"{prefix}/")]
+    total = sum(image.objects[key].size for key in keys)
+    parent = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(parent).free
+    if total > free:
+        raise OperationError(
+            f"{path}: {human_size(total)} must be downloaded, {human_size(free)} are free in {parent}; "
+            "next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
+        )
+    with tempfile.TemporaryDirectory(prefix="ckptfix-copy-") as folder:
+        root = Path(folder, image.root.name)
+        show_as(re.escape(str(root)), image.store.url)
+        for key in keys:
+            (root / key).parent.mkdir(parents=True, exist_ok=True)
+            download(image, key, root / key, progress)
+        yield root if prefix == "." else root / prefix
+
+
+def download(image: Image, key: str, target: Path, progress: Progress | None) -> None:
+    """Write the bytes of an object to a new file. Raises ChangedError when it is another one than was listed."""
+    info = image.objects[key]
+    lock = threading.Lock()
+    with target.open("xb") as file:
+        file.truncate(info.size)
+
+        def take(offset: int) -> None:
+            data = image.store.read(key, offset, min(_RANGE, info.size - offset), etag=info.etag or None)
+            os.pwrite(file.fileno(), data, offset)
+            if progress is not None:
+                with lock:
+                    progress(len(data))
+
+        together(range(0, info.size, _RANGE), take, 16)
+    os.utime(target, ns=(info.modified_ns, info.modified_ns))
+
+
+# The guard: nobody reads a hole or changes an image by mistake.
+
+_GUARDED = {
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate",
+    "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.copyfile", "shutil.copymode",
+    "shutil.copystat", "shutil.copytree", "shutil.move", "shutil.rmtree", "shutil.chown",
+}  # fmt: skip
+
+
+def _guard(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in _GUARDED or not _session.folder or _session.changing.value:
+        return
+    for one in arguments[:2]:
+        if isinstance(one, str | bytes | os.PathLike):
+            path = os.fsdecode(one)
+            if path.startswith(_session.folder):
+                what = "read" if event == "open" and _only_reads(arguments) else "change"
+                refused = OperationError(
+                    f"{path}: this command would {what} the file by itself, and can only do that to a file on this "
+                    "machine; nothing was changed; next: download the checkpoint first"
+                )
+                if (image := _image_at(os.path.abspath(path))) is not None:
+                    image.failures.append(refused)
+                raise refused
+
+
+def _only_reads(arguments: Sequence[Any]) -> bool:
+    flags = arguments[2] if len(arguments) > 2 else 0
+    return isinstance(flags, int) and flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_CREAT
+
+
+@contextmanager
+def changing() -> Iterator[None]:
+    """Let this thread change images: only ``storage`` itself does."""
+    _session.changing.value += 1
+    try:
+        yield
+    finally:
+        _session.changing.value -= 1
+
+
+# Reading.
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectReader(FileReader):
+    """An object, or a window of one. It has no descriptor."""
+
+    image: Image | None = None
+    top: str = ""
+    key: str = ""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return exactly ``length`` bytes from ``offset``, as ``FileReader.read`` does."""
+        self._ensure_inside(offset, length)
+        return self._bytes(self.start + offset, length)
+
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Read bytes from ``offset`` on until ``view`` is full. Any thread may."""
+        view[:] = self.read(offset, len(view))
+
+    def window(self, offset: int, length: int) -> "ObjectReader":
+        """Return a reader of ``length`` bytes from ``offset``."""
+        self._ensure_inside(offset, length)
+        return ObjectReader(-1, length, self.start + offset, self.image, self.top, self.key)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read ranges that will be asked for, all at once."""
+        self._fetch(
+            [(self.start + offset) // _BLOCK, -(-(self.start + offset + length) // _BLOCK)]
+            for offset, length in ranges
+            if length
+        )
+
+    @contextmanager
+    def reopened(self) -> Iterator[FileReader]:
+        """Yield this reader: threads do not disturb each other."""
+        yield self
+
+    def is_cached(self, offset: int) -> bool:
+        """Return False: a store is slower than any disk."""
+        return False
+
+    @property
+    def _info(self) -> ObjectInfo:
+        assert self.image is not None
+        return self.image.objects[self.key]
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        if not length:
+            return b""
+        assert self.image is not None
+        if length >= _RANGE:
+            return self._direct(offset, length)
+        _look_ahead(self.image, self.top, self.key)
+        first, end = offset // _BLOCK, -(-(offset + length) // _BLOCK)
+        missing = [number for number in range(first, end) if (self.top, self.key, number) not in _cache]
+        if missing:
+            wanted = _cache.window(self.top, self.key, missing[0])
+            last = min(max(end, missing[0] + wanted // _BLOCK), -(-self._info.size // _BLOCK))
+            self._fetch([[missing[0], last]])
+            _cache.grow(self.top, self.key, last, wanted)
+        parts = []
+        for number in range(first, end):
+            part = _cache.get(self.top, self.key, number)
+            if part is None:  # other threads have filled the cache meanwhile
+                return self._direct(offset, length)
+            parts.append(part)
+        begin = offset - first * _BLOCK
+        return b"".join(parts)[begin : begin + length]
+
+    def _direct(self, offset: int, length: int) -> bytes:
+        assert self.image is not None
+        info = self._info
+        ranges = [
+            ObjectRange(self.key, begin, min(_RANGE, offset + length - begin), info.etag)
+            for begin in range(offset, offset + length, _RANGE)
+        ]
+        return b"".join(self.image.read_many(ranges))
+
+    def _fetch(self, spans: Iterable[Sequence[int]]) -> None:
+        """Put blocks into the cache: spans of their numbers, each a request unless it is long."""
+        assert self.image is not None
+        _fetch_spans(self.image, self.top, [(self.key, first, end) for first, end in spans])
+
+
+def _fetch_spans(image: Image, top: str, spans: Iterable[tuple[str, int, int]]) -> None:
+    ranges = []
+    for key, first, end in spans:
+        info = image.objects[key]
+        last = min(end * _BLOCK, info.size)
+        begin = first * _BLOCK
+        while begin < last:
+            take = min(_RANGE, last - begin)
+            if any(
+                (top, key, number) not in _cache
+                for number in range(begin // _BLOCK, -(-(begin + take) // _BLOCK))
+            ):
+                ranges.append(ObjectRange(key, begin, take, info.etag))
+            begin += take
+    for one, data in zip(ranges, image.read_many(ranges), strict=True):
+        for begin in range(0, len(data), _BLOCK):
+            _cache.put(top, one.key, (one.offset + begin) // _BLOCK, data[begin : begin + _BLOCK])
+
+
+class _Cache:
+    """Blocks of objects, those used last; and how much is read at once where reads follow each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+        self._nbytes = 0
+        self._windows: dict[tuple[str, str, int], int] = {}
+        self.ahead: defaultdict[str, set[str]] = defaultdict(set)
+
+    def __contains__(self, block: tuple[str, str, int]) -> bool:
+        return block in self._blocks
+
+    def get(self, top: str, key: str, number: int) -> bytes | None:
+        """Return a block, None when it is not there any more."""
+        with self._lock:
+            data = self._blocks.get((top, key, number))
+            if data is not None:
+                self._blocks.move_to_end((top, key, number))
+            return data
+
+    def put(self, top: str, key: str, number: int, data: bytes) -> None:
+        """Keep a block, and let go of those that were used longest ago."""
+        with self._lock:
+            old = self._blocks.pop((top, key, number), b"")
+            self._blocks[top, key, number] = data
+            self._nbytes += len(data) - len(old)
+            while self._nbytes > _KEPT:
+                self._nbytes -= len(self._blocks.popitem(last=False)[1])
+
+    def window(self, top: str, key: str, number: int) -> int:
+        """Return how many bytes to read at once from a block on."""
+        with self._lock:
+            return self._windows.pop((top, key, number), _FEWEST)
+
+    def grow(self, top: str, key: str, number: int, window: int) -> None:
+        """Note that the reads of a window went up to a block: what follows there reads twice as much."""
+        with self._lock:
+            self._windows[top, key, number] = min(2 * window, _MOST)
+
+    def forget(self, top: str) -> None:
+        """Let go of all blocks of an image."""
+        with self._lock:
+            for block in [block for block in self._blocks if block[0] == top]:
+                self._nbytes -= len(self._blocks.pop(block))
+            self._windows = {place: size for place, size in self._windows.items() if place[0] != top}
+            self.ahead.pop(top, None)
+
+
+_cache = _Cache()
+
+
+def _look_ahead(image: Image, top: str, key: str) -> None:
+    """Read the ends of the files of a folder when the first of them is read; of one file where that is asked for."""
+    seen = _cache.ahead[top]
+    if key in seen:
+        return
+    with _session.lock:
+        if key in seen:
+            return
+        folder = key.rpartition("/")[0]
+        if image.place != image.root:
+            keys = [key]
+        else:
+            keys = [one for one in image.objects if one not in seen and one.rpartition("/")[0] == folder]
+            begin = keys.index(key)
+            keys = keys[begin : begin + _AHEAD]
+        spans = []
+        for one in keys:
+            size = image.objects[one].size
+            blocks = -(-size // _BLOCK)
+            head = min(_HEAD // _BLOCK, blocks)
+            tail = max(head, (size - _TAIL) // _BLOCK) if not one.endswith(".safetensors") else blocks
+            if tail <= head:
+                spans.append((one, 0, blocks if tail < blocks else head))
+            else:
+                spans += [(one, 0, head), (one, tail, blocks)]
+        _fetch_spans(image, top, spans)
+        seen.update(keys)
+
+
+class _Files:
+    """The images of this process, as ``storage.reading`` asks for them."""
+
+    def open(self, path: Path) -> ObjectReader | None:
+        """Return the reader of a file of an image, None for any other path. Raises OSError as ``open`` does."""
+        text = os.fspath(path)
+        if not _session.folder or not text.startswith(_session.folder):
+            return None
+        full = os.path.abspath(text)
+        top = _top_of(full)
+        image = _session.images.get(top) if top is not None else None
+        if top is None or image is None:
+            return None
+        key = image.key_of(full)
+        info = image.objects.get(key)
+        if info is None:
+            if os.path.isdir(full):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), full)
+        return ObjectReader(-1, info.size, 0, image, top, key)
+
+    def unheld(self, folder: Path) -> tuple[Unheld, ...]:
+        """Return the objects in or below a folder of an image whose keys no folder can hold."""
+        image = _image_at(os.path.abspath(folder))
+        if image is None:
+            return ()
+        return tuple(one for one in image.unheld if one.home.is_relative_to(folder))
+
+
+_files = _Files()
+
+
+def _top_of(full: str) -> str | None:
+    if not _session.folder or not full.startswith(f"{_session.folder}/"):
+        return None
+    number = full[len(_session.folder) + 1 :].partition("/")[0]
+    return f"{_session.folder}/{number}"
+
+
+def _image_at(full: str) -> Image | None:
+    top = _top_of(full)
+    image = _session.images.get(top) if top is not None else None
+    if image is None or not (full == str(image.root) or full.startswith(f"{image.root}/")):
+        return None
+    return image

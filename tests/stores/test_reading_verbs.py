@@ -1,0 +1,92 @@
+"""Verbs that read: of a URL they find, print and return what they do of the same folder on this machine."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptfix.cli import run
+from ckptfix.storage import images, stores
+from ckptfix.storage.stores import Store
+from tests.sampling import sampled
+from tests.stores.servers import QUICK, bucket, ministack, ministack_process, upload_folder
+
+__all__ = ["bucket", "ministack", "ministack_process"]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+GOLDEN = sorted(path for path in (FIXTURES / "golden").iterdir())
+REAL = sorted(
+    path for path in FIXTURES.glob("accelerate-1.15.0/*") if (path / "checkpoint").is_dir()
+) + sorted(FIXTURES.glob("deepspeed-*/*"))
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new prefix in the memory of this process."""
+    monkeypatch.setattr(stores, "PATIENCE", QUICK)
+    return f"memory://{os.urandom(6).hex()}"
+
+
+def prepared(source: Path, folder: Path, url: str) -> Store:
+    """Copy a checkpoint to a folder and to a URL, with the same times."""
+    shutil.copytree(source, folder)
+    store = upload_folder(folder, url)
+    for key, info in store.list().items():
+        os.utime(folder / key, ns=(info.modified_ns, info.modified_ns))
+    return store
+
+
+def same(said: Callable[..., tuple[int, str, str]], folder: Path, url: str, *arguments: object) -> int:
+    """Run a verb on the folder and on the URL, in text and JSON, and compare; return the exit status."""
+    status = 0
+    for form in ("text", "json"):
+        words = [*arguments, "--format", form]
+        status, out, err = said(*(folder if word == "AT" else word for word in words))
+        mine = (status, out.replace(str(folder), url), err.replace(str(folder), url))
+        assert said(*(url if word == "AT" else word for word in words)) == mine
+    assert not images._session.images, "an image was left behind"
+    assert not images._session.folder
+    return status
+
+
+@pytest.mark.parametrize(
+    "case", sampled([*GOLDEN, *REAL]), ids=lambda path: f"{path.parent.name}-{path.name}"
+)
+def test_a_url_is_as_good_as_a_folder(
+    case: Path, tmp_path: Path, in_memory: str, said: Callable[..., tuple[int, str, str]]
+) -> None:
+    source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
+    folder, url = tmp_path / "checkpoint", f"{in_memory}/checkpoint"
+    prepared(source, folder, url)
+    same(said, folder, url, "check", "AT")
+    same(said, folder, url, "check", "--data", "AT")
+    same(said, folder, url, "check", "-r", "AT")
+    same(said, folder, url, "verify", "--data", "AT")
+    shutil.copytree(folder, tmp_path / "other")
+    same(said, folder, url, "diff", "AT", tmp_path / "other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sampled([*GOLDEN, *REAL]), ids=lambda path: path.name)
+def test_an_s3_server_is_as_good_as_a_folder(
+    case: Path, tmp_path: Path, bucket: str, said: Callable[..., tuple[int, str, str]]
+) -> None:
+    source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
+    folder, url = tmp_path / "checkpoint", f"{bucket}/my runs/checkpoint"
+    prepared(source, folder, url)
+    shutil.copytree(folder, tmp_path / "other")
+    for words in (["check", "AT"], ["verify", "AT", "--against", tmp_path / "other"]):
+        same(said, folder, url, *words)
