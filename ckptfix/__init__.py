@@ -55,6 +55,11 @@ if TYPE_CHECKING:  # for type checkers; a test compares it with _MODULES
     from ckptfix.verification.diff import diff as diff
     from ckptfix.verification.diff_report import DiffReport as DiffReport
     from ckptfix.verification.seal import SealReceipt as SealReceipt, seal as seal
+    from ckptfix.verification.signatures import (
+        KeySigning as KeySigning,
+        SigstoreSigning as SigstoreSigning,
+        Trust as Trust,
+    )
     from ckptfix.verification.verify import verify as verify
     from ckptfix.verification.verify_report import VerifyReport as VerifyReport
 
@@ -65,6 +70,7 @@ _MODULES = {
     "repairs.repair": "plan_repair RepairPlan repair RepairReceipt",
     "repairs.undo": "undo UndoReceipt",
     "verification.seal": "seal SealReceipt",
+    "verification.signatures": "KeySigning SigstoreSigning Trust",
     "verification.verify": "verify",
     "verification.verify_report": "VerifyReport",
     "verification.diff": "diff",

@@ -214,15 +214,15 @@ def _check(manifest: Manifest) -> None:
     if not 0 <= manifest.world_size <= _MOST_PROCESSES or manifest.step < 0:
         raise ValueError(f"a world size of {manifest.world_size}, a step of {manifest.step}")
     for name, size in manifest.files.items():
-        if type(size) is not int or size < 0 or not _is_inside(name):
+        if type(size) is not int or size < 0 or not is_inside(name):
             raise TypeError(f"a file {name!r} of {size!r} bytes")
     for name, digest in manifest.sha256.items():
         is_digest = type(digest) is str and (digest == "" or _SHA256.fullmatch(digest))
-        if not is_digest or not _is_inside(name):
+        if not is_digest or not is_inside(name):
             raise TypeError(f"a file {name!r} with the sha256 {digest!r}")
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
     """Return whether a relative name is a valid name of a file below the folder."""
     try:
         os.fsencode(name)

@@ -1,11 +1,19 @@
 """``ckptfix seal``."""
 
+import os
+import sys
+from pathlib import Path
+
 import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_seal
 from ckptfix.cli.verb_options import Verb
+from ckptfix.errors import UsageError
 from ckptfix.verification.seal import SealReceipt, seal
+from ckptfix.verification.signatures import KeySigning, Signing, SigstoreSigning, key_is_encrypted
+
+_PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 
 
 @click.command(
@@ -13,6 +21,10 @@ from ckptfix.verification.seal import SealReceipt, seal
     cls=Verb,
     examples=[
         ("ckptfix seal CHECKPOINT", "Write the manifest; ckptfix verify CHECKPOINT compares with it later."),
+        (
+            "ckptfix seal CHECKPOINT --sign key.pem",
+            "Sign the files and the tensors, too, as model.sig and tensors.sig.",
+        ),
     ],
 )
 @click.argument("paths", nargs=-1, required=True, metavar="DIR...", type=click.Path())
@@ -21,15 +33,36 @@ from ckptfix.verification.seal import SealReceipt, seal
     is_flag=True,
     help="Seal a folder as it is, though it is damaged, or what its manifest lists is gone or changed.",
 )
-def seal_command(paths: tuple[str, ...], force: bool, report: Report) -> int:
+@click.option(
+    "--oms", is_flag=True,
+    help="Write statements of OpenSSF Model Signing, too, without a signature: model.oms.json and tensors.oms.json.",
+)  # fmt: skip
+@click.option(
+    "--sign", type=click.Path(), metavar="KEY",
+    help="Sign these statements with a private key in PEM, offline: model.sig and tensors.sig. The passphrase "
+    "is asked for, or is CKPTFIX_KEY_PASSPHRASE.",
+)  # fmt: skip
+@click.option("--sigstore", is_flag=True, help="Sign them with an identity, by Sigstore's public instance.")
+@click.option(
+    "--trust-config",
+    type=click.Path(),
+    metavar="FILE",
+    help="Use another instance of Sigstore, as this file describes it.",
+)
+def seal_command(
+    paths: tuple[str, ...], force: bool, oms: bool, sign: str | None, sigstore: bool, trust_config: str | None,
+    report: Report,
+) -> int:  # fmt: skip
     """Write the checksums of checkpoints into their manifests.
 
-    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare with.
+    The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare with. With a key or
+    an identity, they are signed as well, for other tools to verify.
     """
+    signing = _signing(sign, trust_config, sigstore=sigstore)
 
     def work(path: str) -> SealReceipt:
         with report.progress(f"reading {path}") as progress:
-            return seal(path, force=force, progress=progress)
+            return seal(path, force=force, oms=oms, sign=signing, progress=progress)
 
     return run_each(
         report,
@@ -39,3 +72,19 @@ def seal_command(paths: tuple[str, ...], force: bool, report: Report) -> int:
         order=["refused", "sealed"],
         state_after=state_after_seal,
     )
+
+
+def _signing(key: str | None, trust_config: str | None, *, sigstore: bool) -> Signing | None:
+    """Return what signs, before anything is read of a checkpoint: a key that cannot be used is said at once."""
+    if key is not None and sigstore:
+        raise UsageError("--sign and --sigstore sign with a key or with an identity; give one of them")
+    if trust_config is not None and not sigstore:
+        raise UsageError("--trust-config belongs to --sigstore")
+    if sigstore:
+        return SigstoreSigning(trust_config)
+    if key is None:
+        return None
+    passphrase = os.environ.get(_PASSPHRASE, "")
+    if not passphrase and sys.stdin.isatty() and key_is_encrypted(Path(key)):
+        passphrase = click.prompt(f"Passphrase of {key}", hide_input=True, err=True)
+    return KeySigning(key, passphrase.encode() or None)

@@ -101,6 +101,10 @@ _VALUES = "verified by their values alone"
         ("ckptfix verify CHECKPOINT --data", "Look for NaN, Inf and lost pages in the values, too."),
         ("ckptfix verify COPY --against CHECKPOINT", "Compare with another checkpoint instead."),
         (
+            "ckptfix verify CHECKPOINT --signature model.sig --key key.pub",
+            "Compare with what the holder of a key signed.",
+        ),
+        (
             "ckptfix verify MODEL --device-map auto",
             "Load the model onto the devices, and prove what arrives.",
         ),
@@ -111,6 +115,39 @@ _VALUES = "verified by their values alone"
 @click.option(
     "--against", type=click.Path(), metavar="OTHER",
     help="Compare with another checkpoint, of any format, instead of the manifest.",
+)  # fmt: skip
+@click.option(
+    "--signature", "signatures", type=click.Path(), multiple=True, metavar="FILE",
+    help="Compare with a signed statement of OpenSSF Model Signing instead of the manifest. Needs the signer: --key, "
+    "--certificate-chain or --identity.",
+)  # fmt: skip
+@click.option(
+    "--key",
+    type=click.Path(),
+    metavar="PUBLIC_KEY",
+    help="The public key, in PEM, of whoever must have signed.",
+)
+@click.option(
+    "--certificate-chain", "certificates", type=click.Path(), multiple=True, metavar="FILE",
+    help="A certificate, in PEM, that the signer's must be below.",
+)  # fmt: skip
+@click.option(
+    "--identity", metavar="NAME", help="Whoever must have signed by Sigstore, such as name@example.com."
+)
+@click.option("--identity-provider", metavar="URL", help="The provider that must know the identity.")
+@click.option(
+    "--trust-config",
+    type=click.Path(),
+    metavar="FILE",
+    help="Use another instance of Sigstore, as this file describes it.",
+)
+@click.option(
+    "--oms", "statements", type=click.Path(), multiple=True, metavar="FILE",
+    help="Compare with a statement, signed or not, without verifying who signed it.",
+)  # fmt: skip
+@click.option(
+    "--sha256sums", type=click.Path(), multiple=True, metavar="FILE",
+    help="Compare with a list of sha256sum. Without a manifest, SHA256SUMS in DIR or next to it is used.",
 )  # fmt: skip
 @click.option(
     "--device-map", metavar="MAP",
@@ -133,12 +170,15 @@ _VALUES = "verified by their values alone"
     "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write the report as one HTML page."
 )
 def verify_command(
-    paths: tuple[str, ...], data: bool, against: str | None, device_map: str | None, max_memory: str | None,
+    paths: tuple[str, ...], data: bool, against: str | None, signatures: tuple[str, ...], key: str | None,
+    certificates: tuple[str, ...], identity: str | None, identity_provider: str | None, trust_config: str | None,
+    statements: tuple[str, ...], sha256sums: tuple[str, ...], device_map: str | None, max_memory: str | None,
     model: str | None, repeats: int | None, require_transfer_proof: bool, html: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Compare checkpoints with their manifests, or prove a reload.
 
-    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote.
+    Checks each DIR (or this folder), and compares every file and tensor with the digests that seal wrote, or with a
+    signature, or with a list of sha256sum.
 
     With --device-map, or an option that belongs to it, load it onto a device map instead and prove what arrives: bytes,
     names, transfers, outputs. What this machine cannot exercise is said, never counted as proven. --model runs your own
@@ -148,9 +188,10 @@ def verify_command(
     names, model = (model, None) if against is not None and device_map is None else (None, model)
     given = (device_map, max_memory, model, repeats)
     if any(one is not None for one in given) or require_transfer_proof:
-        if data or against is not None:
+        if data or against is not None or signatures or statements or sha256sums:
             raise UsageError(
-                "--data and --against compare digests, and have no part in the proof of a reload"
+                "--data, --against, --signature, --oms and --sha256sums compare digests, and have no part in the proof "
+                "of a reload"
             )
         if len(paths) > 1:
             raise UsageError(
@@ -172,11 +213,21 @@ def verify_command(
         )
     if html is not None:
         raise UsageError("--html is for the proof of a reload: add --device-map auto")
+    from ckptfix.verification.signatures import Trust
     from ckptfix.verification.verify import verify
+
+    whom = (key, certificates, identity, identity_provider, trust_config)
+    trust = Trust(
+        key=key, certificates=certificates, identity=identity, identity_provider=identity_provider,
+        trust_config=trust_config,
+    )  # fmt: skip
 
     def work(path: str) -> "VerifyReport":
         with report.progress(f"reading {path}") as progress:
-            return verify(path, data=data, against=against, model=names, progress=progress)
+            return verify(
+                path, data=data, against=against, model=names, signatures=signatures, statements=statements,
+                sha256sums=sha256sums, trust=trust if any(whom) else None, progress=progress,
+            )  # fmt: skip
 
     def word(result: "VerifyReport") -> str:
         if result.status == 0 and result.no_digest:

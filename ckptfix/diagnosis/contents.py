@@ -224,8 +224,12 @@ def readable_manifest(root: Path) -> Manifest | None:
 class Recorded:
     """Records of a manifest about a folder, or about a single requested file in it.
 
-    ``repaired``: files that were sealed and changed by a repair since.
+    ``repaired``: files that were sealed and changed by a repair since. ``source``, ``tensor_source``: what has the
+    records of files and of tensors, in messages.
     """
+
+    source = "the manifest"
+    tensor_source = "the manifest"
 
     def __init__(self, manifest: Manifest | None, target: Target) -> None:
         self.manifest = manifest
@@ -276,6 +280,10 @@ class Recorded:
                     found |= {TensorLocation(one.label, fqn): digests[fqn] for fqn in names}
         return found
 
+    def unlisted(self, name: str) -> tuple[bool, str]:
+        """Return whether a file that is not recorded is a difference, and the words for it."""
+        return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
+
     def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
         """Yield the tensors with a digest that cannot be found, as their model is unreadable, with the reason."""
         known = self.digests(contents.weights, contents.unreadable)
@@ -284,6 +292,17 @@ class Recorded:
                 if entry == label or entry.startswith(f"{label}["):
                     places = (TensorLocation(entry, fqn) for fqn in digests)
                     yield from ((place, why) for place in places if place not in known)
+
+
+def _changes_a_load(name: str) -> bool:
+    """Return whether a file that no save listed is read by ``load_state``.
+
+    Other processes add their random states and run states late.
+    """
+    parsed = parse_file_name(name)
+    if parsed is None or parsed.is_of_trainer:
+        return False
+    return parsed.role not in (Role.RNG_STATE, Role.RUN_STATE, Role.UNKNOWN)
 
 
 def _is_state(label: str) -> bool:

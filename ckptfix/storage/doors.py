@@ -22,7 +22,7 @@ def looks_like_url(path: object) -> bool:
 
 
 def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a verb take URLs for these parameters, which are its first ones or keywords.
+    """Let a verb take URLs for these parameters, which are its first ones or keywords; lists may hold some.
 
     ``complete``: refuse a prefix with objects that no folder can hold; the verb does not report them by itself.
     """
@@ -30,12 +30,14 @@ def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]
     def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(verb)
         def opening(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given = (*args[: len(names)], *(kwargs.get(name) for name in names))
-            if not any(map(looks_like_url, given)):
+            given: list[Any] = [*args[: len(names)], *(kwargs.get(name) for name in names)]
+            if not any(looks_like_url(part) for one in given for part in (one if _is_list(one) else [one])):
                 return verb(*args, **kwargs)
             with ExitStack() as images:
 
                 def local(one: Any) -> Any:
+                    if _is_list(one):
+                        return [local(part) for part in one]
                     if not looks_like_url(one):
                         return one
                     return images.enter_context(opened(one, complete=complete))
@@ -49,6 +51,10 @@ def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]
         return opening
 
     return decorate
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 @contextmanager

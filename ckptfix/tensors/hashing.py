@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptfix.errors import CkptfixError
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.parallel import Control, Progress, run_all
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
@@ -24,10 +24,12 @@ _ENDS = 16
 
 
 class FileJob(NamedTuple):
-    """A file to be hashed."""
+    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: one of ``ALGORITHMS``."""
 
     path: Path
     size: int
+    offset: int = 0
+    algorithm: str = "sha256"
 
 
 class TensorJob(NamedTuple):
@@ -38,6 +40,9 @@ class TensorJob(NamedTuple):
 
 
 Job = FileJob | TensorJob
+
+ALGORITHMS = ("sha256", "blake2b", "blake3")
+"""The algorithms of OpenSSF Model Signing; ckptfix itself writes sha256 alone."""
 
 
 class Hashed(NamedTuple):
@@ -86,8 +91,8 @@ def hash_all(
 def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> Hashed:
     look = None
     if isinstance(job, FileJob):
-        digest = hashlib.sha256()
-        blocks = files.blocks((Piece(job.path, 0, job.size),), buffer)
+        digest = new_digest(job.algorithm)
+        blocks = files.blocks((Piece(job.path, job.offset, job.size),), buffer)
     else:
         tensor = job.tensor
         digest = hashlib.sha256(digest_head(tensor.dtype, tensor.shape))
@@ -116,6 +121,17 @@ def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> H
     return Hashed(digest.hexdigest(), zeros, look.result() if look is not None else None)
 
 
+def new_digest(algorithm: str) -> Any:
+    """Return a new hash object. Raises UsageError for blake3 where it is not installed."""
+    if algorithm != "blake3":
+        return hashlib.new(algorithm)
+    try:
+        from blake3 import blake3
+    except ImportError:
+        raise UsageError("blake3 digests need the extra: pip install 'ckptfix[signing]'") from None
+    return blake3()
+
+
 def _zeros_at_end(block: memoryview, before: int) -> int:
     """Return how many zero bytes all ends with, when ``before`` were at the end before this block."""
     if any(block[-_ENDS:]):
@@ -129,8 +145,10 @@ def _reading_order(jobs: Sequence[Job]) -> Iterator[int]:
     sizes: dict[Path, int] = {}
     places: list[tuple[Path, int]] = []
     for job in jobs:
-        path, offset = (job.path, -1) if isinstance(job, FileJob) else first_place(job.tensor.layout)
-        size = job.size if isinstance(job, FileJob) else job.tensor.nbytes
+        if isinstance(job, FileJob):
+            path, offset, size = job.path, job.offset - 1, job.size
+        else:
+            (path, offset), size = first_place(job.tensor.layout), job.tensor.nbytes
         sizes[path] = sizes.get(path, 0) + size
         places.append((path, offset))
     order = {path: number for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))}

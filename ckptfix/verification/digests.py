@@ -6,7 +6,6 @@ from typing import Literal
 
 from typing_extensions import assert_never
 
-from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation
 from ckptfix.storage.paths import command
 from ckptfix.tensors.hashing import Hashed, first_place
@@ -24,8 +23,12 @@ def describe_tensors(
     found: Mapping[TensorLocation, Hashed],
     homes: Mapping[TensorLocation, str],
     files: Mapping[str, Outcome],
+    source: str,
 ) -> Iterator[Item]:
-    """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is known of it."""
+    """Yield an item for each judgement. ``homes``: the file that holds a tensor; ``files``: what is known of it.
+
+    ``source``: what has the digests.
+    """
     for one in judgements:
         where = homes.get(one.key, one.key.label)
         have = found.get(one.key)
@@ -34,7 +37,7 @@ def describe_tensors(
         if one.outcome is Outcome.NOT_CHECKED:
             text = _unread(have)
         elif change is not None:
-            text = _tensor(change, one, recorded, have)
+            text = _tensor(change, one, recorded, have, source)
             if have is not None and change is not Change.EXTRA and files.get(where) is Outcome.DIFFER:
                 text += f"; the digest of {where} differs, too"
         yield Item(
@@ -84,6 +87,7 @@ def _tensor(
     one: Judgement[TensorLocation],
     recorded: Mapping[TensorLocation, str],
     have: Hashed | None,
+    source: str,
 ) -> str:
     want = recorded.get(one.key, "")
     match change:
@@ -99,7 +103,7 @@ def _tensor(
         case Change.MOVED:
             return f"moved: it is now in {one.other.label if one.other is not None else '?'}"
         case _:
-            return _elsewhere(change, one.other, _digests(have, want))
+            return _elsewhere(change, one.other, _digests(have, want), source)
 
 
 def _file_text(
@@ -123,10 +127,10 @@ def _file_text(
         case Change.MOVED:
             return f"moved: it is now {one.other}"
         case _:
-            return _elsewhere(change, one.other, _digests(have, want))
+            return _elsewhere(change, one.other, _digests(have, want), "the manifest")
 
 
-def _elsewhere(change: _Elsewhere, other: object, digests: str) -> str:
+def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> str:
     """Describe what is the same for files and tensors: one in another's place, one missing, or one more."""
     match change:
         case Change.SWAPPED:
@@ -136,7 +140,7 @@ def _elsewhere(change: _Elsewhere, other: object, digests: str) -> str:
         case Change.MISSING:
             return "is missing"
         case Change.EXTRA:
-            return "is not in the manifest"
+            return f"is not in {source}"
         case _:
             assert_never(change)
 
@@ -162,7 +166,7 @@ def compare(
     places = named_results(contents, hashed)
     yield from (
         item if item.outcome is not Outcome.NOT_CHECKED or item.text else _no_digest(item)
-        for item in describe_tensors(tensors, digests, places, homes, outcomes)
+        for item in describe_tensors(tensors, digests, places, homes, outcomes, recorded.tensor_source)
     )
     for place, why in recorded.lost(contents):
         text = f"cannot be read: {why}"
@@ -286,19 +290,8 @@ def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> I
         return file_item(name, Outcome.NOT_CHECKED, None, f"{_NO_DIGEST}, only its size, which is the same")
     if recorded.manifest is None:
         return file_item(name, Outcome.NOT_CHECKED, None, _NO_DIGEST)
-    outcome = Outcome.DIFFER if recorded.is_sealed or _changes_a_load(name) else Outcome.NOT_CHECKED
-    return file_item(name, outcome, Change.EXTRA, "is not in the manifest")
-
-
-def _changes_a_load(name: str) -> bool:
-    """Return whether a file that no save listed is read by ``load_state``.
-
-    Other processes add their random states and run states late.
-    """
-    parsed = parse_file_name(name)
-    if parsed is None or parsed.is_of_trainer:
-        return False
-    return parsed.role not in (Role.RNG_STATE, Role.RUN_STATE, Role.UNKNOWN)
+    differs, text = recorded.unlisted(name)
+    return file_item(name, Outcome.DIFFER if differs else Outcome.NOT_CHECKED, Change.EXTRA, text)
 
 
 def tensor_homes(contents: Contents) -> dict[TensorLocation, str]:

@@ -1,9 +1,10 @@
 """``seal``: write the digest of every file and of every tensor into the manifest of a checkpoint."""
 
+import hashlib
 import importlib.metadata
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -22,13 +23,15 @@ from ckptfix.storage.edits import Replace
 from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command
+from ckptfix.storage.paths import JOURNAL, MANIFEST, command, list_folder
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
-from ckptfix.storage.staged import temporary_file
+from ckptfix.storage.staged import temporary_file, write_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import compare
+from ckptfix.verification.signatures import Signing
+from ckptfix.verification.statements import SIGNED, UNSIGNED, statement_of_files, statement_of_tensors
 from ckptfix.verification.verify import forbids_seal, hash_recorded, structure
 from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
 from ckptfix.wording import Line, Printable, count_of, human_size, line
@@ -40,12 +43,13 @@ class SealReceipt(Printable, Serialized):
 
     ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
     tensors got none, ``special``: what is not a file and got none, with the reason.
-    ``transaction``: its number for ``undo``, in a folder with repairs that can be undone.
+    ``transaction``: its number for ``undo``, in a folder with repairs that can be undone. ``statements``: the names of
+    the statements that were written, ``signed_by``: who signed them, "" where nobody did.
     """
 
     json_keys: ClassVar = (
         "path status written manifest files tensors bytes=nbytes findings differing unreadable special "
-        "transaction"
+        "transaction statements signed_by"
     )
 
     path: Path
@@ -58,6 +62,8 @@ class SealReceipt(Printable, Serialized):
     unreadable: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
     transaction: int | None = None
+    statements: tuple[str, ...] = ()
+    signed_by: str = ""
 
     @property
     def status(self) -> int:
@@ -78,12 +84,22 @@ class SealReceipt(Printable, Serialized):
         tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
         size = human_size(self.nbytes)
         yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}", bold=True)
-        yield line(f"written: {MANIFEST}")
+        yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
+        if self.signed_by:
+            yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
+        elif self.statements:
+            yield line(
+                f"not signed: {', '.join(self.statements)}; anyone could have written them", colour="yellow"
+            )
         yield from (line(f"not sealed: tensors of {words}") for words in self.unreadable)
         yield from (line(f"not sealed: {words}") for words in self.special)
         if self.transaction is not None:
             yield line(f"to undo this, before any earlier repair: {command('undo', self.path)}")
         yield line(f"next: {command('verify', self.path)}")
+        if self.statements:
+            option, who = ("--signature", ["--key", "PUBLIC_KEY"]) if self.signed_by else ("--oms", [])
+            files = [part for name in self.statements for part in (option, str(self.path / name))]
+            yield line(f"or, without the manifest: {command('verify', self.path, '', *files, *who)}")
 
     def _mend(self) -> str:
         """Return the command that mends what is in the way of a seal, or shows it."""
@@ -102,7 +118,12 @@ class SealReceipt(Printable, Serialized):
 
 
 def seal(
-    path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    oms: bool = False,
+    sign: Signing | None = None,
+    progress: Progress | None = None,
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
 
@@ -110,6 +131,9 @@ def seal(
     is gone or changed, is not sealed unless ``force`` is on. Added files are sealed. CRCs in files are
     compared, so that a flipped bit is not sealed as good. Where repairs can still be undone, the seal is a step that
     ``undo`` undoes before them.
+
+    ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the tensors; ``sign``:
+    sign them with a ``KeySigning`` or a ``SigstoreSigning``.
 
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
     changed then. OSError when the folder cannot be read or written.
@@ -153,26 +177,60 @@ def seal(
         )
         if differing and not force:
             return SealReceipt(path=target.path, written=False, differing=differing)
-        manifest = _sealed(old, contents, hashed)
-        number = _write(target.root, manifest) if manifest != old else None
+        statements = _statements(contents, hashed, sign) if oms or sign is not None else {}
+        before = {name: hashed[name].digest for name in statements if name in hashed}
+        hashed |= {name: Hashed(hashlib.sha256(data).hexdigest()) for name, data in statements.items()}
+        manifest = _sealed(old, contents, hashed, statements)
+        new = {name: data for name, data in statements.items() if before.get(name) != hashed[name].digest}
+        number = _write(target.root, manifest, new) if new or manifest != old else None
     return SealReceipt(
         path=target.path,
         written=True,
         findings=findings,
         differing=differing,
-        files=len(manifest.sha256),
+        files=len(contents.files.keys() - statements.keys()),
         tensors=sum(len(entry.digests.keys() | entry.aliases.keys()) for entry in manifest.models),
-        nbytes=contents.nbytes,
+        nbytes=sum(one.size for name, one in contents.files.items() if name not in statements),
         unreadable=tuple(
             f"{label}: {why}" for label, why in {**contents.unreadable, **contents.unsupported}.items()
         ),
         special=tuple(f"{name}: {why}" for name, why in contents.special.items()),
         transaction=number,
+        statements=tuple(statements),
+        signed_by=sign.by if sign is not None else "",
     )
 
 
+def _statements(
+    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], sign: Signing | None
+) -> dict[str, bytes]:
+    """Return the statements of files and of tensors, signed where somebody signs: name of the file -> bytes.
+
+    Raises OperationError where the reference implementation would refuse the folder.
+    """
+    for name, why in contents.special.items():
+        raise OperationError(
+            f"{contents.root / name}: {why}, which OpenSSF Model Signing cannot cover; nothing was written; next: "
+            f"remove it, or write the manifest alone: {command('seal', contents.root)}"
+        )
+    name = contents.root.resolve().name or "checkpoint"
+    digests = {path: hashed[path].digest for path in contents.files}
+    folders = {str(parent) for path in contents.files for parent in PurePosixPath(path).parents}
+    follows = any(os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."}))
+    journals = list_folder(contents.root).journals
+    made = [statement_of_files(name, digests, journals, follows_links=follows).to_bytes()]
+    if contents.weights:
+        made.append(statement_of_tensors(name, contents.weights, hashed).to_bytes())
+    if sign is None:
+        return dict(zip(UNSIGNED, made, strict=False))
+    return dict(zip(SIGNED, sign.sign(made), strict=False))
+
+
 def _sealed(
-    old: Manifest | None, contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]
+    old: Manifest | None,
+    contents: Contents,
+    hashed: Mapping[str | TensorLocation, Hashed],
+    statements: Iterable[str],
 ) -> Manifest:
     """Return the manifest with all digests. What a save recorded of what is still there stays."""
     if old is None:
@@ -189,7 +247,7 @@ def _sealed(
         old,
         models=tuple(sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))),
         files={name: contents.files[name].size for name in old.files if name in contents.files},
-        sha256={name: hashed[name].digest for name in contents.files},
+        sha256={name: hashed[name].digest for name in sorted({*contents.files, *statements})},
     )
 
 
@@ -208,26 +266,35 @@ def _entry(
     return replace(old, keys=keys, digests=digests, aliases=dict(weights.ties) if is_apart else {})
 
 
-def _write(root: Path, manifest: Manifest) -> int | None:
-    """Put the manifest in its place by one rename. Returns the number of the transaction, if there has to be one."""
+def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> int | None:
+    """Put the statements in their places, then the manifest by one rename, which lists them.
+
+    Returns the number of the transaction, if there has to be one.
+    """
     data = manifest.to_bytes()
     if len(data) > MAX_MANIFEST:
         raise OperationError(
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
         )
     path = root / MANIFEST
+    has_repairs = bool(transactions(root))
+    for name, statement in statements.items() if not has_repairs else ():
+        write_file(root / name, statement)
     with temporary_file(path, data) as new:
-        if not transactions(root):
+        if not has_repairs:
             os.replace(new, path)
             sync_folder(root / JOURNAL)
             sync_folder(root)
             return None
         mode = stat.S_IMODE(os.stat(new).st_mode)
     # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
-    edit = Replace(
-        path=PurePosixPath(MANIFEST),
-        content=Recipe(pieces=(Literal(data),), mode=mode),
-        previous=KEPT if os.path.lexists(path) else ABSENT,
-    )
-    summary = [f"write the digests of {len(manifest.sha256)} files to {MANIFEST}"]
-    return commit(root, [edit], target="", summary=summary, verify=lambda: None)
+    edits = [
+        Replace(
+            path=PurePosixPath(name),
+            content=Recipe(pieces=(Literal(content),), mode=mode),
+            previous=KEPT if os.path.lexists(root / name) else ABSENT,
+        )
+        for name, content in (*statements.items(), (MANIFEST, data))
+    ]
+    summary = [f"write the digests of {len(manifest.sha256)} files to {', '.join((*statements, MANIFEST))}"]
+    return commit(root, edits, target="", summary=summary, verify=lambda: None)

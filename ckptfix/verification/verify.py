@@ -2,12 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity
@@ -20,7 +21,11 @@ from ckptfix.storage.paths import JOURNAL, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
+from ckptfix.verification.attested import Attested, Evidence, gather, with_own_files
 from ckptfix.verification.digests import compare
+from ckptfix.verification.sha256sums import find_sums
+from ckptfix.verification.signatures import Trust
+from ckptfix.verification.statements import Scheme
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
@@ -29,13 +34,17 @@ _COVERED = ("values of tensors", "digests in ", "other files next to it")
 """Beginnings of what ``check`` leaves to ``verify``: values, digests, and files that are not part of a checkpoint."""
 
 
-@takes_urls("path", "against")
+@takes_urls("path", "against", "signatures", "statements", "sha256sums")
 def verify(
     path: str | os.PathLike[str],
     *,
     data: bool = False,
     against: str | os.PathLike[str] | None = None,
     model: str | None = None,
+    signatures: Sequence[str | os.PathLike[str]] = (),
+    statements: Sequence[str | os.PathLike[str]] = (),
+    sha256sums: Sequence[str | os.PathLike[str]] = (),
+    trust: Trust | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check a checkpoint, then compare every file and tensor with the digests in its manifest.
@@ -45,18 +54,39 @@ def verify(
     an optimizer that numbers its parameters where the other one names them. ``progress`` is called with numbers of
     bytes.
 
-    Raises UsageError when there is no checkpoint, OperationError when a manifest cannot be understood or a file changed
-    meanwhile, OSError when a folder cannot be read. What cannot be read of a file is in the report.
+    ``signatures``: compare with statements that ``trust`` must have signed, as OpenSSF Model Signing has them, instead
+    of the manifest; ``statements``: with statements whoever wrote them; ``sha256sums``: with lists of ``sha256sum``.
+    Where the manifest has no digests, a list that is called SHA256SUMS is found in the folder or next to it.
+
+    Raises UsageError when there is no checkpoint, or for a key that is none, OperationError when a manifest or a
+    statement cannot be understood or a file changed meanwhile, OSError when a folder cannot be read. What cannot be
+    read of a file is in the report, and so is a signature that is not right.
     """
+    if against is not None and (signatures or statements or sha256sums):
+        raise UsageError("--against compares with another checkpoint, not with a signature or a list as well")
     target = find_target(path)
     contents = read_contents(target)
     findings: tuple[Finding, ...]
     unseen: tuple[str, ...]
-    manifest = None if against is not None else readable_manifest(target.root)
+    is_attested = bool(signatures or statements or sha256sums or trust)
+    manifest = None if against is not None or is_attested else readable_manifest(target.root)
+    if not is_attested and against is None and not _has_digests(manifest):
+        sha256sums = [found] if (found := find_sums(target.root)) is not None else []
+        is_attested = bool(sha256sums)
+    evidence = gather(
+        target, signatures=signatures, statements=statements, sha256sums=sha256sums, trust=trust
+    )
+    if evidence.problems:
+        return VerifyReport(
+            path=target.path, nbytes=contents.nbytes, findings=(), items=(), no_digest=evidence.problems,
+            statements=evidence.attestations,
+        )  # fmt: skip
+    contents = with_own_files(contents, evidence)
+    recorded = Attested(evidence, contents, target) if is_attested else Recorded(manifest, target)
     try:
         findings, unseen, refused = structure(contents, target, data=data, progress=progress)
     except UsageError:
-        if manifest is None or not (manifest.sha256 or manifest.files):
+        if not (recorded.sha256 or recorded.sizes or is_attested):
             raise
         findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
     if against is not None:
@@ -67,11 +97,18 @@ def verify(
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed
     else:
-        recorded = Recorded(manifest, target)
         done = hash_recorded(contents, recorded, data=data, progress=progress)
-        items, hashed = tuple(compare(contents, recorded, done)), done
-        lost = tuple(_lost(contents, recorded, data=data))
-        told, crossed = (), ""
+        if isinstance(recorded, Attested):
+            recorded.place(done)
+        # Without a statement of tensors, they are parts of files that are compared, and have no verdict of their own.
+        is_of_files = is_attested and evidence.tensors is None
+        compared = replace(contents, weights=(), unreadable={}) if is_of_files else contents
+        items, hashed = tuple(compare(compared, recorded, done)), done
+        lost = tuple(_lost(compared, recorded, data=data))
+        told, crossed = evidence.not_checked, ""
+        if isinstance(recorded, Attested):
+            crossed = recorded.crossed
+            told = (*told, *_own_folder(contents, evidence))
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()
     if data:
@@ -90,11 +127,29 @@ def verify(
         not_checked=(*told, *unseen, *_not_looked_at(contents, hashed, unseen, read, data=data)),
         unfinished=(*refused, *_not_hashed(hashed, refused), *lost),
         read_values=sum(one.scan is not None for one in hashed.values()),
+        statements=evidence.attestations,
+        again=evidence.command(target),
+        notes=tuple(recorded.notes) if isinstance(recorded, Attested) else (),
     )
     if report.is_compared or against is not None:
         return report
+    if is_attested:
+        sources = " and ".join(str(one.path) for one in evidence.attestations)
+        return replace(report, no_digest=f"{sources} lists nothing that is here")
     why = "there is no manifest" if manifest is None else "the manifest has no digest of anything here"
     return replace(report, no_digest=f"{why}{_to_seal(target, report)}")
+
+
+def _has_digests(manifest: Manifest | None) -> bool:
+    return manifest is not None and bool(manifest.sha256 or any(entry.digests for entry in manifest.models))
+
+
+def _own_folder(contents: Contents, evidence: Evidence) -> Iterator[str]:
+    """Yield in words that ckptfix's own files in a folder were not compared, which no other program knows of."""
+    listed = evidence.files.files if evidence.files is not None else evidence.sums
+    is_covered = any(name.startswith(f"{JOURNAL}/") for name in listed)
+    if contents.only is None and not is_covered and (contents.root / JOURNAL).is_dir():
+        yield f"{JOURNAL}, the folder of ckptfix itself, which no loader reads"
 
 
 def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]) -> Iterator[str]:
@@ -160,21 +215,28 @@ def hash_recorded(
     Raises ChangedError when a file changed meanwhile.
     """
     gone = recorded.sha256.keys() - contents.files.keys()
-    jobs: dict[str | TensorLocation, Job] = {
-        name: FileJob(contents.root / name, state.size)
+    attested = recorded if isinstance(recorded, Attested) else None
+    scheme = attested.scheme if attested is not None else Scheme()
+    jobs: dict[str | TensorLocation, Sequence[Job]] = {
+        name: scheme.jobs(FileJob(contents.root / name, state.size))
         for name, state in contents.files.items()
         if everything or name in recorded.sha256 or gone  # a file that is gone may have another name now
     }
-    has_digests = bool(recorded.digests(contents.weights, ()))
+    has_digests = bool(recorded.digests(contents.weights, ())) or (
+        attested is not None and attested.has_tensors
+    )
     for weights in contents.weights:
         if data or everything or has_digests:
             jobs |= {
-                TensorLocation(weights.label, tensor.fqn): TensorJob(tensor, data)
+                TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)]
                 for tensor in weights.tensors
             }
-    results = hash_all(list(jobs.values()), progress=progress)
+    results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=progress))
     contents.check_unchanged()
-    return dict(zip(jobs, results, strict=True))
+    return {
+        key: scheme.joined([next(results) for _ in parts]) if isinstance(key, str) else next(results)
+        for key, parts in jobs.items()
+    }
 
 
 def found_values(contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]) -> Iterator[ValueFinding]:

@@ -13,6 +13,8 @@ from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.reports import Serialized
 from ckptfix.storage.paths import command
+from ckptfix.verification.signatures import Attestation
+from ckptfix.verification.statements import SIGNED
 from ckptfix.verification.values import ADVICE, ValueFinding
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
@@ -187,12 +189,13 @@ class VerifyReport(Printable, Serialized):
     ``values``: what ``--data`` found. ``sealed``: whether there is a manifest. ``against``: the other checkpoint.
     ``crossed``: models in each other's place, in words, "" when none do. ``not_checked``: in words.
     ``unfinished``: what could not be read, in words. ``read_values``: how many tensors ``--data`` looked at.
-    ``no_digest``: why no digest was compared, and what to type, "" when one was.
+    ``no_digest``: why no digest was compared, and what to type, "" when one was. ``statements``: what was compared with
+    instead of the manifest, ``again``: the command that does it again. ``notes``: what that passes over, in words.
     """
 
     json_keys: ClassVar = (
         "path status sealed verified=is_verified no_digest against findings items crossed values "
-        "not_checked unfinished"
+        "not_checked unfinished statements notes"
     )
 
     path: Path
@@ -207,6 +210,9 @@ class VerifyReport(Printable, Serialized):
     unfinished: tuple[str, ...] = ()
     read_values: int = 0
     no_digest: str = ""
+    statements: tuple[Attestation, ...] = ()
+    again: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def is_compared(self) -> bool:
@@ -258,7 +264,12 @@ class VerifyReport(Printable, Serialized):
             for kind, number in totals.items()
             if number or kind is not Kind.VALUE
         ]
+        if any(one.problem for one in self.statements):
+            counts = ["not compared"]
         yield line(f"{self.path}{against}: {', '.join(counts)}, {human_size(self.nbytes)}", bold=True)
+        yield from (one.line for one in self.statements if not one.problem)  # a problem is the last line
+        yield from (line(f"note: {words}") for one in self.statements for words in one.notes)
+        yield from (line(f"note: {words}") for words in self.notes)
         serious = [one for one in self.findings if one.severity is not Severity.NOTE]
         yield from finding_lines(serious, str(self.path))
         differing = self.differences
@@ -302,6 +313,9 @@ class VerifyReport(Printable, Serialized):
         changed = [item.change for item in self.items if item.outcome is Outcome.DIFFER]
         if not changed or self.against is not None:
             return
+        if self.statements:
+            yield from self._advice_on_statements()
+            return
         if set(changed) == {Change.EXTRA}:
             yield line(f"next, if what was added belongs there: {command('seal', self.path)}")
             return
@@ -314,6 +328,18 @@ class VerifyReport(Printable, Serialized):
             f"or recover what is intact: {command('salvage', self.path)} NEW_FOLDER; or, where the change is intended: "
             f"{command('seal', self.path, '', '--force')}"
         )
+
+    def _advice_on_statements(self) -> Iterator[Line]:
+        yield line(
+            "the checkpoint is not what the statement is about: a repair, a later save or somebody changed it"
+        )
+        yield line(f"next: get what differs again from where it came, then: {self.again}")
+        kinds = {one.kind for one in self.statements}
+        if "files" in kinds and not self.count(Kind.TENSOR)[Outcome.DIFFER]:
+            yield line(
+                "or, where a repair or migrate changed the files: compare the tensors alone with the statement of "
+                f"tensors, such as --signature {SIGNED[1]}"
+            )
 
 
 def _wrong(result: VerifyReport) -> Iterator[str]:

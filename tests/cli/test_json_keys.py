@@ -26,11 +26,11 @@ REPAIR = [
 ]  # fmt: skip
 SEAL = [
     "path", "status", "written", "manifest", "files", "tensors", "bytes", "findings", "differing", "unreadable",
-    "special", "transaction",
+    "special", "transaction", "statements", "signed_by",
 ]  # fmt: skip
 VERIFY = [
     "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed", "values",
-    "not_checked", "unfinished",
+    "not_checked", "unfinished", "statements", "notes",
 ]  # fmt: skip
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
@@ -80,6 +80,12 @@ def test_the_keys_of_every_verb_stay(
     verified = asked(capsys, "verify", folder)
     assert list(verified) == VERIFY
     assert all(list(one) == ITEM for one in verified["items"])
+    assert asked(capsys, "seal", folder, "--force", "--oms")["statements"] == [
+        "model.oms.json",
+        "tensors.oms.json",
+    ]
+    (statement,) = asked(capsys, "verify", folder, "--oms", folder / "tensors.oms.json")["statements"]
+    assert list(statement) == ["file", "kind", "signed", "verified", "signer", "problem", "notes"]
     assert list(asked(capsys, "migrate", DOUBLED, tmp_path / "new", "--to", "bin")) == MIGRATE
     salvaged = asked(
         capsys, "salvage", FIXTURES / "golden" / "truncated-file" / "checkpoint", tmp_path / "saved"

@@ -91,7 +91,9 @@ def test_a_share_is_counted_from_0_as_ranks_are() -> None:
     assert str(Share.parse("63/64")) == "63/64"
 
 
-@pytest.mark.parametrize("text", ["", "1", "/", "1/", "/2", "a/2", "-1/2", "2/2", "0/0", "1.0/2", "1/2/3", "١/2"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "/", "1/", "/2", "a/2", "-1/2", "2/2", "0/0", "1.0/2", "1/2/3", "١/2"]
+)
 def test_anything_else_is_no_share(text: str) -> None:
     with pytest.raises(UsageError, match="--shard"):
         Share.parse(text)

@@ -1,0 +1,344 @@
+"""Digests that come from statements, or from lists of ``sha256sum``, instead of the manifest of a checkpoint.
+
+A signature of tensors is over what they hold: dtype, shape and bytes. A signed tensor is there if the model that it
+belongs to has a tensor of the same name with this digest. Names are compared without the wrappers around a model, where
+that matches more of them; files, shards, formats and the labels of models do not count. Tied names share one tensor,
+so one of them suffices. A model that was signed twice, as a second ``prepare()`` saves it, may be there once.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
+from pathlib import Path, PurePosixPath
+
+from ckptfix.checkpoint.manifest import Manifest
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
+from ckptfix.diagnosis.target import Target
+from ckptfix.errors import OperationError, UsageError
+from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.stored import Weights
+from ckptfix.verification.digests import named_results
+from ckptfix.verification.matching import crossed, crossing, match_names, pair_models, unwrapping
+from ckptfix.verification.sha256sums import read_sums
+from ckptfix.verification.signatures import Attestation, Trust, open_statement
+from ckptfix.verification.statements import ALONE, FileStatement, Scheme, TensorStatement
+from ckptfix.wording import count_of
+
+_SUMS = "sha256sums"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that a checkpoint is to be compared with instead of its manifest.
+
+    ``files``, ``tensors``: the statements. ``sums``: path -> sha256 of lists. ``attestations``: one for each file that
+    was read. ``not_checked``: what of the lists is not about the checkpoint, in words. ``options``: of ``verify``, for
+    the command that compares again.
+    """
+
+    files: FileStatement | None = None
+    tensors: TensorStatement | None = None
+    sums: dict[str, str] = field(default_factory=dict)
+    attestations: tuple[Attestation, ...] = ()
+    not_checked: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> str:
+        """Why nothing must be compared, "" where everything can be relied on."""
+        return "; ".join(f"{one.path} {one.problem}" for one in self.attestations if one.problem)
+
+    def source(self, kind: str) -> str:
+        """Return the file with the digests of a kind, as messages name it."""
+        paths = [one.path for one in self.attestations if kind in (one.kind, "")]
+        return " and ".join(map(str, paths))
+
+    def command(self, target: Target) -> str:
+        """Return the command that compares again."""
+        return command("verify", target.root, target.only or "", *self.options)
+
+
+def gather(
+    target: Target,
+    *,
+    signatures: Sequence[str | os.PathLike[str]] = (),
+    statements: Sequence[str | os.PathLike[str]] = (),
+    sha256sums: Sequence[str | os.PathLike[str]] = (),
+    trust: Trust | None = None,
+) -> Evidence:
+    """Read statements and lists. ``signatures``: must be signed by ``trust``; ``statements``: need not be signed.
+
+    Raises UsageError for files that do not go together, OperationError for one that is refused, OSError.
+    """
+    if trust is not None and not signatures:
+        raise UsageError(
+            f"a signer is named, but no signature; next: ckptfix verify --signature FILE {target.path}"
+        )
+    if signatures and trust is None:
+        first = Path(signatures[0])
+        raise UsageError(
+            f"{first}: name who must have signed it: --key PUBLIC_KEY, --certificate-chain CA.pem, or --identity NAME "
+            f"--identity-provider URL; to compare without verifying the signature: {_unsigned(target, first)}"
+        )
+    if trust is not None:
+        trust.material  # noqa: B018 - it raises for one that names nobody, or two
+    found: dict[type, FileStatement | TensorStatement] = {}
+    attestations = []
+    for given, whom in (*((one, trust) for one in signatures), *((one, None) for one in statements)):
+        opened = open_statement(_at(given, target), whom)
+        attestations.append(opened.attestation)
+        if opened.statement is not None and found.setdefault(
+            type(opened.statement), opened.statement
+        ) is not (opened.statement):
+            raise UsageError(
+                f"{given} is the second statement of {opened.attestation.kind}; give one at a time"
+            )
+    files, tensors = found.get(FileStatement), found.get(TensorStatement)
+    assert not isinstance(files, TensorStatement)
+    assert not isinstance(tensors, FileStatement)
+    if sha256sums and files is not None:
+        raise UsageError("--sha256sums and a statement of files both list files; give one of them")
+    sums: dict[str, str] = {}
+    told: list[str] = []
+    for given in sha256sums:
+        path = _at(given, target)
+        listed = read_sums(path, target.root)
+        for name, digest in listed.digests.items():
+            if sums.setdefault(name, digest) != digest:
+                raise OperationError(f"{path}: refused: another list has another checksum of {name!r}")
+        told += listed.not_checked(str(path))
+        attestations.append(Attestation(path=path, kind=_SUMS))
+        if not listed.digests:
+            raise UsageError(f"{path} has no sha256 of a file in {target.root}")
+    return Evidence(
+        files=_alone(files, target, attestations) if files is not None else None,
+        tensors=tensors,
+        sums=sums,
+        attestations=tuple(attestations),
+        not_checked=tuple(told),
+        options=tuple(_options(signatures, statements, sha256sums, trust)),
+    )
+
+
+class Attested(Recorded):
+    """Records of statements and lists about a checkpoint, in the place of those of its manifest.
+
+    ``crossed``: models in each other's place, in words. ``notes``: what the comparison passes over, in words.
+    """
+
+    def __init__(self, evidence: Evidence, contents: Contents, target: Target) -> None:
+        files = evidence.files.files if evidence.files is not None else evidence.sums
+        super().__init__(Manifest(versions={}, world_size=0, step=0, sha256=files), target)
+        self.crossed = ""
+        self.notes: list[str] = []
+        self.has_tensors = evidence.tensors is not None
+        self.scheme = evidence.files.scheme if evidence.files is not None else Scheme()
+        kind = "files" if evidence.files is not None else _SUMS if evidence.sums else "tensors"
+        self.source, self.tensor_source = evidence.source(kind), evidence.source("tensors")
+        self._evidence = evidence
+        self._contents = contents
+        self._own = {os.path.realpath(one.path) for one in evidence.attestations}
+        self._of_weights = {str(path) for weights in contents.weights for path in weights.files}
+
+    def place(self, hashed: Mapping[str | TensorLocation, Hashed]) -> None:
+        """Put the digests of the statement under the labels and names that its tensors have here."""
+        if self._evidence.tensors is None:
+            return
+        placing = _Placing(self._evidence.tensors, self._contents, hashed)
+        self.tensors = {**placing.digests}
+        self.aliases = {label: set() for label in self.tensors}
+        self.crossed = crossing(placing.crossed, "the statement", str(self._contents.root))
+        self.notes = placing.notes
+
+    def unlisted(self, name: str) -> tuple[bool, str]:
+        """Return whether a file that is not listed is a difference, and the words for it."""
+        files = self._evidence.files
+        if os.path.realpath(self._contents.root / name) in self._own:
+            return False, "is what the checkpoint was compared with"
+        if files is None:
+            if not self._evidence.sums and name in self._of_weights:
+                return False, f"is covered by {self.tensor_source} in its tensors alone"
+            return False, f"is not covered by {self.source}"
+        if files.leaves_out(name):
+            return False, f"is not covered by {self.source}, which leaves it out"
+        if files.scheme.shard_size is not None and self._contents.files[name].size == 0:
+            return False, f"is empty, and not covered by {self.source}, as no shard of it has a byte"
+        return True, f"is not covered by {self.source}"
+
+
+def with_own_files(contents: Contents, evidence: Evidence) -> Contents:
+    """Return the contents with those of ckptfix's own files that are listed, as other programs do not know them."""
+    listed = evidence.files.files if evidence.files is not None else evidence.sums
+    found = {}
+    for name in listed:
+        if name not in contents.files and JOURNAL in PurePosixPath(name).parts:
+            try:
+                status = os.stat(contents.root / name)
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found[name] = FileState(status.st_size, status.st_mtime_ns)
+    return replace(contents, files={**contents.files, **found}) if found else contents
+
+
+def _at(given: str | os.PathLike[str], target: Target) -> Path:
+    """Return the path of a file that was named. Raises UsageError, which says where in the checkpoint it is."""
+    path = Path(given)
+    inside = target.root / path
+    if not os.path.lexists(path) and not path.is_absolute() and os.path.isfile(inside):
+        raise UsageError(f"{path} does not exist; did you mean {inside}?")
+    return existing(path)
+
+
+def _alone(files: FileStatement, target: Target, attestations: Iterable[Attestation]) -> FileStatement:
+    """Return the statement of a file that was signed without a folder as one about the file that was named."""
+    if ALONE not in files.files:
+        return files
+    where = next(str(one.path) for one in attestations if one.kind == "files")
+    if len(files.files) > 1 or target.only is None:
+        raise UsageError(f"{where} is about a single file; name that file instead of {target.root}")
+    return replace(files, files={target.only: files.files[ALONE]})
+
+
+def _unsigned(target: Target, path: Path) -> str:
+    return command("verify", target.root, target.only or "", "--oms", str(path))
+
+
+def _options(
+    signatures: Sequence[object], statements: Sequence[object], sums: Sequence[object], trust: Trust | None
+) -> Iterable[str]:
+    for option, paths in (("--signature", signatures), ("--oms", statements), ("--sha256sums", sums)):
+        for path in paths:
+            yield from (option, str(path))
+    if trust is None:
+        return
+    for option, value in (
+        ("--key", trust.key),
+        *(("--certificate-chain", one) for one in trust.certificates),
+        ("--identity", trust.identity),
+        ("--identity-provider", trust.identity_provider),
+        ("--trust-config", trust.trust_config),
+    ):
+        if value is not None:
+            yield from (option, str(value))
+
+
+class _Placing:
+    """The models of a statement paired with those that are there, by what they hold where that is the same.
+
+    ``digests``: label of a model here -> name -> digest. ``crossed``: pairs that are in another order than
+    the statement has. ``notes``: what is passed over, in words.
+    """
+
+    def __init__(
+        self,
+        statement: TensorStatement,
+        contents: Contents,
+        hashed: Mapping[str | TensorLocation, Hashed],
+    ) -> None:
+        self.crossed: list[tuple[Weights, Weights]] = []
+        self.notes: list[str] = []
+        self.digests: dict[str, dict[str, str]] = {weights.label: {} for weights in contents.weights}
+        self._statement = statement
+        self._is_part = contents.only is not None
+        self._signed = {one.label: _bare(statement.by_name(one)) for one in statement.models}
+        here = named_results(contents, hashed)
+        self._here = {
+            one.label: _bare({name: here[TensorLocation(one.label, name)].digest for name in one.named()})
+            for one in contents.weights
+        }
+        pairs = self._alike(contents.weights)
+        paired = {id(one) for pair in pairs for one in pair}
+        left = [one for one in contents.weights if id(one) not in paired]
+        others = [one for one in statement.models if id(one) not in paired]
+        known = [self._signed[signed.label] for signed, _ in pairs]
+        copies = []
+        for signed in list(others):
+            if len(others) > len(left) and self._signed[signed.label] in known:
+                others.remove(signed)
+                copies.append(signed)
+            known.append(self._signed[signed.label])
+        rest = list(pair_models(others, left))
+        self.crossed += crossed(rest)
+        for one, other in (*pairs, *rest):
+            self._put(one, other)
+        for copy in copies:
+            twin = next(
+                one for one in statement.models if self._signed[one.label] == self._signed[copy.label]
+            )
+            count = count_of(len(copy.tensors), "tensor")
+            self.notes.append(
+                f"{copy.label} was stated, too: its {count} are those of {twin.label}, compared once"
+            )
+
+    def _alike(self, models: Sequence[Weights]) -> list[tuple[Weights, Weights]]:
+        """Return the models that hold the same, in the order of the statement as far as that is possible.
+
+        A copy that a repair dropped leaves a gap, which changes no order.
+        """
+        found: list[tuple[Weights, Weights]] = []
+        free = sorted(self._statement.models, key=_position)
+        last: dict[PurePosixPath, tuple[PurePosixPath, int]] = {}
+        for there in sorted(models, key=_position):
+            same = [one for one in free if self._signed[one.label] == self._here[there.label]]
+            same = [one for one in same if one.path == there.path] or same
+            if not same or not there.tensors:
+                continue
+            after = [one for one in same if one.position > last.get(one.home, (PurePosixPath(), -1))]
+            signed = next(iter(after), same[0])
+            free.remove(signed)
+            found.append((signed, there))
+            if not there.path:
+                if not after:
+                    self.crossed.append((signed, there))
+                last[signed.home] = signed.position
+        return found
+
+    def _put(self, signed: Weights | None, there: Weights | None) -> None:
+        if signed is None:
+            return
+        own = self._statement.by_name(signed)
+        if there is not None:
+            found, is_unwrapped = _renamed(own, signed, there, is_part=self._is_part)
+            self.digests[there.label] = found
+            if is_unwrapped:
+                self.notes.append(f"{there.label}: keys are compared without the wrappers around the model")
+        elif not self._is_part:
+            label = signed.label if signed.label not in self.digests else f"{signed.label} as stated"
+            self.digests[label] = own
+
+
+def _position(weights: Weights) -> tuple[PurePosixPath, int]:
+    return weights.position
+
+
+def _bare(own: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of a model by its names without wrappers."""
+    bare = unwrapping(own)
+    return {bare(name): digest for name, digest in own.items()}
+
+
+def _renamed(
+    digests: Mapping[str, str], signed: Weights, there: Weights, *, is_part: bool
+) -> tuple[dict[str, str], bool]:
+    """Return the digests of a signed model by the names of the model that is there, and whether wrappers were removed.
+
+    ``is_part``: it is one file of several, in which other tensors are not missing.
+    """
+    matched, removed = match_names(signed.named(), there.named())
+    found = {one.b: digests[one.a] for one in matched if one.a is not None and one.b is not None}
+    known = {signed.ties.get(one.a, one.a) for one in matched if one.a is not None and one.b is not None}
+    kept_here = {there.ties.get(name, name): digest for name, digest in found.items()}
+    for one in matched:
+        if one.a is None and one.b is not None:
+            digest = kept_here.get(there.ties.get(one.b, one.b))
+            if digest is not None:  # another name of a tensor that is compared
+                found[one.b] = digest
+        elif one.a is None or one.b is not None or is_part:
+            continue
+        elif signed.ties.get(one.a, one.a) not in known:  # else a tied name is there, which suffices
+            found[one.a if one.a not in found else f"{one.a} as stated"] = digests[one.a]
+    return found, bool(removed)

@@ -1,0 +1,427 @@
+"""A statement of tensors stays true through repairs and migrations, and finds every flipped bit after each of them."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from ckptfix import Keys, Policy, UsageError, VerifyReport, migrate, repair, seal, undo, verify
+from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.storage.reading import Piece
+from ckptfix.tensors.hashing import hash_all
+from ckptfix.tensors.opening import open_checkpoint
+from ckptfix.tensors.stored import Contiguous, Strided, Tiled
+from ckptfix.verification.statements import UNSIGNED, FileStatement, TensorStatement, parse_statement
+from ckptfix.verification.verify_report import Change, Kind, Outcome
+from tests.sampling import sampled
+from tests.verification.sealed import KINDS, flip, place, state, wrong
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
+FILES, TENSORS = UNSIGNED
+
+
+def of_fixture(name: str) -> Callable[[Path], Path]:
+    return lambda folder: Path(shutil.copytree(FIXTURES / name / "checkpoint", folder, dirs_exist_ok=True))
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    **KINDS,
+    "second prepare": of_fixture("wrapper-safetensors"),
+    "student and teacher": of_fixture("student-teacher-wrapper-bin"),
+    "nested": of_fixture("lone-nested-safetensors"),
+    "nested zip": of_fixture("lone-nested-train"),
+    "nested legacy": of_fixture("lone-nested-legacy"),
+    "nested shards": of_fixture("sharded-gpt2-nested"),
+}
+
+
+def repaired(folder: Path, **options: Any) -> Path:
+    repair(folder, policy=Policy(**options))
+    return folder
+
+
+def migrated(folder: Path, to: str, **options: Any) -> Path:
+    new = folder.with_name(f"{folder.name} as {to}")
+    migrate(folder, new, to=to, **options)
+    return new
+
+
+CHANGES: dict[str, Callable[[Path], Path]] = {
+    "nothing": lambda folder: folder,
+    "repair": repaired,
+    "new files": lambda folder: repaired(folder, atomic=True),
+    "rename": lambda folder: repaired(folder, keys=Keys.BARE),
+    "reshard": lambda folder: migrated(folder, "safetensors", max_shard_size=3000),
+    "reshard a save": lambda folder: migrated(folder, "dcp", max_shard_size=3000),
+    "safetensors": lambda folder: migrated(folder, "safetensors"),
+    "bin": lambda folder: migrated(folder, "bin"),
+    "dcp": lambda folder: migrated(folder, "dcp"),
+    "rename and dcp": lambda folder: migrated(repaired(folder, keys=Keys.BARE), "dcp", keys="ddp"),
+    "there and back": lambda folder: migrated(migrated(folder, "dcp"), "safetensors"),
+}
+
+
+def stated(folder: Path, make: Callable[[Path], Path]) -> Path:
+    """Make a checkpoint with statements, and return the folder."""
+    folder.mkdir()
+    make(folder)
+    assert seal(folder, force=True, oms=True).status == 0
+    return folder
+
+
+def compared(folder: Path, statement: Path) -> VerifyReport:
+    return verify(folder, statements=[statement])
+
+
+def differing(report: VerifyReport) -> set[str]:
+    return {item.name for item in report.items if item.outcome is Outcome.DIFFER}
+
+
+def pieces(layout: object) -> list[Piece]:
+    if isinstance(layout, Tiled):
+        return [piece for tile in layout.tiles for piece in pieces(tile.layout)]
+    if isinstance(layout, Strided):
+        start = layout.storage.offset + layout.first * layout.width
+        return [Piece(layout.storage.path, start, layout.width)]
+    assert isinstance(layout, Contiguous)
+    return [piece for piece in layout.pieces if piece.length]
+
+
+CASES = [
+    (source, change)
+    for source in SOURCES
+    for change in CHANGES  # load_state reads one file a model, so that only DCP is cut for it
+    if not (change == "reshard" and source in ("second prepare", "student and teacher"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "change"), CASES)
+def test_the_tensors_are_those_that_were_stated_and_a_flipped_bit_is_found(
+    tmp_path: Path, source: str, change: str
+) -> None:
+    folder = stated(tmp_path / "c", SOURCES[source])
+    statement = tmp_path / TENSORS
+    shutil.move(folder / TENSORS, statement)
+    folder = CHANGES[change](folder)
+    report = compared(folder, statement)
+    assert differing(report) == set(), str(report)
+    assert report.status == int(any(one.severity is not Severity.NOTE for one in report.findings))
+    count = report.count(Kind.TENSOR)
+    assert count[Outcome.MATCH] > 0
+    assert count[Outcome.NOT_CHECKED] == 0
+    tensors = [tensor for one in open_checkpoint(folder).weights for tensor in one.tensors]
+    assert count[Outcome.MATCH] >= len(tensors)
+    for tensor in sampled(tensors):
+        parts = pieces(tensor.layout)
+        for piece in {parts[0], parts[-1]} if parts else ():
+            for at in {piece.offset, piece.offset + piece.length - 1}:
+                flip(piece.path, at)
+                report = compared(folder, statement)
+                assert report.status == 1, tensor.fqn
+                assert tensor.fqn in differing(report)
+                flip(piece.path, at)
+    assert differing(compared(folder, statement)) == set()
+
+
+def test_a_second_prepare_is_compared_once_after_its_copy_went(tmp_path: Path) -> None:
+    folder = stated(tmp_path / "c", SOURCES["second prepare"])
+    statement = folder / TENSORS
+    assert len(verify(folder, statements=[statement]).items) > 8
+    repaired(folder)
+    report = verify(folder, statements=[statement])
+    assert report.status == 0
+    assert "model_1.safetensors was stated, too: its 4 tensors are those of model.safetensors" in str(report)
+    undo(folder)
+    assert differing(verify(folder, statements=[statement, folder / FILES])) == set()
+
+
+def test_a_copy_that_was_not_signed_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    of_fixture("wrapper-safetensors")(folder)
+    repaired(folder)
+    assert seal(folder, oms=True).status == 0
+    shutil.copy(folder / TENSORS, tmp_path / TENSORS)
+    undo(folder)  # the seal
+    undo(folder)  # the repair
+    report = compared(folder, tmp_path / TENSORS)
+    assert report.status == 1
+    assert {item.change for item in report.items if item.outcome is Outcome.DIFFER} == {Change.EXTRA}
+    assert f"is not in {tmp_path / TENSORS}" in str(report)
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return stated(tmp_path / "c", KINDS["safetensors"])
+
+
+def test_missing_additional_changed_and_renamed_tensors_are_named(folder: Path) -> None:
+    one, two, three, four = state().values()
+    saved(folder, {"layers.0.weight": two, "layers.1.weight": one, "other.weight": three, "more": four + 1})
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert {name: change for name, (change, _) in wrong(report).items() if name not in (FILES, TENSORS)} == {
+        "layers.0.weight": "swapped", "layers.1.weight": "swapped", "layers.2.weight": "renamed",
+        "layers.3.weight": "missing", "more": "extra", "model.safetensors": "extra",
+    }  # fmt: skip
+
+
+def test_the_same_bytes_in_another_shape_or_dtype_are_another_tensor(folder: Path) -> None:
+    tensors = state()
+    saved(folder, {**tensors, "layers.1.weight": tensors["layers.1.weight"].reshape(24, 16)})
+    assert wrong(compared(folder, folder / TENSORS))["layers.1.weight"][0] == "changed"
+    saved(folder, {**tensors, "layers.1.weight": tensors["layers.1.weight"].view(torch.int32)})
+    assert wrong(compared(folder, folder / TENSORS))["layers.1.weight"][0] == "changed"
+
+
+def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    for name, seed in (("model.safetensors", 0), ("model_1.safetensors", 1)):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {f"w{seed}": torch.randn(8, 8, generator=generator)}
+        save_file(tensors, folder / name, {"format": "pt"})
+    assert seal(folder, force=True, oms=True).status == 0
+    assert compared(folder, folder / TENSORS).status == 0
+    (folder / "model.safetensors").rename(folder / "x")
+    (folder / "model_1.safetensors").rename(folder / "model.safetensors")
+    (folder / "x").rename(folder / "model_1.safetensors")
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert "a load would take the wrong model" in report.crossed
+
+
+def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    weight = torch.randn(4, 4)
+    torch.save({"a": weight, "b": weight, "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert seal(folder, oms=True).status == 0
+    statement = folder / TENSORS
+    parsed = parse_statement(statement.read_bytes(), "")
+    assert isinstance(parsed, TensorStatement)
+    assert dict(parsed.models[0].ties) == {"b": "a"}
+    torch.save({"a": weight, "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert compared(folder, statement).status == 0
+    torch.save({"a": weight, "b": weight.clone(), "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert compared(folder, statement).status == 0
+    torch.save({"a": weight, "b": weight + 1, "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert wrong(compared(folder, statement))["b"][0] == "changed"
+    torch.save({"c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert wrong(compared(folder, statement))["a"][0] == "missing"
+
+
+def test_a_model_that_cannot_be_read_is_never_called_right(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    assert compared(folder, folder / TENSORS).status != 0
+    path.unlink()
+    assert wrong(compared(folder, folder / TENSORS))["layers.0.weight"][0] == "missing"
+
+
+def test_a_file_is_compared_with_its_part_of_a_statement(tmp_path: Path) -> None:
+    folder = stated(tmp_path / "c", KINDS["sharded"])
+    name = "model-00001-of-00002.safetensors"
+    for statement in (TENSORS, FILES):
+        assert compared(folder / name, folder / statement).status == 0
+        flip(folder / name, (folder / name).stat().st_size - 1)
+        assert compared(folder / name, folder / statement).status == 1
+        flip(folder / name, (folder / name).stat().st_size - 1)
+
+
+def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: Path) -> None:
+    (folder / ".gitattributes").write_text("x")
+    report = compared(folder, folder / FILES)
+    assert report.status == 0
+    said = str(report)
+    assert f"not checked: 2 files: each is not covered by {folder / FILES}, which leaves it out" in said
+    assert "not checked: .ckptfix, the folder of ckptfix itself, which no loader reads" in said
+    assert f"{folder / FILES}: files, not signed: anyone can have written it" in said
+    (folder / "modeling.py").write_text("import os")
+    report = compared(folder, folder / FILES)
+    assert report.status == 1
+    assert wrong(report)["modeling.py"][0] == "extra"
+    assert f"modeling.py: is not covered by {folder / FILES}" in str(report)
+    (folder / "modeling.py").unlink()
+    (folder / "model.safetensors").unlink()
+    assert wrong(compared(folder, folder / FILES))["model.safetensors"][0] == "missing"
+
+
+def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(tmp_path: Path) -> None:
+    folder = stated(tmp_path / "c", SOURCES["nested"])
+    repaired(folder)
+    assert compared(folder, folder / TENSORS).status == 0
+    report = verify(folder, statements=[folder / FILES, folder / TENSORS])
+    assert report.status == 1
+    assert "every tensor in it matches, so the difference is in its header" in str(report)
+    assert "compare the tensors alone with the statement of tensors" in str(report)
+    assert "notes" in report.as_json()
+
+
+def test_an_unsigned_statement_is_said_to_be_unsigned(folder: Path, tmp_path: Path) -> None:
+    said = str(seal(folder, oms=True))
+    assert f"not signed: {FILES}, {TENSORS}; anyone could have written them" in said
+    assert "signed by" not in said
+    (one,) = compared(folder, folder / TENSORS).statements
+    assert (one.is_signed, one.is_verified, one.signer) == (False, False, "")
+
+
+def test_statements_belong_to_the_manifest_and_are_undone_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    of_fixture("lone-nested-safetensors")(folder)
+    repaired(folder)
+    before = sorted(os.listdir(folder))
+    receipt = seal(folder, oms=True)
+    assert receipt.transaction is not None
+    assert receipt.statements == UNSIGNED
+    assert verify(folder).status == 0
+    flip(folder / FILES, 100)
+    assert wrong(verify(folder))[FILES][0] == "changed"
+    flip(folder / FILES, 100)
+    undo(folder)
+    assert sorted(os.listdir(folder)) == before
+
+
+def test_the_same_statement_is_not_written_again(folder: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+    assert seal(folder, oms=True).status == 0
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()} == before
+    parsed = parse_statement((folder / FILES).read_bytes(), "")
+    assert isinstance(parsed, FileStatement)
+    assert list(parsed.files) == ["model.safetensors"]
+
+
+def test_what_no_statement_can_cover_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    before = sorted(os.listdir(folder))
+    with pytest.raises(
+        Exception, match="pipe: is not a regular file, which OpenSSF Model Signing cannot cover"
+    ):
+        seal(folder, oms=True)
+    (folder / "pipe").unlink()
+    odd = os.fsdecode(b"bad \xff name")
+    (folder / odd).write_text("")
+    with pytest.raises(Exception, match="its name is not UTF-8, so no statement can list it"):
+        seal(folder, oms=True)
+    assert sorted(os.listdir(folder)) == sorted([*(name for name in before if name != "pipe"), odd])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"statements": ["a", "a"]}, "is the second statement of tensors; give one at a time"),
+        ({"signatures": ["a"]}, "name who must have signed it: --key PUBLIC_KEY"),
+        ({"statements": ["f"], "sha256sums": ["s"]}, "both list files; give one of them"),
+        ({"statements": ["gone"]}, "gone does not exist"),
+        ({"statements": [TENSORS]}, "did you mean c/tensors.oms.json?"),
+        ({"statements": ["a"], "against": "c"}, "--against compares with another checkpoint"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    Path("a").write_bytes((folder / TENSORS).read_bytes())
+    Path("f").write_bytes((folder / FILES).read_bytes())
+    Path("s").write_text("")
+    with pytest.raises(UsageError, match=words.replace("?", r"\?")):
+        verify("c", **options)
+
+
+def test_the_subject_of_tensors_stays_through_names_files_and_order(tmp_path: Path) -> None:
+    subjects = set()
+    for number, kind in enumerate(("safetensors", "bin", "sharded")):
+        folder = stated(tmp_path / str(number), KINDS[kind])
+        subjects.add(json.loads((folder / TENSORS).read_text())["subject"][0]["digest"]["sha256"])
+    folder = tmp_path / "renamed"
+    folder.mkdir()
+    saved(folder, {f"module.{name}": tensor for name, tensor in reversed(state().items())})
+    assert seal(folder, oms=True, force=True).status == 0
+    subjects.add(json.loads((folder / TENSORS).read_text())["subject"][0]["digest"]["sha256"])
+    assert len(subjects) == 1
+
+
+def test_links_are_followed_and_said(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    KINDS["safetensors"](blobs)
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to("../blobs/model.safetensors")
+    assert seal(folder, oms=True).status == 0
+    assert json.loads((folder / FILES).read_text())["predicate"]["serialization"]["allow_symlinks"] is True
+    assert compared(folder, folder / FILES).status == 0
+
+
+@pytest.mark.slow
+def test_the_command_line_says_what_python_says(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    run = ["python", "-m", "ckptfix"]
+
+    def said(*arguments: str) -> tuple[int, str]:
+        import sys
+
+        done = subprocess.run(
+            [sys.executable, *run[1:], *arguments], cwd=tmp_path, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert said("seal", "c", "--oms")[0] == 0
+    status, text = said("verify", "c", "--oms", f"c/{FILES}", "--oms", f"c/{TENSORS}")
+    assert (status, text.count("match")) == (0, 2)
+    status, text = said("verify", "c", "--signature", f"c/{FILES}")
+    assert status == 2
+    assert f"to compare without verifying the signature: ckptfix verify --oms c/{FILES} c" in text
+    status, text = said("verify", "c", "--oms", f"c/{FILES}", "--device-map", "auto")
+    assert status == 2
+    status, text = said("seal", "c", "--sign", "key", "--sigstore")
+    assert status == 2
+    assert "give one of them" in text
+
+
+@given(
+    st.lists(st.binary(max_size=40), min_size=1, max_size=4),
+    st.integers(min_value=1, max_value=9),
+    st.sampled_from(["sha256", "blake2b"]),
+)
+def test_parts_of_files_are_hashed_as_the_parts_alone(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], size: int, algorithm: str
+) -> None:
+    import hashlib
+
+    from ckptfix.tensors.hashing import FileJob
+    from ckptfix.verification.statements import Scheme
+
+    folder = tmp_path_factory.mktemp("parts")
+    scheme = Scheme(algorithm=algorithm, shard_size=size)
+    for number, data in enumerate(contents):
+        path = folder / str(number)
+        path.write_bytes(data)
+        jobs = scheme.jobs(FileJob(path, len(data)))
+        expected = [
+            hashlib.new(algorithm, data[start : start + size]).hexdigest()
+            for start in range(0, len(data), size)
+        ]
+        results = hash_all(jobs)
+        assert [one.digest for one in results] == expected
+        assert scheme.joined(results).digest == "-".join(expected)
+
+
+def test_loaders_see_what_they_saw_before(folder: Path) -> None:
+    assert load_file(folder / "model.safetensors").keys() == state().keys()
+    assert place(folder, "layers.0.weight").path == folder / "model.safetensors"
