@@ -20,6 +20,7 @@ TOPICS = (
     "splits",
     "migrate",
     "verify",
+    "signing",
     "diff",
     "salvage",
     "safety",

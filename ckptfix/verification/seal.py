@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -25,7 +25,7 @@ from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, list_folder
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
-from ckptfix.storage.staged import temporary_file, write_file
+from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Format, Weights
@@ -276,17 +276,16 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
         raise OperationError(
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
         )
-    path = root / MANIFEST
-    has_repairs = bool(transactions(root))
-    for name, statement in statements.items() if not has_repairs else ():
-        write_file(root / name, statement)
-    with temporary_file(path, data) as new:
-        if not has_repairs:
-            os.replace(new, path)
+    files = {**statements, MANIFEST: data}
+    with ExitStack() as waiting:
+        new = {name: waiting.enter_context(temporary_file(root / name, one)) for name, one in files.items()}
+        if not transactions(root):
+            for name, one in new.items():
+                os.replace(one, root / name)
             sync_folder(root / JOURNAL)
             sync_folder(root)
             return None
-        mode = stat.S_IMODE(os.stat(new).st_mode)
+        mode = stat.S_IMODE(os.stat(new[MANIFEST]).st_mode)
     # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
     edits = [
         Replace(
@@ -294,7 +293,7 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
             content=Recipe(pieces=(Literal(content),), mode=mode),
             previous=KEPT if os.path.lexists(root / name) else ABSENT,
         )
-        for name, content in (*statements.items(), (MANIFEST, data))
+        for name, content in files.items()
     ]
-    summary = [f"write the digests of {len(manifest.sha256)} files to {', '.join((*statements, MANIFEST))}"]
+    summary = [f"write the digests of {len(manifest.sha256)} files to {', '.join(files)}"]
     return commit(root, edits, target="", summary=summary, verify=lambda: None)

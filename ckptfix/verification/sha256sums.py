@@ -47,7 +47,8 @@ class Listed(NamedTuple):
 
 def find_sums(root: Path) -> Path | None:
     """Return the list in a folder, or next to it, with a checksum of anything in the folder; None without one."""
-    for folder in (root, Path(os.path.abspath(root)).parent):
+    above = root.parent if root.name not in ("", "..") else Path(os.path.abspath(root)).parent
+    for folder in (root, above):
         try:
             with os.scandir(folder) as listing:
                 names = sorted(entry.name for entry in listing if _NAMES.fullmatch(entry.name))

@@ -25,7 +25,7 @@ from ckptfix.verification.attested import Attested, Evidence, gather, with_own_f
 from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
-from ckptfix.verification.statements import Scheme
+from ckptfix.verification.statements import SIGNED, Scheme
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
@@ -161,6 +161,10 @@ def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[st
 
 def _to_seal(target: Target, report: VerifyReport) -> str:
     """Say what to type next where there is no manifest: a seal, or first what mends the damage that it refuses."""
+    for name in SIGNED:
+        if target.only is None and (target.root / name).is_file():
+            path = str(target.root / name)
+            return f"; next: {command('verify', target.root, '', '--signature', path, '--key', 'PUBLIC_KEY')}"
     if report.unfinished:
         return ", and a folder that cannot be read completely is not sealed"  # a repair refuses it, too
     serious = [one for one in report.findings if one.severity is not Severity.NOTE]

@@ -262,7 +262,7 @@ class VerifyReport(Printable, Serialized):
         counts = [
             count_of(number, kind.value)
             for kind, number in totals.items()
-            if number or kind is not Kind.VALUE
+            if number or kind is Kind.FILE or (kind is Kind.TENSOR and not self.statements)
         ]
         if any(one.problem for one in self.statements):
             counts = ["not compared"]

@@ -184,6 +184,16 @@ def test_another_key_is_unknown_and_nothing_is_compared(folder: Path, keys: Keys
     assert not report.statements[0].is_verified
 
 
+def test_a_folder_without_a_manifest_names_the_signature_in_it(tmp_path: Path, keys: Keys) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    seal(folder, sign=KeySigning(keys.private))
+    (folder / ".ckptfix" / "manifest.json").unlink()
+    next_step = f"next: ckptfix verify --signature {folder / FILES} --key PUBLIC_KEY {folder}"
+    assert next_step in str(verify(folder))
+
+
 def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     bundle = json.loads(path.read_text())
     change(bundle)
