@@ -118,6 +118,26 @@ def test_no_torch_is_imported(arguments: list[str]) -> None:
     assert not loaded & {"torch", "accelerate", "numpy"}
 
 
+_OPENING = re.compile(
+    r"(?<![\w.])open\(|(?<!Image)\.open\(|\.read_(bytes|text)\(|\bos\.(open|pread|preadv|readv)\b|\bsafe_open\("
+)
+_OF_THIS_MACHINE = {
+    "conversion/streaming.py": 4,  # new files, and copies of files whose bytes are on this machine
+    "tensors/parameter_sources.py": 1,  # the answer of a process
+    "tensors/stored.py": 2,  # windows of files that have a descriptor
+}
+"""Where layers above ``storage`` open a file by themselves, and how often, because it is never one of a store."""
+
+
+def test_only_storage_opens_files() -> None:
+    """The bytes of a checkpoint can lie in an object store: ``storage.reading`` knows where, ``open`` does not."""
+    for path in MODULES:
+        where = str(path.relative_to(PACKAGE))
+        if where.partition("/")[0] in {*LAYERS[1:], "verification", "conversion", "repairs"}:
+            found = [line for line in path.read_text().splitlines() if _OPENING.search(line)]
+            assert len(found) == _OF_THIS_MACHINE.get(where, 0), f"{where}: use storage.reading: {found}"
+
+
 def test_errors_know_nothing_of_the_package() -> None:
     names = list(house.imported(PACKAGE / "errors.py"))
     assert not [name for name in names if name.startswith("ckptfix")], "every layer imports errors: a circle"

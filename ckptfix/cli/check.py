@@ -1,9 +1,10 @@
 """``ckptfix check``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
@@ -17,8 +18,9 @@ from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.target import find_checkpoints
-from ckptfix.storage.doors import opened
+from ckptfix.storage.doors import opened, watched
 from ckptfix.storage.paths import command
+from ckptfix.storage.reading import Unheld, unheld_below
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
 _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
@@ -61,10 +63,14 @@ def _check_all(
 ) -> int:
     targets: list[str] = []
     failures: dict[str, Exception] = {}
+    unheld: list[Unheld] = []
     for path in paths:
         try:
             if recursive:
-                targets += map(str, find_checkpoints(images.enter_context(opened(path, complete=False))))
+                place = images.enter_context(opened(path, complete=False, watches=False))
+                found = find_checkpoints(place)
+                targets += map(str, found)
+                unheld += _of_no_checkpoint(place, found)
             else:
                 targets.append(path)
         except FAILURES as error:
@@ -78,7 +84,7 @@ def _check_all(
     def work(path: str) -> CheckReport:
         if path in failures:
             raise failures[path]
-        with report.progress(f"reading {path}") as progress:
+        with report.progress(f"reading {path}") as progress, watched(path):
             result = check(path, data=data, siblings=siblings, progress=progress)
         if recursive:  # models below have a report of their own
             result = replace(result, not_checked=tuple(_unless_below(result)), below=())
@@ -93,9 +99,19 @@ def _check_all(
             report.path(result.path, null=null)
 
     batch = visit(report, targets, work, word=_word, lines=lines, annotations=_annotations)
+    for one in unheld:
+        report.message(f"ckptfix: {one.home}: could not finish: {one.key!r}: {one}")
+        batch.status = max(batch.status, 3)
     if len(targets) > 1:
         report.show(batch.lines(_ORDER))
     return report.finish({"checkpoints": batch.documents}, batch.status)
+
+
+def _of_no_checkpoint(place: Path, found: Iterable[Path]) -> Iterator[Unheld]:
+    """Yield the objects of a store that no folder can hold, where no checkpoint is that reports them."""
+    for one in unheld_below(place):
+        if one.size and not any(one.home.is_relative_to(folder) for folder in found):
+            yield one
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -194,16 +194,12 @@ def check(
 
 def _unheld(target: Target, below: tuple[CheckReport, ...]) -> tuple[list[str], list[str]]:
     """Return in words the objects of a store that no folder can hold: those with bytes, and those without any."""
-    solid, empty = [], []
+    solid: list[str] = []
+    empty: list[str] = []
     for one in unheld_below(target.root) if target.only is None else ():
         if any(one.home.is_relative_to(report.path) for report in below):
             continue
-        if one.size:
-            solid.append(
-                f"{one.key!r}: an object of {human_size(one.size)} that no folder can hold: {one.why}"
-            )
-        else:
-            empty.append(f"{one.key!r}: an empty object, as programs mark folders with it: {one.why}")
+        (solid if one.size else empty).append(f"{one.key!r}: {one}")
     return solid, empty
 
 

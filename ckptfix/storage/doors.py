@@ -3,8 +3,9 @@
 Nothing of object stores is imported before the first URL comes.
 """
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -58,11 +59,21 @@ def _is_list(value: Any) -> bool:
 
 
 @contextmanager
-def opened(path: str, *, complete: bool = True) -> Iterator[Path]:
+def watched(path: str | Path) -> Iterator[None]:
+    """Raise a failure of the store at the end even where it was caught on its way: what was not read is not ok."""
+    images = sys.modules.get("ckptfix.storage.images")
+    if images is not None:
+        images.forget_failures(path)
+    yield
+    if images is not None:
+        images.raise_failure(path)
+
+
+@contextmanager
+def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterator[Path]:
     """Yield the path of the image of a URL, which is removed at the end; any other path as it is.
 
-    An error that passes through names the URL. A failure of the store is raised at the end even where it was caught on
-    its way: what could not be read is not ok.
+    An error that passes through names the URL. ``watches``: the block is ``watched``, too.
     """
     if not looks_like_url(path):
         yield Path(path)
@@ -71,8 +82,8 @@ def opened(path: str, *, complete: bool = True) -> Iterator[Path]:
 
     place = images.image_of(path, complete=complete)
     try:
-        yield place
-        images.raise_failure(place)
+        with watched(place) if watches else nullcontext():
+            yield place
     except (CkptfixError, OSError) as error:
         error.args = tuple(shown(one) if isinstance(one, str) else one for one in error.args)
         if isinstance(error, OSError) and isinstance(error.filename, str | Path):

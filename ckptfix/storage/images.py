@@ -87,35 +87,36 @@ class _Depth(threading.local):
 
 
 class _Session:
-    """The images of this process, in one folder."""
+    """The images of this process, in one folder.
+
+    Its path never changes, and what lies below it is guarded until the process ends: a thread that still holds a path
+    of an image that another one has removed must not read a hole.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.folder = ""
         self.images: dict[str, Image] = {}
-        self.count = 0
         self.changing = _Depth()
-        self.is_guarded = False
+        self._count = 0
 
-    def new_root(self, url: str) -> tuple[Path, Path]:
-        """Make the folder of an image, and return the folder of the image and that of its prefix."""
-        with self.lock:
+    def new_top(self) -> Path:
+        """Make a folder for an image."""
+        with self.lock, changing():
             if not self.folder:
                 parent = Path(os.path.realpath(tempfile.gettempdir()))
                 with suppress(OSError):
                     staged.sweep(parent)
-                folder = parent / staged.temporary_name(Path("stores"))
-                folder.mkdir(mode=0o700)
-                self.folder = str(folder)
+                folder = str(parent / staged.temporary_name(Path("stores")))
                 show_as(rf"{re.escape(str(parent))}/{_FOLDER}/\d+/([a-z][a-z0-9+.-]*):(?:/|$)", r"\1://")
-                if not self.is_guarded:
-                    sys.addaudithook(_guard)
-                    self.is_guarded = True
+                self.folder = folder
+                sys.addaudithook(_guard)
                 reading.look_elsewhere(_files)
-            self.count += 1
-            top = Path(self.folder, str(self.count))
-            scheme, _, rest = url.partition("://")
-            return top, top / f"{scheme}:" / rest
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            self._count += 1
+            top = Path(self.folder, str(self._count))
+            top.mkdir(mode=0o700)
+            return top
 
 
 _session = _Session()
@@ -148,8 +149,13 @@ def image_of(url: str, *, complete: bool = True) -> Path:
         store = folder
     elif not listed:
         raise UsageError(f"{escape(url)} is empty: the store has no object there")
-    top, root = _session.new_root(store.url)
-    image = _made(store, listed, root, only)
+    top = _session.new_top()
+    scheme, _, rest = store.url.partition("://")
+    try:
+        image = _made(store, listed, top / f"{scheme}:" / rest, only)
+    except BaseException:
+        _remove(str(top))
+        raise
     with _session.lock:
         _session.images[str(top)] = image
     solid = [one for one in image.unheld if one.size]
@@ -240,7 +246,14 @@ def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
     return image.objects.get(image.key_of(full)) if image is not None else None
 
 
-def raise_failure(path: Path) -> None:
+def forget_failures(path: str | Path) -> None:
+    """Forget the failures of the store that were reported already."""
+    image = _image_at(os.path.abspath(path))
+    if image is not None:
+        image.failures.clear()
+
+
+def raise_failure(path: str | Path) -> None:
     """Raise the first failure of the store while an image was read."""
     image = _image_at(os.path.abspath(path))
     if image is not None and image.failures:
@@ -255,13 +268,15 @@ def release(path: Path) -> None:
         if top is None or _session.images.pop(top, None) is None:
             return
         _cache.forget(top)
-        with changing():
-            shutil.rmtree(top, ignore_errors=True)
-            if not _session.images:
-                with suppress(OSError):
-                    os.rmdir(_session.folder)
-                staged.release(Path(_session.folder))
-                _session.folder = ""
+        _remove(top)
+
+
+def _remove(top: str) -> None:
+    """Remove the folder of an image, and the last one with the folder that all are in."""
+    with _session.lock, changing():
+        shutil.rmtree(top, ignore_errors=True)
+        with suppress(OSError):  # another image is there
+            os.rmdir(_session.folder)
 
 
 @contextmanager
@@ -548,8 +563,10 @@ class _Files:
         full = os.path.abspath(text)
         top = _top_of(full)
         image = _session.images.get(top) if top is not None else None
-        if top is None or image is None:
+        if top is None:
             return None
+        if image is None:
+            raise OperationError(f"{path}: this URL is not open any more")
         key = image.key_of(full)
         info = image.objects.get(key)
         if info is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError
+from ckptfix.wording import human_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ class Unheld(NamedTuple):
     size: int
     home: Path
     why: str
+
+    def __str__(self) -> str:
+        if self.size:
+            return f"an object of {human_size(self.size)} that no folder can hold: {self.why}"
+        return f"an empty object, as programs mark folders with it: {self.why}"
 
 
 class Elsewhere(Protocol):

@@ -305,7 +305,7 @@ class S3Store(Store):
                     raise Refused from error
                 raise
 
-        self._persist(key, ask)
+        self._persist(key, ask, has_condition=True)
 
     def _abort(self, upload: Mapping[str, Any]) -> None:
         # Parts that stay behind cost money, and nobody sees them. The error that led here is the one to report.
@@ -335,7 +335,7 @@ class S3Store(Store):
             return str(answer["CopyPartResult"]["ETag"]).strip('"')
 
         try:
-            return self._persist(key, ask)
+            return self._persist(key, ask, has_condition=True)
         except Refused:
             raise self._changed(copied.key, copied.etag, "while it was copied") from None
         except FileNotFoundError:

@@ -231,10 +231,10 @@ class Store:
             )
         except FileNotFoundError:
             return
-        start = len(self._base) + 1
+        before = f"{self._base}/"
         for path, info in found.items():
-            key = f"/{path.strip('/')}"[start:] if self._base.startswith("/") else path.strip("/")[start:]
-            if not key or (where and path.strip("/") == where.strip("/")):
+            key = path.removeprefix(before)
+            if not key or key == path:
                 continue  # the object of that name itself
             yield (key, _info(info)) if info["type"] == "file" else (f"{key.rstrip('/')}/", None)
 
@@ -377,7 +377,7 @@ class Store:
             return data
 
         try:
-            return self._persist(key, work)
+            return self._persist(key, work, has_condition=True)
         except FileNotFoundError:
             raise ChangedError(
                 f"{self.name(key)}: it was deleted while it was read; next: run the same command again"
@@ -433,13 +433,13 @@ class Store:
 
     def _write(self, key: str, expected: str | Expected, work: Callable[[], _T]) -> _T:
         try:
-            return self._persist(key, work)
+            return self._persist(key, work, has_condition=True)
         except Refused:
             raise self._changed(key, expected, "meanwhile") from None
 
     def _changed(self, key: str, expected: str | Expected, when: str) -> ChangedError:
         now = None
-        with suppress(StoreError, FileNotFoundError):
+        with suppress(StoreError):
             now = self.stat(key)
         what = "no object" if expected is ABSENT else f"ETag {expected}"
         found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
@@ -448,8 +448,11 @@ class Store:
             "next: wait until it has finished, then run the same command again"
         )
 
-    def _persist(self, key: str, work: Callable[[], _T]) -> _T:
-        """Do a request, again and again while it fails for reasons that pass."""
+    def _persist(self, key: str, work: Callable[[], _T], *, has_condition: bool = False) -> _T:
+        """Do a request, again and again while it fails for reasons that pass.
+
+        ``has_condition``: the caller explains that it does not hold (Refused), or that there is no such object.
+        """
         patience, began = PATIENCE, time.monotonic()
         for attempt in range(patience.attempts):
             try:
@@ -462,6 +465,11 @@ class Store:
                     ) from error
                 if isinstance(judged, StoreError) and not isinstance(error, StoreError):
                     raise StoreError(f"{self.name(key)}: {judged}") from error
+                if not has_condition and isinstance(judged, Refused | FileNotFoundError):
+                    raise StoreError(
+                        f"{self.name(key)}: the store refused the request ({_one_line(error)}); "
+                        "next: ckptfix help stores"
+                    ) from error
                 if judged is error and not isinstance(error, Temporary):
                     raise
                 if not isinstance(judged, Temporary):

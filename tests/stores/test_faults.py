@@ -1,0 +1,171 @@
+"""Faults between client and server: a verb gives the right result, or ends with exit status 3 and what to do next."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfix.cli import run
+from ckptfix.errors import ChangedError, StoreError
+from ckptfix.storage import images, stores
+from ckptfix.storage.stores import Patience, open_store
+from tests.sampling import sampled
+from tests.stores.faults import LASTING, PASSING, Proxy, proxied
+from tests.stores.servers import Server, bucket, ministack, ministack_process, upload_folder
+
+__all__ = ["bucket", "ministack", "ministack_process"]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CASE = FIXTURES / "golden" / "doubled-model" / "checkpoint"
+pytestmark = pytest.mark.slow
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def proxy(ministack: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with proxied(ministack.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+        monkeypatch.setattr(
+            stores,
+            "PATIENCE",
+            Patience(attempts=3, first_wait=0.01, longest_wait=0.02, connect=2, answer=0.4),
+        )
+        yield proxy
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    upload_folder(CASE, f"{bucket}/run/checkpoint")
+    return f"{bucket}/run/checkpoint"
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = run([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+VERBS = {
+    "check": ("check", "AT", "--data"),
+    "verify": ("verify", "AT", "--data"),
+    "diff": ("diff", "AT", CASE),
+    "salvage": ("salvage", "AT", "NEW"),
+    "migrate": ("migrate", "AT", "NEW", "--to", "bin"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_fault_at_any_request_is_survived_or_said(
+    verb: str, proxy: Proxy, url: str, tmp_path: Path, said: Said
+) -> None:
+    def result(choose: Callable[[int], str | None]) -> tuple[int, str, str]:
+        proxy.asked.clear()
+        proxy.choose = lambda number, method, path: choose(number)
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        words = [url if word == "AT" else tmp_path / "new" if word == "NEW" else word for word in VERBS[verb]]
+        done = said(*words)
+        assert not Path(images._session.folder or "none").exists(), "an image was left behind"
+        return done
+
+    good = result(lambda number: None)
+    assert good[0] in (0, 1)
+    written = _content(tmp_path / "new")
+    count = len(proxy.asked)
+    assert count >= 3
+    for kind, at in sampled([(kind, at) for kind in PASSING for at in range(count)]):
+        assert result(at_once(kind, at)) == good, (kind, at)
+        assert _content(tmp_path / "new") == written
+    for kind, at in sampled([(kind, at) for kind in LASTING for at in range(count)]):
+        status, out, err = result(from_then_on(kind, at))
+        if (status, out, err) != good:  # a fault at a request that nobody makes, or that asks nothing
+            assert status == 3, (kind, at, out, err)
+            assert "s3://" in err, (kind, at, err)
+            assert "next: " in err, (kind, at, err)
+            assert not (tmp_path / "new").exists(), "a result without all of its source"
+
+
+def at_once(kind: str, at: int) -> Callable[[int], str | None]:
+    """Choose one request."""
+    return lambda number: kind if number == at else None
+
+
+def from_then_on(kind: str, at: int) -> Callable[[int], str | None]:
+    """Choose a request, and all that follow."""
+    return lambda number: kind if number >= at else None
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("migrated.json", "manifest.json")
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("expired", "the credential has expired; next: renew it"),
+        ("denied", "this credential may not do that; next: aws sts get-caller-identity"),
+        ("503", "503 SlowDown"),
+        ("gone", "the store did not answer 3 times"),
+    ],
+)
+def test_what_lasts_is_named_with_the_next_step(
+    fault: str, words: str, proxy: Proxy, url: str, said: Said
+) -> None:
+    proxy.choose = lambda number, method, path: fault if number else None
+    status, out, err = said("check", url)
+    assert (status, out) == (3, "")
+    assert words in err
+    assert url in err
+    assert "not-a-secret" not in err
+    proxy.choose = lambda number, method, path: fault
+    with pytest.raises(StoreError):
+        open_store(url).list()
+
+
+def test_a_stale_listing_is_noticed(proxy: Proxy, url: str, said: Said) -> None:
+    """An object that was written again after it was listed is never read as the old one."""
+    real = open_store(url)
+    key = "model.safetensors"
+
+    def choose(number: int, method: str, path: str) -> None:
+        if "list-type" not in path and method == "GET" and not replaced:
+            replaced.append(path)
+            real.put(key, b"another object, of another size")
+
+    replaced: list[str] = []
+    proxy.choose = choose
+    status, out, err = said("check", url)
+    assert (status, out) == (3, "")
+    assert "another program wrote this object" in err
+    assert f"{url}/{key}" in err
+
+
+def test_a_write_whose_answer_was_lost_is_not_taken_for_anothers(proxy: Proxy, bucket: str) -> None:
+    """The request arrives, its answer does not: what is there then is our own object."""
+    store = open_store(f"{bucket}/x")
+    lost: list[int] = []
+    answer = proxy.server.RequestHandlerClass.answer  # type: ignore[attr-defined]
+
+    def silent(self: object, *arguments: object, **words: object) -> None:
+        if lost:
+            lost.pop()
+            self.close_connection = True  # type: ignore[attr-defined]
+            return
+        answer(self, *arguments, **words)
+
+    proxy.server.RequestHandlerClass.answer = silent  # type: ignore[attr-defined]
+    lost.append(1)
+    info = store.put("a", b"ours", expected=stores.ABSENT)
+    assert store.read("a", 0, 4, etag=info.etag) == b"ours"
+    with pytest.raises(ChangedError):
+        store.put("a", b"theirs", expected=stores.ABSENT)

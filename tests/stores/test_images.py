@@ -1,0 +1,345 @@
+"""Images of prefixes: what is read through them, what they refuse, and what they leave behind."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ckptfix import check, diff, migrate, salvage, verify
+from ckptfix.cli import run
+from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
+from ckptfix.storage import images, stores
+from ckptfix.storage.comparing import Run, fingerprint, first_difference
+from ckptfix.storage.reading import OpenFiles, open_reader, read_start
+from ckptfix.storage.stores import open_store
+from tests.stores.servers import QUICK, bucket, ministack, ministack_process
+
+__all__ = ["bucket", "ministack", "ministack_process"]
+
+CASE = Path(__file__).parents[2] / "fixtures" / "golden" / "doubled-model" / "checkpoint"
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new prefix in the memory of this process."""
+    monkeypatch.setattr(stores, "PATIENCE", QUICK)
+    return f"memory://{os.urandom(6).hex()}/run"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    for image in list(images._session.images.values()):
+        images.release(image.root)
+    assert not os.path.exists(images._session.folder)
+
+
+def uploaded(url: str) -> str:
+    store = open_store(url)
+    for path in CASE.iterdir():
+        store.put(path.name, path.read_bytes())
+    return url
+
+
+def test_an_image_has_names_sizes_and_times(url: str) -> None:
+    store = open_store(url)
+    info = store.put("unet/model.safetensors", b"x" * 1000)
+    place = images.image_of(url)
+    status = os.stat(place / "unet" / "model.safetensors")
+    assert (status.st_size, status.st_mtime_ns) == (1000, info.modified_ns)
+    assert os.stat(images._session.folder).st_mode & 0o777 == 0o700
+    assert images.store_at(place / "unet" / "model.safetensors") is not None
+    assert images.store_at(CASE) is None
+    images.release(place)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 << 10, (64 << 10) + 1, (12 << 20) + 777])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin"])
+def test_every_range_is_read_as_it_is(url: str, name: str, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    open_store(url).put(name, data)
+    path = images.image_of(url) / name
+    chance = random.Random(7)
+    with open_reader(path) as reader, OpenFiles() as files:
+        assert reader.size == size
+        assert reader.read(0, size) == data
+        for _ in range(60):
+            begin = chance.randrange(size + 1)
+            length = min(size - begin, chance.choice([0, 1, 100, 70_000, 5 << 20]))
+            assert reader.read(begin, length) == data[begin : begin + length]
+            view = memoryview(bytearray(length))
+            files.fill(view, path, begin)
+            assert view == data[begin : begin + length]
+            window = reader.window(begin, length)
+            assert (
+                window.read(length // 2, length - length // 2) == data[begin + length // 2 : begin + length]
+            )
+        with pytest.raises(ChangedError, match="are needed"):
+            files.fill(memoryview(bytearray(2)), path, size - 1)
+    assert read_start(path, 10) == data[:10]
+
+
+def test_threads_read_one_object_at_many_places(url: str) -> None:
+    data = random.Random(1).randbytes(9 << 20)
+    store = open_store(url)
+    store.put("a.bin", data)
+    store.put("b.bin", data[:-1] + b"?" if data[-1:] != b"?" else data[:-1] + b"!")
+    place = images.image_of(url)
+    with open_reader(place / "a.bin") as one, open_reader(place / "b.bin") as other:
+        found = first_difference(one, other, [Run(0, 0, len(data))], threads=4)
+    assert found is not None
+    assert found.offset_a == len(data) - 1
+
+
+def test_a_fingerprint_is_that_of_the_file(url: str, tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    info = open_store(url).put("a", data)
+    (tmp_path / "a").write_bytes(data)
+    os.utime(tmp_path / "a", ns=(info.modified_ns, info.modified_ns))
+    assert fingerprint(images.image_of(url) / "a") == fingerprint(tmp_path / "a")
+
+
+def _by_a_process(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda path: path.read_bytes(),
+        lambda path: path.write_bytes(b""),
+        lambda path: os.open(path, os.O_RDONLY),
+        lambda path: os.truncate(path, 0),
+        lambda path: os.rename(path, f"{path}x"),
+        lambda path: os.replace("/dev/null", path),
+        lambda path: os.remove(path),
+        lambda path: os.link(path, f"{path}x"),
+        lambda path: os.symlink("x", f"{path}x"),
+        lambda path: os.mkdir(f"{path}x"),
+        lambda path: os.chmod(path, 0o600),
+        lambda path: os.utime(path),
+        lambda path: shutil.copy(path, "/dev/null"),
+        lambda path: tempfile.mkstemp(dir=path.parent),
+        _by_a_process,
+    ],
+)
+def test_nobody_reads_a_hole_or_changes_an_image(url: str, touch: Callable[[Path], object]) -> None:
+    open_store(url).put("a.bin", b"data")
+    place = images.image_of(url)
+    before = {path: os.stat(path).st_mtime_ns for path in place.rglob("*")}
+    with pytest.raises(OperationError, match="a file on this machine"):
+        touch(place / "a.bin")
+    assert {path: os.stat(path).st_mtime_ns for path in place.rglob("*")} == before
+
+
+def test_a_refusal_that_is_swallowed_ends_the_verb_still(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No `except` on the way may turn a failure of the store, or a refused read of a hole, into "no error"."""
+    uploaded(url)
+    module = import_module("ckptfix.diagnosis.check")
+
+    def careless(folder: Path, only: str | None = None) -> object:
+        with suppress(OperationError):
+            (folder / "model.safetensors").read_bytes()
+        return scan(folder, only)
+
+    scan = module.scan_folder
+    monkeypatch.setattr(module, "scan_folder", careless)
+    with pytest.raises(OperationError, match=f"{url}/model.safetensors: this command would read"):
+        check(url)
+
+
+HOSTILE = {
+    "a//b.bin": "a name in it is empty",
+    "../up.bin": "'..' in it means another folder",
+    "x/./y.bin": "'.' in it means another folder",
+    f"{'n' * 256}.bin": "a name in it has 260 bytes, a file's at most 255",
+    "model.safetensors/part": "",  # and so the object model.safetensors has no place
+    "nul\0.bin": "it has a NUL byte",
+    "slash/": "it ends in a slash",
+}
+
+
+def test_keys_that_no_folder_can_hold_are_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    uploaded(url)
+    store = open_store(url)
+    for key in HOSTILE:
+        store._files.store[f"{store._base}/{key}"] = store._files.store[f"{store._base}/optimizer.bin"]
+    report = check(url)
+    assert report.status != 0
+    for key, why in HOSTILE.items():
+        said = next((words for words in report.unfinished if repr(key) in words), "")
+        assert why in said, key
+        assert ("no folder can hold" in said) == bool(why), key
+    assert any("'model.safetensors': " in words and "other keys" in words for words in report.unfinished)
+    for verb in (verify, lambda url: diff(url, CASE), lambda url: salvage(url, "new")):
+        with pytest.raises(StoreError, match=f"{url}: 7 objects with a key that no folder can hold"):
+            verb(url)
+    assert run(["check", "-r", url]) != 0
+    assert "'a//b.bin'" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_server_has_such_keys(bucket: str) -> None:
+    url = uploaded(f"{bucket}/run")
+    store = open_store(url)
+    for key in ("a//b.bin", "model.safetensors/part", "logs/", "full/"):
+        store.put(key, b"" if key == "logs/" else b"data")
+    report = check(url)
+    assert sorted(words.partition(":")[0] for words in report.unfinished) == [
+        "'a//b.bin'",
+        "'full/'",
+        "'model.safetensors'",
+    ]
+    assert any(words.startswith("'logs/': an empty object") for words in report.not_checked)
+    with pytest.raises(StoreError, match="3 objects with a key that no folder can hold"):
+        verify(url)
+
+
+def test_an_object_of_no_checkpoint_is_no_success(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(uploaded(f"{url}/one"))
+    assert run(["check", "-r", url]) == 1
+    above = store._base.removesuffix("/one")
+    store._files.store[f"{above}/lost//model.bin"] = store._files.store[f"{store._base}/optimizer.bin"]
+    capsys.readouterr()
+    assert run(["check", "-r", url]) == 3
+    assert f"{url}/lost: could not finish: 'lost//model.bin': an object of" in capsys.readouterr().err
+
+
+def test_an_empty_marker_of_a_folder_is_named_and_no_failure(url: str) -> None:
+    uploaded(url)
+    store = open_store(url)
+    store._files.pipe_file(f"{store._base}/notes", b"")
+    store._files.store[f"{store._base}/logs/"] = store._files.store.pop(f"{store._base}/notes")
+    report = check(url)
+    assert not report.unfinished
+    assert any("'logs/': an empty object, as programs mark folders" in words for words in report.not_checked)
+    assert verify(url).status == verify(CASE).status
+
+
+def test_what_is_not_there_is_said(url: str) -> None:
+    with pytest.raises(UsageError, match=f"{url}/none does not exist"):
+        check(f"{url}/none")
+    with pytest.raises(UsageError, match="no folder has such a name"):
+        check(f"{url}//x")
+
+
+def test_one_object_is_checked_as_one_file(url: str) -> None:
+    uploaded(url)
+    report = check(f"{url}/model.safetensors")
+    assert [str(one.path) for one in report.folder.components] == ["model.safetensors"]
+    assert str(report).startswith(f"{url}/model.safetensors: 1 file, 4 tensors")
+    assert report.as_json()["path"] == f"{url}/model.safetensors"
+    with pytest.raises(UsageError, match=f"{url}/random_states_9.pkl does not exist"):
+        check(f"{url}/random_states_9.pkl")
+
+
+def test_a_file_url_is_a_path(url: str) -> None:
+    assert check(f"file://{CASE}").as_json() == check(CASE).as_json()
+
+
+def test_a_relative_name_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CASE, tmp_path / "s3:")
+    assert check("s3:").status == 1
+
+
+def test_sarif_and_github_name_the_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    uploaded(url)
+    assert run(["check", url, "--format", "sarif"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    places = [
+        one["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        for one in found["results"]
+        if "locations" in one
+    ]
+    assert f"{url}/model_1.safetensors" in places
+    assert run(["check", url, "--format", "github"]) == 1
+    assert f"file={url.replace(':', '%3A')}/model_1.safetensors" in capsys.readouterr().out
+    assert run(["check", "-q", url]) == 1
+    assert capsys.readouterr().out == f"{url}\n"
+    assert run(["check", "-0", url]) == 1
+    assert capsys.readouterr().out == f"{url}\0"
+
+
+def test_a_copy_is_complete_and_goes_at_the_end(url: str) -> None:
+    uploaded(url)
+    place = images.image_of(url)
+    with images.materialised(place) as copy:
+        assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+            path.name: path.read_bytes() for path in CASE.iterdir()
+        }
+        assert check(copy).status == 1
+    assert not copy.exists()
+
+
+def test_a_path_of_an_image_that_has_gone_is_no_hole(url: str) -> None:
+    uploaded(url)
+    place = images.image_of(url)
+    images.release(place)
+    with pytest.raises(OperationError, match="not open any more"), open_reader(place / "model.safetensors"):
+        pass
+
+
+def test_without_room_nothing_is_downloaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded(url)
+    place = images.image_of(url)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    with pytest.raises(OperationError, match=r"must be downloaded, 1 B are free.*export TMPDIR"):
+        images.materialised(place).__enter__()
+
+
+def test_images_of_killed_processes_go() -> None:
+    code = (
+        "import os, sys; from ckptfix.storage import images, stores\n"
+        "stores.open_store('memory://x/y').put('a', b'1')\n"
+        "place = images.image_of('memory://x/y')\n"
+        "print(place, os.path.exists(sys.argv[1]), flush=True); os._exit(9)\n"
+    )
+
+    def left(before: str) -> tuple[str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, before], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 9
+        place, _, was_there = done.stdout.strip().rpartition(" ")
+        return place, was_there
+
+    first, _ = left("none")
+    assert Path(first).exists()
+    assert left(first)[1] == "False", "the next process removes what a killed one left behind"
+
+
+def test_threads_may_check_at_once(url: str) -> None:
+    """One that ends must not take the folder away in which another one begins: its holes were read as zeros."""
+    uploaded(url)
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(str(check(url)))) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 12
+    assert len(set(found)) == 1
+
+
+def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:
+    uploaded(url)
+    migrate(url, tmp_path / "far", to="bin")
+    migrate(CASE, tmp_path / "near", to="bin")
+    names = {path.relative_to(tmp_path / "near") for path in (tmp_path / "near").rglob("*.bin")}
+    assert names
+    assert all(
+        (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes() for name in names
+    )
