@@ -14,6 +14,7 @@
         ├── ChangedError         a file is not what it was when it was read, or when the repair ended
         ├── StoreError           an object store does not answer or refuses (storage.stores)
         ├── RemoteOSError        another process of the run had an OSError (training.ranks)
+        ├── TeamError            another process of a team failed, or sees another folder (storage.teams)
         ├── JournalError         the journal in .ckptfix/ cannot be used
         ├── MissingRankError     ranks of a DeepSpeed checkpoint have no file (weights.deepspeed_files); holds which
         ├── OtherKindError       a DeepSpeed checkpoint of a kind that is not put together (weights.deepspeed_files)
@@ -65,6 +66,10 @@ class OperationError(CkptfixError):
 
 class RemoteOSError(OperationError, OSError):
     """Another process of the run had an OSError: scripts that go on after a full disk catch it on every process."""
+
+
+class TeamError(OperationError):
+    """Another process of a team failed or was lost, or sees another folder: none of them goes on."""
 
 
 class LockedError(OperationError):

@@ -16,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report, ending_of, put
+from ckptfix.cli.teamwork import leave
 from ckptfix.cli.verb_options import asked_form, write_examples
 from ckptfix.errors import OperationError
 from ckptfix.wording import escape
@@ -40,6 +41,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "Prove": {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "verify": "Compare checkpoints with their manifests, or prove a reload.",
+        "merge": "End the work of shares that ran one by one.",
     },
     "Convert": {"migrate": "Write a checkpoint in another format, or for another strategy."},
     "Train": {
@@ -156,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a reader that went away
             stream.flush()
+    status = leave(status)
     # Nothing is left to be done: freeing the values of 100,000 tensors one by one would take a tenth of a second.
     os._exit(status)
 

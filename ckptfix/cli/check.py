@@ -31,6 +31,7 @@ _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
 @click.command(
     "check",
     cls=Verb,
+    shared=lambda params: "",
     forms=list(Form),
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[

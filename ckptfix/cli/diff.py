@@ -9,6 +9,7 @@ from ckptfix.cli.verb_options import Verb
 @click.command(
     "diff",
     cls=Verb,
+    shared=lambda params: "",
     examples=[
         ("ckptfix diff A B", "List the tensors that differ; the exit status is 1 if any does."),
         (

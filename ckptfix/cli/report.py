@@ -18,7 +18,7 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.manual import wrap
 from ckptfix.reports import Serialized, holds_many, plain
-from ckptfix.storage import staged
+from ckptfix.storage import staged, teams
 from ckptfix.storage.atomic import DISK_FULL
 from ckptfix.storage.paths import cause, described, shell_path
 from ckptfix.wording import Line, escape, line, shown
@@ -205,7 +205,7 @@ class Report:
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:
         """Yield a function to be called with byte counts; a bar is drawn only on a terminal, and only if used."""
-        if self.quiet or self.form is not Form.TEXT or not can_redraw():
+        if _muted or self.quiet or self.form is not Form.TEXT or not can_redraw():
             yield lambda count: None
             return
         bar: Any = None
@@ -225,12 +225,35 @@ class Report:
                 bar.close()
 
 
+_muted = False
+_withheld: list[str | bytes] = []
+
+
+def mute() -> None:
+    """Print nothing from now on: another process of the team does. Messages are kept, for the case that it dies."""
+    global _muted
+    _muted = True
+
+
+def unmute(*, withheld: bool = False) -> None:
+    """Print again. ``withheld``: the messages first that were kept."""
+    global _muted
+    _muted = False
+    for text in _withheld if withheld else ():
+        put(text, err=True)
+    _withheld.clear()
+
+
 def put(text: str | bytes, *, newline: bool = True, err: bool = False) -> None:
     """Print text to stdout or stderr; click drops the colour unless that is a terminal.
 
     A failure to print stops no verb: `ckptfix repair DIR | head -1` closes the pipe, and the repair goes on. A failure
     other than a closed pipe, such as a full disk, is reported on stderr.
     """
+    if _muted:
+        if err:
+            _withheld.append(text)
+        return
     try:
         click.echo(text, nl=newline, err=err)
     except OSError as error:
@@ -313,6 +336,8 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
 
     ``inputs``: files and folders that it must not change. Raises UsageError when it cannot be written.
     """
+    if not teams.leads():
+        return
     page = Path(os.path.realpath(html))
     for given in inputs:
         if page.is_relative_to(os.path.realpath(given)):
@@ -327,6 +352,8 @@ def ensure_writable(html: str, inputs: Sequence[str]) -> None:
 
 def write_page(html: str, text: str) -> None:
     """Write a page, complete or not at all. Raises OSError, also when a file of the user's has come there meanwhile."""
+    if not teams.leads():
+        return
     page = Path(os.path.realpath(html))
     if os.path.lexists(page) and not _is_ours(page):
         raise FileExistsError(errno.EEXIST, "it exists meanwhile and is not a ckptfix report", html)

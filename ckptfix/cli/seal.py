@@ -19,6 +19,7 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
 @click.command(
     "seal",
     cls=Verb,
+    shared=lambda params: "",
     examples=[
         ("ckptfix seal CHECKPOINT", "Write the manifest; ckptfix verify CHECKPOINT compares with it later."),
         (

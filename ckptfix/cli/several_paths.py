@@ -13,7 +13,8 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
-from ckptfix.errors import CkptfixError
+from ckptfix.errors import CkptfixError, TeamError
+from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
@@ -91,7 +92,8 @@ def visit(
     for number, path in enumerate(paths):
         try:
             with interruptible(state_after(path)) if state_after is not None else nullcontext():
-                result = work(path)
+                with teams.as_one():
+                    result = work(path)
                 if report.is_annotated:
                     report.annotate(annotations(result))
                 for one in result.lines() if lines is None else lines(result):
@@ -100,7 +102,7 @@ def visit(
                     else:
                         report.show([one])
         except FAILURES as error:
-            if len(paths) == 1:
+            if len(paths) == 1 or isinstance(error, TeamError):
                 raise
             message, status = ending_of(error)
             report.message(f"ckptfix: {message}")

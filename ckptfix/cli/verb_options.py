@@ -1,12 +1,14 @@
 """The form of a verb: its own options, the options that every verb has, and examples at the end of its help."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as partial_call
 from itertools import pairwise
 from typing import Any
 
 import click
 
 from ckptfix.cli.report import COLOUR, Form, Report
+from ckptfix.cli.teamwork import run_shared, share_options
 
 Example = tuple[str, str]
 """A command to paste, and what it does."""
@@ -18,6 +20,7 @@ class Verb(click.Command):
     """Give a verb its ``report``, made of the options that say what is printed and how.
 
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
+    ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
     """
 
     def __init__(
@@ -27,10 +30,14 @@ class Verb(click.Command):
         examples: Sequence[Example] = (),
         forms: Sequence[Form] = (Form.TEXT, Form.JSON),
         quiet: str = _QUIET,
+        shared: Callable[[Mapping[str, Any]], str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
+        self.shared = shared
+        if shared is not None:
+            self.params += share_options()
         self.common: tuple[click.Parameter, ...] = (
             click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
             click.Option(
@@ -47,8 +54,15 @@ class Verb(click.Command):
         as_json, form, quiet = (ctx.params.pop(name) for name in ("as_json", "form", "quiet"))
         if as_json and form not in (Form.TEXT.value, Form.JSON.value):
             raise click.UsageError(f"--json and --format {form} contradict each other", ctx)
-        ctx.params["report"] = Report(Form.JSON if as_json else Form(form), quiet=quiet)
-        return super().invoke(ctx)
+        report = Report(Form.JSON if as_json else Form(form), quiet=quiet)
+        if self.shared is None:
+            ctx.params["report"] = report
+            return super().invoke(ctx)
+        shard, partial = (ctx.params.pop(name) for name in ("shard", "partial"))
+        own = dict(ctx.params)
+        ctx.params["report"] = report
+        work = partial_call(super().invoke, ctx)
+        return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of this verb, then those of every verb, so that the first can be found."""

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +92,20 @@ _NOTHING = "without a digest"
 _VALUES = "verified by their values alone"
 
 
+def _unfit(params: Mapping[str, Any]) -> str:
+    """Return why a reload is not proven by several processes, "" when none was asked for."""
+    names = ("device_map", "max_memory", "repeats", "html", "require_transfer_proof")
+    return (
+        "the proof of a reload needs the devices of one process"
+        if any(params[name] for name in names)
+        else ""
+    )
+
+
 @click.command(
     "verify",
     cls=Verb,
+    shared=lambda params: _unfit(params),
     forms=list(Form),
     examples=[
         ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),

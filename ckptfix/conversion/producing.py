@@ -20,7 +20,7 @@ from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parallel import Progress, cores
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.recipes import Literal
 from ckptfix.storage.staged import despite_interrupts, ensure_space
@@ -223,7 +223,7 @@ def _full(plan: MigrationPlan, error: OSError) -> OperationError:
 def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
     """Yield threads, and the event that stops them; they have ended when this returns."""
     stop = threading.Event()
-    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, len(os.sched_getaffinity(0))))
+    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()))
     try:
         yield pool, stop
     finally:

@@ -1,9 +1,9 @@
 """Damage in DCP folders: missing files, equal models, damaged items, and keys that do not belong together."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, rank_of
 from ckptfix.checkpoint.folder import Component, NameScope
@@ -44,6 +44,7 @@ from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
 from ckptfix.storage.reading import FileReader, open_reader
@@ -159,18 +160,49 @@ def diagnose_items(
     Returns these and the files that may not be read, with the reason. ``progress`` is called with byte
     counts. ``diagnose_dcp_folders`` reports truncated and missing files.
     """
+    files = [
+        (path, items)
+        for state in states
+        for path, items in _by_file(state, data=data).items()
+        if path not in state.broken and path not in state.unreadable
+    ]
+
+    def work(number: int, progress: Progress | None) -> list[list[Any]]:
+        path, items = files[number]
+        try:
+            with open_reader(root / path) as reader:
+                return [_packed(one) for one in _of_file(reader, path, items, data, progress)]
+        except OSError as error:
+            return [["refused", unreadable(root / path, error)]]
+
+    if data:
+        units = [(root / path, len(items), sum(item.length for item in items)) for path, items in files]
+        found = teams.each("items", units, work, progress)
+    else:  # a few bytes of each item: every process of a team reads them
+        found = [work(number, progress) for number in range(len(files))]
     findings: list[Finding] = []
     refused: dict[PurePosixPath, str] = {}
-    for state in states:
-        for path, items in _by_file(state, data=data).items():
-            if path in state.broken or path in state.unreadable:
-                continue
-            try:
-                with open_reader(root / path) as reader:
-                    findings += _of_file(reader, path, items, data, progress)
-            except OSError as error:
-                refused[path] = unreadable(root / path, error)
+    for (path, _), results in zip(files, found, strict=True):
+        for code, *facts in results:
+            if code == "refused":
+                refused[path] = facts[0]
+            else:
+                findings.append(_unpacked(path, code, facts))
     return findings, refused
+
+
+def _packed(finding: Finding) -> list[Any]:
+    """Return a finding about items as JSON values, without its path."""
+    facts = [getattr(finding, one.name) for one in fields(finding) if one.name != "path"]
+    return [finding.code, *facts]
+
+
+def _unpacked(path: PurePosixPath, code: str, facts: Sequence[Any]) -> Finding:
+    if code == CrcMismatch.code:
+        return CrcMismatch(path=path, record=facts[0], tensors=tuple(facts[1]))
+    if code == MalformedFile.code:
+        return MalformedFile(path=path, detail=facts[0])
+    return NotATensorFile(path=path, content=facts[0])
 
 
 def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[StoredItem]]:

@@ -3,8 +3,9 @@
 Files of DeepSpeed are never renamed: each rank's file repeats their names in several places.
 """
 
+import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -58,6 +59,7 @@ from ckptfix.formats.pickle_globals import (
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
 from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
@@ -78,14 +80,23 @@ Accelerate pickles the sampler object, and loads custom objects with ``weights_o
 
 
 def diagnose_files(
-    folder: CheckpointFolder, *, data: bool, progress: Progress | None, explained: frozenset[PurePosixPath]
+    folder: CheckpointFolder,
+    *,
+    data: bool,
+    progress: Progress | None,
+    explained: frozenset[PurePosixPath],
+    crcs: "WrongCrcs | None" = None,
 ) -> list[Finding]:
     """Find the damage of each single file.
 
     ``data``: check the CRC of every record, not only small ones. ``explained``: unreadable files with another
-    finding.
+    finding. ``crcs``: what is known of the CRCs already.
     """
     findings: list[Finding] = []
+    contents = {one.path: one.content for one in folder.components if one.path not in explained}
+    torch_files = {path: file for path, file in contents.items() if isinstance(file, TorchFile)}
+    if crcs is None:
+        crcs = _wrong_crcs(folder.root, torch_files, data=data, progress=progress)
     for component in folder.components:
         if component.path in explained:
             continue
@@ -95,8 +106,59 @@ def diagnose_files(
             findings += _safetensors(component, component.content)
         elif isinstance(component.content, TorchFile):
             findings += _pickle(component, component.content)
-            findings += _torch(folder.root, component, component.content, data, progress)
+            findings += _torch(component, component.content, crcs[component.path])
     return findings
+
+
+WrongCrcs = Mapping[PurePosixPath, Sequence[tuple[str, str | None]]]
+"""File -> name and storage key (or None) of each record whose bytes do not have their CRC."""
+
+_AT_ONCE = 1 << 30
+"""Bytes of records that are one unit of work for the processes of a team."""
+
+
+def _wrong_crcs(
+    root: Path, files: Mapping[PurePosixPath, TorchFile], *, data: bool, progress: Progress | None
+) -> WrongCrcs:
+    """Compare the CRC of the records of these files: with ``data`` of every record, which a team shares."""
+    if not data:
+        return {
+            path: _read_crcs(root / path, file, slice(None), data, progress) for path, file in files.items()
+        }
+    parts = [
+        (path, begin, end, size)
+        for path, file in files.items()
+        if isinstance(file.container, TorchZip)
+        for begin, end, size in _stretches(file.container)
+    ]
+
+    def work(number: int, progress: Progress | None) -> list[tuple[str, str | None]]:
+        path, begin, end, _ = parts[number]
+        return _read_crcs(root / path, files[path], slice(begin, end), data, progress)
+
+    units = [(root / path, (begin, end), size) for path, begin, end, size in parts]
+    found: dict[PurePosixPath, list[tuple[str, str | None]]] = {path: [] for path in files}
+    for (path, *_), pairs in zip(parts, teams.each("crc", units, work, progress), strict=True):
+        found[path] += [(name, key) for name, key in pairs]
+    return found
+
+
+def _stretches(archive: TorchZip) -> Iterator[tuple[int, int, int]]:
+    """Cut the records of an archive: first and last number, and bytes, of at most 1 GiB but for a longer record."""
+    begin = size = 0
+    for number, record in enumerate(archive.records):
+        if size and size + record.size > _AT_ONCE:
+            yield begin, number, size
+            begin, size = number, 0
+        size += record.size
+    yield begin, len(archive.records), size
+
+
+def _read_crcs(
+    path: Path, file: TorchFile, among: slice, every_record: bool, progress: Progress | None
+) -> list[tuple[str, str | None]]:
+    with open_reader(path) as reader:
+        return list(crc_mismatches(file, reader, every_record=every_record, among=among, progress=progress))
 
 
 def problem_finding(path: PurePosixPath, problem: Problem) -> list[Finding]:
@@ -128,9 +190,7 @@ def _safetensors(component: Component, file: SafetensorsFile) -> list[Finding]:
     return findings
 
 
-def _torch(
-    root: Path, component: Component, file: TorchFile, data: bool, progress: Callable[[int], None] | None
-) -> list[Finding]:
+def _torch(component: Component, file: TorchFile, wrong: Sequence[tuple[str, str | None]]) -> list[Finding]:
     findings: list[Finding] = []
     if file.trailing:
         end = component.size - file.trailing
@@ -141,10 +201,9 @@ def _torch(
         storages = sum(name.startswith(prefix) for name in packed)
         if packed:
             findings.append(CompressedRecord(path=component.path, records=packed, storages=storages))
-    with open_reader(root / component.path) as reader:
-        for record, storage_key in crc_mismatches(file, reader, every_record=data, progress=progress):
-            tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
-            findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
+    for record, storage_key in wrong:
+        tensors = tuple(tensor.fqn for tensor in file.tensors_of(storage_key)) if storage_key else ()
+        findings.append(CrcMismatch(path=component.path, record=record, tensors=tensors))
     return findings
 
 
@@ -299,18 +358,19 @@ def _state(
     folder: CheckpointFolder, where: PurePosixPath, index: int, data: bool, progress: Progress | None
 ) -> DeepSpeedState:
     # The files of the folder itself are checked with the others of it.
-    paths = deepspeed_paths(folder.root, where) if where.parts else universal_paths(folder.root, where)
+    of_rank = deepspeed_paths if where.parts else universal_paths
+    paths = list(of_rank(folder.root, where))
     findings: list[Finding] = []
     unread: list[str] = []
     unfinished: list[str] = []
     has_checksums = False
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
+    crcs = _crcs_of_ranks(folder.root, paths, progress) if data and teams.current() is not None else None
     for path in paths:  # one by one: a thousand ranks have many names
-        scanned = scan_folder(folder.root / path.parent, path.name)
-        of_root = tuple(replace(one, path=path) for one in scanned.components)
-        scanned = replace(scanned, root=folder.root, components=of_root)
-        findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset())
+        scanned = _scan_alone(folder.root, path)
+        of_root = scanned.components
+        findings += diagnose_files(scanned, data=data, progress=progress, explained=frozenset(), crcs=crcs)
         for one in of_root:
             files, size = files + 1, size + one.size
             has_checksums |= isinstance(one.content, TorchFile)
@@ -329,6 +389,32 @@ def _state(
         has_checksums=has_checksums,
     )
     return _whole(folder.root, where, index, is_broken, state)
+
+
+def _scan_alone(root: Path, path: PurePosixPath) -> CheckpointFolder:
+    scanned = scan_folder(root / path.parent, path.name)
+    return replace(
+        scanned, root=root, components=tuple(replace(one, path=path) for one in scanned.components)
+    )
+
+
+def _crcs_of_ranks(root: Path, every: Sequence[PurePosixPath], progress: Progress | None) -> WrongCrcs:
+    """Compare the CRC of every record in files that are parsed one by one; the processes of a team share the files."""
+
+    def work(number: int, progress: Progress | None) -> list[tuple[str, str | None]]:
+        contents = (one.content for one in _scan_alone(root, every[number]).components)
+        files = (content for content in contents if isinstance(content, TorchFile))
+        return [
+            pair
+            for file in files
+            for pair in _read_crcs(root / every[number], file, slice(None), True, progress)
+        ]
+
+    units = [
+        (root / path, "", os.stat(root / path).st_size if (root / path).exists() else 0) for path in every
+    ]
+    found = teams.each("crc of ranks", units, work, progress)
+    return {path: [(name, key) for name, key in pairs] for path, pairs in zip(every, found, strict=True)}
 
 
 def _whole(

@@ -354,17 +354,20 @@ def crc_mismatches(
     reader: FileReader,
     *,
     every_record: bool,
+    among: slice = slice(None),
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[str, str | None]]:
     """Yield (record name, storage key or None) of each zip record whose bytes do not have their CRC.
 
-    Without ``every_record`` the storages are left out. Other containers have no CRC. ``progress`` is called with the
-    bytes read since the last call.
+    Without ``every_record`` the storages are left out. ``among``: look at these records alone. Other containers have no
+    CRC. ``progress`` is called with the bytes read since the last call.
     """
     if not isinstance(file.container, TorchZip):
         return
     prefix = f"{file.container.root}/data/"
-    found = torch_zip.crc_mismatches(file.container, reader, every_record=every_record, progress=progress)
+    found = torch_zip.crc_mismatches(
+        file.container, reader, every_record=every_record, among=among, progress=progress
+    )
     for record in found:
         name = record.name
         yield name, name.removeprefix(prefix) if name.startswith(prefix) else None

@@ -442,17 +442,19 @@ def crc_mismatches(
     reader: FileReader,
     *,
     every_record: bool,
+    among: slice = slice(None),
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[ZipRecord]:
     """Yield each record whose bytes do not have the CRC in the directory.
 
-    Without ``every_record`` the storages are left out. A CRC of 0 was never written (torch can leave them out), and
-    says nothing. ``progress`` is called with the bytes read since the last call, by one thread at a time.
+    Without ``every_record`` the storages are left out. ``among``: look at these records alone. A CRC of 0 was never
+    written (torch can leave them out), and says nothing. ``progress`` is called with the bytes read since the last
+    call, by one thread at a time.
     """
     prefix = f"{archive.root}/data/"
     records = [
         record
-        for record in archive.records
+        for record in archive.records[among]
         if record.crc and record.is_stored and (every_record or not record.name.startswith(prefix))
     ]
     found: dict[int, int] = {}

@@ -23,6 +23,7 @@ TOPICS = (
     "signing",
     "diff",
     "salvage",
+    "ranks",
     "safety",
     "limits",
     "json",

@@ -21,7 +21,9 @@ from pathlib import Path
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError
+from ckptfix.storage import teams
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
+from ckptfix.storage.partial_results import Identity, Unit
 from ckptfix.storage.reading import FileReader, opened_elsewhere, page_buffer
 
 _FS_IOC_FIEMAP = 0xC020660B
@@ -141,8 +143,40 @@ def first_difference(
         file_a.expect((run.offset_a, run.length) for run in runs)
         file_b.expect((run.offset_b, run.length) for run in runs)
     search = _Search(file_a, file_b, digests)
-    run_all(search.segments(runs), search.worker, threads=count, progress=progress)
-    return search.found
+    team = teams.current()
+    if team is None or digests is not None or total < _WORTH_SHARING or file_a.fd < 0 or file_b.fd < 0:
+        run_all(search.segments(runs), search.worker, threads=count, progress=progress)
+        return search.found
+    segments = list(search.segments(runs))
+    files = _identity(file_a.fd), _identity(file_b.fd)
+
+    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        mine = (segments[number] for number in numbers)
+        run_all(mine, search.worker, threads=count, progress=progress)
+        # The one that differs comes first: of those behind it nothing is known, which only matters without it.
+        for number in sorted(numbers, key=lambda number: number != search.stopped_at):
+            found = search.found if number == search.stopped_at else None
+            done(number, None if found is None else [found.offset_a, found.offset_b])
+
+    units = [Unit(f"{part}", 2 * part.length, files, part.offset_a) for _, _, part in segments]
+    results = team.share("comparison", units, share, lambda number: None, progress)
+    for (_, index, _), offsets in zip(segments, results, strict=True):
+        if offsets is not None:
+            return Difference(run=index, offset_a=offsets[0], offset_b=offsets[1])
+    return None
+
+
+_WORTH_SHARING = 1 << 28
+"""Bytes from which on the processes of a team share a comparison; each reads a shorter one itself."""
+
+
+def _identity(fd: int) -> Identity:
+    """Return which file is open, for the processes of a team."""
+    status = os.fstat(fd)
+    name = ""
+    with suppress(OSError):  # no /proc
+        name = os.readlink(f"/proc/self/fd/{fd}")
+    return Identity(name, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def same_bytes_without_reading(file_a: FileReader, file_b: FileReader, runs: Sequence[Run]) -> bool:
@@ -217,6 +251,11 @@ class _Search:
         self._lock = threading.Lock()
         self._stop: float = float("inf")  # segments from this number on no longer matter
         self.found: Difference | None = None
+
+    @property
+    def stopped_at(self) -> float:
+        """The number of the segment with the first difference, infinite when there is none."""
+        return self._stop
 
     def segments(self, runs: Sequence[Run]) -> Iterator[Segment]:
         number = 0

@@ -80,9 +80,24 @@ def run_all(
         raise control.error
 
 
+_processes = 1
+
+
+def share_cores(processes: int) -> None:
+    """Leave the other cores of this machine to the other processes of a team: so many run on it."""
+    global _processes
+    _processes = processes
+
+
+def cores() -> int:
+    """Return the number of cores for this process. Slurm binds each task to its own; other launchers bind none."""
+    mine = len(os.sched_getaffinity(0))
+    return max(1, mine // _processes) if mine == os.cpu_count() else mine
+
+
 def processors() -> int:
     """Return the number of threads that can compute at once, 8 at most."""
-    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    return min(cores(), _MOST_THREADS)
 
 
 def reading_threads(*, is_cached: bool) -> int:

@@ -1,19 +1,20 @@
-"""Hash files and tensors on all cores, in constant memory, each byte read from the disk about once.
+"""Hash files and tensors on all cores and processes, in constant memory, each byte read from the disk about once.
 
 Every thread takes the next job. Jobs of one file are adjacent, the file itself first and its tensors by
 offset: the thread that hashes the file and those that hash its tensors go through it side by side, so the
-second read of a block finds it in the page cache.
+second read of a block finds it in the page cache. Processes of a team share the jobs (``storage.teams``).
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfix.errors import CkptfixError, UsageError
-from ckptfix.storage.parallel import Control, Progress, run_all
+from ckptfix.storage import teams
+from ckptfix.storage.parallel import Control, Progress, cores, run_all
+from ckptfix.storage.partial_results import Units
 from ckptfix.storage.reading import OpenFiles, Piece, page_buffer
 from ckptfix.tensors.stored import BLOCK, Contiguous, Layout, StoredTensor, Strided, Tiled, digest_head
 
@@ -69,23 +70,90 @@ def hash_all(
     ``progress`` is called with numbers of bytes, from any thread, never from two at once. A file that cannot be read is
     a value, not an exception.
     """
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or cores()
     if any(isinstance(job, TensorJob) and job.scan for job in jobs):
         import ckptfix.tensors.scanning  # noqa: F401 - not by several threads at once
-    results = [Hashed("")] * len(jobs)
 
-    @contextmanager
-    def worker(control: Control) -> Iterator[Callable[[int], None]]:
-        buffer = page_buffer(BLOCK)
-        with OpenFiles(keep_cached=keep_cached) as files:
+    def work(
+        numbers: Sequence[int], done: Callable[[int, Hashed], object], progress: Progress | None
+    ) -> None:
+        @contextmanager
+        def worker(control: Control) -> Iterator[Callable[[int], None]]:
+            buffer = page_buffer(BLOCK)
+            with OpenFiles(keep_cached=keep_cached) as files:
 
-            def hash_one(number: int) -> None:
-                results[number] = _done(jobs[number], files, buffer, control)
+                def hash_one(number: int) -> None:
+                    found = _done(jobs[number], files, buffer, control)
+                    if not control.is_stopping:
+                        done(number, found)
 
-            yield hash_one
+                yield hash_one
 
-    run_all(_reading_order(jobs), worker, threads=threads, progress=progress)
-    return results
+        run_all(_reading_order(jobs, numbers), worker, threads=threads, progress=progress)
+
+    team = teams.current()
+    if team is None:
+        results = [Hashed("")] * len(jobs)
+        work(range(len(jobs)), results.__setitem__, progress)
+        return results
+    units = Units()
+    every = [
+        units.of(job, job.size, job.offset or -1)
+        if isinstance(job, FileJob)
+        else units.of((*job.tensor[1:], job.scan), job.tensor.nbytes, first_place(job.tensor.layout)[1])
+        for job in jobs
+    ]
+
+    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        work(
+            numbers,
+            lambda number, one: done(number, _packed(one, jobs[number]), is_final=not one.problem),
+            progress,
+        )
+
+    packed = team.share(
+        "hash", every, share, lambda number: _packed(_assumed(jobs[number]), jobs[number]), progress
+    )
+    return [_unpacked(one, job) for one, job in zip(packed, jobs, strict=True)]
+
+
+_FACTS = ("nan", "inf", "first_nan", "first_inf", "is_zero", "zero_pages")
+"""The fields of a scan that are numbers."""
+
+
+def _assumed(job: Job) -> Hashed:
+    """Return a result that leads on, for a job that another process hashes."""
+    if isinstance(job, TensorJob) and job.scan:
+        from ckptfix.tensors.scanning import Scan
+
+        return Hashed("", scan=Scan(is_zero=False))
+    return Hashed("")
+
+
+def _packed(one: Hashed, job: Job) -> list[Any]:
+    """Return a result as JSON values; pieces of files by their numbers."""
+    if one.scan is None or isinstance(job, FileJob):
+        return [one.digest, one.zeros, one.problem]
+    from ckptfix.tensors.scanning import pieces_of
+
+    pieces = pieces_of(job.tensor.layout, job.tensor.nbytes) or ()
+    scan = [getattr(one.scan, name) for name in _FACTS]
+    runs = one.scan.zero_runs
+    zeros = None if runs is None else [[pieces.index(run.piece), run.begin, run.end] for run in runs]
+    numbers = [value if value is None or isinstance(value, bool) else int(value) for value in scan]
+    return [one.digest, one.zeros, one.problem, numbers, zeros]
+
+
+def _unpacked(packed: Sequence[Any], job: Job) -> Hashed:
+    digest, zeros, problem, *values = packed
+    if not values or isinstance(job, FileJob):
+        return Hashed(digest, zeros, None, problem)
+    from ckptfix.tensors.scanning import Scan, ZeroRun, pieces_of
+
+    numbers, runs = values
+    pieces = pieces_of(job.tensor.layout, job.tensor.nbytes) or ()
+    found = None if runs is None else tuple(ZeroRun(pieces[piece], begin, end) for piece, begin, end in runs)
+    return Hashed(digest, zeros, Scan(**dict(zip(_FACTS, numbers, strict=True)), zero_runs=found), problem)
 
 
 def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> Hashed:
@@ -140,19 +208,20 @@ def _zeros_at_end(block: memoryview, before: int) -> int:
     return before + len(block) if left == 0 else len(block) - left
 
 
-def _reading_order(jobs: Sequence[Job]) -> Iterator[int]:
-    """Return the numbers of the jobs: large files first, so that no thread ends alone with one; in each by offset."""
+def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]:
+    """Return these numbers of jobs: large files first, so that no thread ends alone with one; in each by offset."""
     sizes: dict[Path, int] = {}
-    places: list[tuple[Path, int]] = []
-    for job in jobs:
+    places: dict[int, tuple[Path, int]] = {}
+    for number in numbers:
+        job = jobs[number]
         if isinstance(job, FileJob):
             path, offset, size = job.path, job.offset - 1, job.size
         else:
             (path, offset), size = first_place(job.tensor.layout), job.tensor.nbytes
         sizes[path] = sizes.get(path, 0) + size
-        places.append((path, offset))
+        places[number] = path, offset
     order = {path: number for number, path in enumerate(sorted(sizes, key=lambda path: (-sizes[path], path)))}
-    return iter(sorted(range(len(jobs)), key=lambda number: (order[places[number][0]], places[number][1])))
+    return iter(sorted(places, key=lambda number: (order[places[number][0]], places[number][1])))
 
 
 def first_place(layout: Layout) -> tuple[Path, int]:

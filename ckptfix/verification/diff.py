@@ -9,14 +9,18 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.filenames import parse_file_name
 from ckptfix.errors import ChangedError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.formats.tensor import DTYPE_BITS
+from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Control, Progress, reading_threads, run_all
+from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.tensors.numbers import ELEMENTS, Tally, Tolerance, has_numbers, same_bytes, tally
@@ -133,12 +137,12 @@ class Comparison:
     def unequal(self) -> set[int]:
         """Return the numbers of the pairs whose dtypes or bytes differ. Raises ChangedError, OSError."""
         found: set[int] = set()
-        read_all(self._byte_tasks(found), self._threads, self._progress)
+        self._read("bytes", self._byte_tasks(found), lambda number: False)
         return found
 
     def tallies(self, numbers: set[int]) -> dict[int, Tally]:
         """Return how far apart the pairs of these numbers are; not for dtypes below a byte. Raises as ``unequal``."""
-        read_all(self._number_tasks(numbers), self._threads, self._progress)
+        self._read("numbers", self._number_tasks(numbers), None)
         result = {}
         for number, parts in self._parts.items():
             result[number] = Tally()
@@ -146,28 +150,60 @@ class Comparison:
                 result[number].add(part)
         return result
 
-    def _byte_tasks(self, found: set[int]) -> Iterator[Task]:
+    def _read(
+        self, what: str, found: Iterable["_ByteTask | _NumberTask"], assume: teams.Assume | None
+    ) -> None:
+        """Do all tasks; in a team, this process does its share of them."""
+        team = teams.current()
+        if team is None:
+            read_all(found, self._threads, self._progress)
+            return
+        tasks, units = list(found), Units()
+
+        def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+            def each(number: int) -> Task:
+                def do(sides: Sides) -> None:
+                    tasks[number](sides)
+                    done(number, tasks[number].packed())
+
+                return do
+
+            read_all(map(each, numbers), self._threads, progress)
+
+        every = [units.of((task.one, task.other, task.how), task.nbytes, task.begin) for task in tasks]
+        for task, packed in zip(tasks, team.share(what, every, share, assume, self._progress), strict=True):
+            if packed is not None:
+                task.take(packed)
+
+    def _byte_tasks(self, found: set[int]) -> Iterator["_ByteTask"]:
         for number, (one, other) in enumerate(self._pairs):
             if one.dtype != other.dtype:
                 found.add(number)
                 continue
-            for _, a, b in _segments(one, other):
-                yield _ByteTask(number, a, b, found)
+            for begin, a, b in _segments(one, other):
+                yield _ByteTask(number, begin, a, b, one.nbytes, found)
 
-    def _number_tasks(self, numbers: set[int]) -> Iterator[Task]:
+    def _number_tasks(self, numbers: set[int]) -> Iterator["_NumberTask"]:
         for number in sorted(numbers):
             one, other = self._pairs[number]
             if has_numbers(one.dtype) and has_numbers(other.dtype):
                 parts = self._parts.setdefault(number, {})
                 for begin, a, b in _segments(one, other):
-                    yield _NumberTask((one.dtype, other.dtype), (a, b), self._tolerance, parts, begin)
+                    yield _NumberTask(
+                        (one.dtype, other.dtype), (a, b), one.nbytes, self._tolerance, parts, begin
+                    )
 
 
 class _ByteTask:
     """Find out whether two parts have the same bytes."""
 
-    def __init__(self, number: int, one: Layout, other: Layout, found: set[int]) -> None:
-        self.number, self.one, self.other, self.found = number, one, other, found
+    how = ""
+
+    def __init__(
+        self, number: int, begin: int, one: Layout, other: Layout, nbytes: int, found: set[int]
+    ) -> None:
+        self.number, self.begin, self.one, self.other, self.found = number, begin, one, other, found
+        self.nbytes = 2 * min(nbytes, _SEGMENT)
 
     def __call__(self, sides: Sides) -> None:
         if self.number in self.found:
@@ -178,6 +214,15 @@ class _ByteTask:
             if self.number in self.found:  # by this thread, or by another in its own part
                 return
 
+    def packed(self) -> bool:
+        """Return whether the tensors differ, as far as this process has found out."""
+        return self.number in self.found
+
+    def take(self, differ: Any) -> None:
+        """Take the result of another process."""
+        if differ:
+            self.found.add(self.number)
+
 
 class _NumberTask:
     """Tally the elements of two parts."""
@@ -186,22 +231,38 @@ class _NumberTask:
         self,
         dtypes: tuple[str, str],
         layouts: tuple[Layout, Layout],
+        nbytes: int,
         tolerance: Tolerance | None,
         parts: dict[int, Tally],
         begin: int,
     ) -> None:
-        self.dtypes, self.layouts, self.tolerance = dtypes, layouts, tolerance
+        self.dtypes, self.tolerance = dtypes, tolerance
+        self.one, self.other = layouts
         self.parts, self.begin = parts, begin
+        self.nbytes = 2 * min(nbytes, _SEGMENT)
+        self.how = (*dtypes, tolerance)
 
     def __call__(self, sides: Sides) -> None:
         widths = (DTYPE_BITS[self.dtypes[0]] // 8, DTYPE_BITS[self.dtypes[1]] // 8)
         total = Tally()
-        for a, b in sides.blocks(*self.layouts, widths, _ELEMENTS):
+        for a, b in sides.blocks(self.one, self.other, widths, _ELEMENTS):
             for begin in range(0, len(a) // widths[0], ELEMENTS):
                 end = begin + ELEMENTS
                 parts = (a[begin * widths[0] : end * widths[0]], b[begin * widths[1] : end * widths[1]])
                 total.add(tally(*parts, self.dtypes, self.tolerance))
         self.parts[self.begin] = total
+
+    def packed(self) -> list[Any]:
+        """Return the tally as JSON values."""
+        found = self.parts[self.begin]
+        values = (getattr(found, one.name) for one in fields(found))
+        return [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
+
+    def take(self, tally: Sequence[Any]) -> None:
+        """Take the result of another process."""
+        self.parts[self.begin] = Tally(
+            **{one.name: value for one, value in zip(fields(Tally), tally, strict=True)}
+        )
 
 
 def _segments(one: StoredTensor, other: StoredTensor) -> Iterator[tuple[int, Layout, Layout]]:

@@ -5,7 +5,7 @@ import importlib.metadata
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -18,11 +18,13 @@ from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
+from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
 from ckptfix.storage.edits import Replace
 from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
+from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, list_folder
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
@@ -156,12 +158,13 @@ def seal(
     findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
-    with folder_lock(target.root):
+    with folder_lock(target.root) if teams.leads() else nullcontext():
         if any(one.state is State.PENDING for one in transactions(target.root)):
             raise OperationError(
                 f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
             )
-        recover(target.root)  # what a run left that was killed before it changed anything
+        if teams.leads():
+            recover(target.root)  # what a run left that was killed before it changed anything
         old = readable_manifest(target.root)
         recorded = Recorded(old, target)
         hashed = hash_recorded(contents, recorded, everything=True, progress=progress)
@@ -177,12 +180,16 @@ def seal(
         )
         if differing and not force:
             return SealReceipt(path=target.path, written=False, differing=differing)
-        statements = _statements(contents, hashed, sign) if oms or sign is not None else {}
+        wanted = (oms or sign is not None) and teams.leads()
+        statements = _statements(contents, hashed, sign) if wanted else {}
         before = {name: hashed[name].digest for name in statements if name in hashed}
         hashed |= {name: Hashed(hashlib.sha256(data).hexdigest()) for name, data in statements.items()}
         manifest = _sealed(old, contents, hashed, statements)
         new = {name: data for name, data in statements.items() if before.get(name) != hashed[name].digest}
-        number = _write(target.root, manifest, new) if new or manifest != old else None
+        number = None
+        if teams.leads():
+            number = _write(target.root, manifest, new) if new or manifest != old else None
+            PartialResults(default_folder(target.root)).remove()  # of several processes that were interrupted
     return SealReceipt(
         path=target.path,
         written=True,

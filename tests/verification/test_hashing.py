@@ -87,6 +87,6 @@ def test_jobs_of_a_file_stand_together_large_files_first(tmp_path: Path) -> None
     weights = open_checkpoint(tmp_path).weights
     jobs: list[Job] = [TensorJob(tensor) for one in weights for tensor in one.tensors]
     jobs += [FileJob(path, path.stat().st_size) for path in sorted(tmp_path.iterdir())]
-    order = [jobs[number] for number in hashing._reading_order(jobs)]
+    order = [jobs[number] for number in hashing._reading_order(jobs, range(len(jobs)))]
     kinds = ["file" if isinstance(job, FileJob) else job.tensor.shape[0] for job in order]
     assert kinds == ["file", 40, 40, 40, "file", 10, 10, 10]

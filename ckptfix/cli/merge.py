@@ -1,0 +1,73 @@
+"""``ckptfix merge``."""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from ckptfix.cli.report import Report
+from ckptfix.cli.verb_options import Verb
+from ckptfix.errors import UsageError
+from ckptfix.storage import teams
+from ckptfix.storage.partial_results import PartialResults, Request, default_folder
+from ckptfix.storage.paths import existing, shell_path
+
+_SHARED = ("check", "diff", "seal", "verify")
+"""Verbs that have shares: a folder of results names one of them, and never a command of its own making."""
+
+
+@click.command(
+    "merge",
+    cls=Verb,
+    examples=[
+        (
+            "ckptfix merge CHECKPOINT",
+            "Write the manifest from the results of ckptfix seal CHECKPOINT --shard I/N.",
+        ),
+        ("ckptfix merge FOLDER", "End what ran with --partial FOLDER, such as ckptfix verify --shard I/N."),
+    ],
+)
+@click.argument("path", metavar="DIR", type=click.Path())
+def merge_command(path: str, report: Report) -> int:
+    """End the work of shares that ran one by one.
+
+    DIR is the folder of --partial, or the checkpoint that a seal had shares of. Names the shares that are missing; when
+    all are there, it prints and writes what the verb does in one process, and removes their results.
+    """
+    folder = existing(path)
+    results = PartialResults(folder)
+    request = results.request()
+    if request is None:
+        results = PartialResults(default_folder(folder))
+        request = results.request()
+    if request is None:
+        raise UsageError(
+            f"{path} holds no results of shares; next: ckptfix seal {shell_path(Path(path))} --shard 0/2"
+        )
+    if request.verb not in _SHARED:
+        raise UsageError(f"{results.folder}: {request.verb!r} is not a verb with shares")
+    verb = getattr(import_module(f"ckptfix.cli.{request.verb}"), f"{request.verb}_command")
+    params = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in request.params.items()
+    }
+    os.chdir(request.directory)
+    team = teams.Merger(
+        results, max(1, request.shares), lambda share: _command(request, results.folder, str(share))
+    )
+    with teams.working_in(team):
+        call: Callable[..., int] = verb.callback
+    with teams.working_in(team):
+        status = call(**params, report=report)
+    if status in (0, 1):
+        results.remove()
+    return status
+
+
+def _command(request: Request, folder: Path, share: str) -> str:
+    """Return the command that does a share again."""
+    own = tuple(request.params.get("paths") or ())
+    default = len(own) == 1 and default_folder(Path(own[0])) == folder
+    partial = "" if default else f" --partial {shell_path(folder)}"
+    return f"{str(request).removesuffix(f' in {request.directory}')} --shard {share}{partial}"

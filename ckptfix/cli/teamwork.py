@@ -1,0 +1,183 @@
+"""A verb in several processes: those of torchrun, accelerate launch or Slurm, or one by one as tasks of a job array."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptfix.cli import report as printing
+from ckptfix.cli.report import Report
+from ckptfix.errors import TeamError, UsageError
+from ckptfix.storage import teams
+from ckptfix.storage.parallel import Share
+from ckptfix.storage.partial_results import PartialResults, Request, default_folder
+from ckptfix.storage.paths import command
+from ckptfix.wording import count_of, human_size
+
+_PLACES = ("RANK", "SLURM_PROCID")
+"""Without one of these variables no launcher started this process, and nothing more is imported to find out."""
+
+_team: teams.JoinedTeam | None = None
+
+
+def share_options() -> list[click.Parameter]:
+    """Return the options of a verb that several processes can share."""
+    return [
+        click.Option(
+            ["--shard"], metavar="I/N",
+            help="Do this share of the reading alone, without a network (0/N to N-1/N); ckptfix merge ends the work.",
+        ),
+        click.Option(
+            ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
+            help="Keep results there for the next run, should this one be interrupted.",
+        ),
+    ]  # fmt: skip
+
+
+def run_shared(
+    verb: str, params: Mapping[str, Any], report: Report, shard: str | None, partial: str | None,
+    work: Callable[[], int], unfit: str,
+) -> int:  # fmt: skip
+    """Run a verb as what it was started as: alone, as a share, or in a team; return its exit status.
+
+    ``params``: the verb's own, for ``merge``. ``unfit``: why its work has no shares, "" where it has.
+    """
+    global _team
+    place = _launched()
+    if shard is None and partial is None and place is None:
+        return work()
+    if unfit:
+        if shard is None and partial is None:
+            raise UsageError(f"{unfit}; run it in one process, without the launcher, or with CKPTFIX_TEAM=0")
+        raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
+    paths = [str(one) for one in params.get("paths", ())]
+    folder = Path(partial) if partial is not None else None
+    if folder is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0]):
+        folder = default_folder(Path(paths[0]))  # the only verb that writes into a checkpoint anyway
+    if shard is not None:
+        if place is not None:
+            raise UsageError(
+                "--shard is for processes that do not see each other: leave it out under a launcher"
+            )
+        return _run_share(verb, params, report, Share.parse(shard), folder, work)
+    results = PartialResults(folder) if folder is not None else None
+    request = Request(verb, dict(params), os.getcwd(), 0)
+    if place is None:
+        assert results is not None
+        results.begin(request)
+        return _finish(results, teams.LoneWorker(results, _say), work)
+    from ckptfix.training.rendezvous import join
+
+    timeout = _timeout()
+    team = _team = teams.JoinedTeam(
+        place.rank,
+        place.total,
+        join(place, timeout),
+        here=place.here,
+        partial=results,
+        timeout=timeout,
+        say=_say,
+    )
+    if not team.leads:
+        printing.mute()
+    elif results is not None:
+        results.begin(request)
+    try:
+        return _finish(results, team, work)
+    except TeamError as error:
+        remedy = (
+            "the same command goes on from what was read"
+            if results is not None
+            else "run it again with --partial FOLDER, to keep what is read, should it fail again"
+        )
+        raise TeamError(f"{error}; next: {remedy}") from error
+
+
+def _finish(results: PartialResults | None, team: teams.Team, work: Callable[[], int]) -> int:
+    try:
+        with teams.working_in(team), teams.as_one():
+            status = work()
+    finally:
+        if results is not None:
+            results.close()
+    if results is not None and team.leads and status in (0, 1):
+        results.remove()
+    return status
+
+
+def _run_share(
+    verb: str,
+    params: Mapping[str, Any],
+    report: Report,
+    share: Share,
+    folder: Path | None,
+    work: Callable[[], int],
+) -> int:
+    if folder is None:
+        raise UsageError(
+            f"--shard {share}: where do the results go? add --partial FOLDER, the same for every share"
+        )
+    results = PartialResults(folder)
+    results.begin(Request(verb, dict(params), os.getcwd(), share.total))
+    team = teams.LoneShare(share, results)
+    printing.mute()
+    try:
+        with teams.working_in(team):
+            work()
+    finally:
+        printing.unmute()
+        results.close()
+    resumed = f", {team.resumed} of them by an earlier run" if team.resumed else ""
+    report.line(
+        f"share {share}: {count_of(team.units, 'unit')}, {human_size(team.nbytes)}{resumed}", bold=True
+    )
+    report.line(f"written: {folder}")
+    if team.unread:
+        report.line(
+            f"could not be read: {count_of(team.unread, 'unit')}; run this share again, or merge as it is"
+        )
+    report.line(f"next, when all shares are done: {command('merge', folder)}")
+    document = {
+        "path": str(folder), "share": str(share), "units": team.units, "resumed": team.resumed, "bytes": team.nbytes,
+        "unread": team.unread,
+    }  # fmt: skip
+    return report.finish(document, 3 if team.unread else 0)
+
+
+def leave(status: int) -> int:
+    """Leave the team, if there is one; return the leader's exit status. Everything must have been printed by now.
+
+    A launcher ends all processes when the first one ends with an error: the leader's words must be out before that.
+    """
+    if _team is None:
+        return status
+    try:
+        return _team.finish(status)
+    except TeamError:
+        printing.unmute(withheld=True)  # the leader is gone: what this process has to say is all there is
+        return status
+
+
+def _launched() -> Any:
+    if not any(name in os.environ for name in _PLACES):
+        return None
+    from ckptfix.training.rendezvous import launched
+
+    return launched(os.environ)
+
+
+def _timeout() -> float:
+    text = os.environ.get(teams.VARIABLE) or str(teams.TIMEOUT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UsageError(f"{teams.VARIABLE}={text}: expected a number of seconds above 0")
+    return seconds
+
+
+def _say(words: str) -> None:
+    printing.put(f"ckptfix: {words}", err=True)

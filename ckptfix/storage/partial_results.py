@@ -1,0 +1,247 @@
+"""Results of units of work that outlive their process, from which the next run goes on, and ``merge`` ends the work.
+
+A folder holds one file of JSON lines for each process that worked, so that no two write to one file. A unit goes by its
+key and by the identity of its files, not by the number of processes. A line that was cut short is ignored.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from ckptfix.errors import OperationError
+from ckptfix.storage.paths import JOURNAL, shell_path
+from ckptfix.storage.staged import write_file
+from ckptfix.wording import shown
+
+VERSION = 1
+_REQUEST = "request.json"
+_SUFFIX = ".results.jsonl"
+_SYNCED_AFTER = 1 << 30
+"""Bytes of work after which the results are made durable: a node that loses power repeats at most this."""
+
+
+class Identity(NamedTuple):
+    """A file as a unit of work needs it: another size, time or inode is another file, and another unit.
+
+    Of an object in a store the ETag decides.
+    """
+
+    name: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Unit(NamedTuple):
+    """A piece of work that one process does. ``key``: the same in every process and run. ``size``: bytes to be read.
+
+    ``files``: what it reads. ``offset``: where it begins in the first of them; -1 for a file from end to end.
+    """
+
+    key: str
+    size: int
+    files: tuple[Identity, ...] = ()
+    offset: int = 0
+
+
+class Units:
+    """Maker of units from values that are the same in every process but for their paths; it looks at each file once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, Identity] = {}
+
+    def of(self, value: object, size: int, offset: int = 0) -> Unit:
+        """Return the unit of a value made of dataclasses, tuples, words, numbers and the paths of files."""
+        paths: dict[Path, int] = {}
+        key = json.dumps(_plain(value, paths), separators=(",", ":"))
+        return Unit(key, size, tuple(map(self._identity, paths)), offset)
+
+    def _identity(self, path: Path) -> Identity:
+        if path not in self._known:
+            name, inode = shown(str(path)), 0
+            if name != str(path):  # an object in a store, whose image each process has for itself
+                from ckptfix.storage.images import info_at
+
+                info = info_at(path)
+                inode = int(hashlib.sha256(info.etag.encode()).hexdigest()[:12], 16) if info else 0
+            try:
+                status = os.stat(path)
+            except OSError:
+                self._known[path] = Identity(name, -1, 0, inode)
+            else:
+                self._known[path] = Identity(name, status.st_size, status.st_mtime_ns, inode or status.st_ino)
+        return self._known[path]
+
+
+def _plain(value: Any, paths: dict[Path, int]) -> object:
+    """Return a value as JSON values, with the number of a path instead of the path."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, PurePath):
+        return {"file": paths.setdefault(Path(value), len(paths))}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple | list):
+        return [_plain(one, paths) for one in value]
+    if isinstance(value, Enum):
+        return str(value.value)
+    return [type(value).__name__, *(_plain(getattr(value, one.name), paths) for one in fields(value))]
+
+
+class Request(NamedTuple):
+    """The command whose results a folder holds: verb, its parameters, and the working directory for the paths in them.
+
+    ``shares``: their number, 0 for processes that gather their results themselves.
+    """
+
+    verb: str
+    params: Mapping[str, Any]
+    directory: str
+    shares: int
+
+    def is_same(self, other: "Request") -> bool:
+        """Return whether the results of one are those of the other; the number of shares does not matter."""
+        mine, theirs = (json.dumps([*one[:3]], sort_keys=True) for one in (self, other))
+        return mine == theirs
+
+    def __str__(self) -> str:
+        values = (value if isinstance(value, list | tuple) else [] for value in self.params.values())
+        words = [str(one) for value in values for one in value]
+        return f"{shlex.join(['ckptfix', self.verb, *words])} in {self.directory}"
+
+
+class Known(NamedTuple):
+    """The result of a unit. ``is_final`` off: it could not be read, and another run may fare better."""
+
+    result: Any
+    is_final: bool
+
+
+def default_folder(root: Path) -> Path:
+    """Return where a seal of ``root`` keeps its results: in the folder that is ckptfix's own."""
+    return root / JOURNAL / "partial"
+
+
+class PartialResults:
+    """The folder with the results of one request. Nothing is made there before the first result."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._unsynced = 0
+
+    def request(self) -> Request | None:
+        """Return the command that the results are of; None when there are none. Raises OperationError, OSError."""
+        try:
+            document = json.loads((self.folder / _REQUEST).read_bytes())
+            if document["version"] != VERSION:
+                raise OperationError(
+                    f"{self.folder}: partial results of another version of ckptfix; remove the folder"
+                )
+            request = Request(*(document[key] for key in Request._fields))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise OperationError(
+                f"{self.folder / _REQUEST} cannot be understood: {error!r}; remove the folder and begin again"
+            ) from None
+        return request
+
+    def begin(self, request: Request) -> None:
+        """Take note of the command. Raises OperationError when the folder has results of another one, OSError."""
+        old = self.request()
+        if old is not None and not old.is_same(request):
+            raise OperationError(
+                f"{self.folder} holds partial results of another command: {old}; name another folder with --partial, "
+                f"or remove this one: rm -r {shell_path(self.folder)}"
+            )
+        if old is not None and old.shares == request.shares:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        document = {"version": VERSION, **request._asdict()}
+        write_file(self.folder / _REQUEST, json.dumps(document, indent=1).encode() + b"\n")
+
+    def known(self, what: str, units: Sequence[Unit]) -> dict[int, Known]:
+        """Return the results of these units that any process has left here: number of the unit -> result."""
+        found: dict[str, Known] = {}
+        for name, one in self._lines():
+            if one.is_final or name not in found:
+                found[name] = one
+        names = (_name(what, unit) for unit in units)
+        return {number: found[name] for number, name in enumerate(names) if name in found}
+
+    def add(self, what: str, unit: Unit, result: Any, *, is_final: bool) -> None:
+        """Add a result, from any thread; a process that is killed after this has not worked in vain."""
+        line = json.dumps([_name(what, unit), result, is_final]) + "\n"
+        with self._lock:
+            if self._fd is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                name = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                self._fd = os.open(self.folder / name, flags, 0o666)
+            data = line.encode()
+            while data:
+                data = data[os.write(self._fd, data) :]
+            self._unsynced += unit.size
+            if self._unsynced >= _SYNCED_AFTER:
+                os.fsync(self._fd)
+                self._unsynced = 0
+
+    def close(self) -> None:
+        """Make the results of this process durable."""
+        with self._lock:
+            if self._fd is not None:
+                os.fsync(self._fd)
+                os.close(self._fd)
+                self._fd = None
+
+    def remove(self) -> None:
+        """Remove the results: the work is done. Only files of this module are removed."""
+        self.close()
+        with suppress(OSError):
+            for name in os.listdir(self.folder):
+                if name == _REQUEST or name.endswith(_SUFFIX):
+                    os.unlink(self.folder / name)
+            os.rmdir(self.folder)
+            if self.folder.parent.name == JOURNAL:
+                os.rmdir(self.folder.parent)
+
+    def oldest(self) -> float | None:
+        """Return when the first of the results was read, in seconds since 1970; None when there are none."""
+        times = []
+        with suppress(OSError):
+            for name in os.listdir(self.folder):
+                if name.endswith(_SUFFIX):
+                    times.append(os.stat(self.folder / name).st_mtime)
+        return min(times, default=None)
+
+    def _lines(self) -> Iterator[tuple[str, Known]]:
+        try:
+            names = sorted(os.listdir(self.folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for name in names:
+            if not name.endswith(_SUFFIX):
+                continue
+            with open(self.folder / name, "rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # cut short when its process was killed
+                    with suppress(ValueError, TypeError):
+                        unit, result, is_final = json.loads(line)
+                        yield str(unit), Known(result, bool(is_final))
+
+
+def _name(what: str, unit: Unit) -> str:
+    """Return the name of a unit in the files of results."""
+    files = [tuple(one) for one in unit.files]
+    return hashlib.sha256(json.dumps([what, unit.key, files]).encode()).hexdigest()[:32]

@@ -1,0 +1,73 @@
+"""``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
+
+HOW: ``kill`` (SIGKILL), ``error`` (an error of the disk), ``none``. STORE: a folder that is the store of the team, so
+that its processes start without torch; ``torch`` for torch's.
+"""
+
+import errno
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ckptfix.cli import main
+from ckptfix.storage.partial_results import PartialResults
+from ckptfix.training import rendezvous
+
+
+class FolderStore:
+    """A store whose keys are files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key."""
+        new = self.folder / f"{os.getpid()}-{os.urandom(4).hex()}"
+        new.write_bytes(value)
+        new.rename(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key."""
+        return self._path(key).read_bytes()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number: it is the length of a file."""
+        with open(self._path(key), "ab") as file:
+            file.write(b"+" * amount)
+            return file.tell()
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether these keys are there."""
+        return all(self._path(key).exists() for key in keys)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key.replace("/", "-")
+
+
+rank, units, how, store, *arguments = sys.argv[1:]
+add = PartialResults.add
+done = 0
+
+
+def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
+    """Add a result, or end."""
+    global done
+    if os.environ["RANK"] == rank:
+        if done == int(units):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "error":
+                raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+        done += 1
+    time.sleep(0.02)  # both ranks are at work when one of them ends
+    add(self, *given, **options)
+
+
+if how != "none":
+    PartialResults.add = add_and_end  # type: ignore[method-assign]
+if store != "torch":
+    rendezvous.join = lambda place, timeout: FolderStore(Path(store))
+main(arguments)

@@ -1,0 +1,285 @@
+"""Several processes of torchrun, Slurm or a job array do what one does, byte for byte; one that fails ends all."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from tests.sampling import is_exhaustive, one_of
+
+pytestmark = pytest.mark.slow
+
+MANIFEST = ".ckptfix/manifest.json"
+STRUCK = str(Path(__file__).with_name("struck_rank.py"))
+ROOT = Path(__file__).parents[2]
+PORTS = iter(range(random.randrange(30000, 45000), 65000))
+
+
+def checkpoint(folder: Path, seed: int = 0) -> Path:
+    folder.mkdir(parents=True)
+    rng = numpy.random.default_rng(seed)
+    weights: dict[str, str] = {}
+    for number in (1, 2):
+        name = f"model-0000{number}-of-00002.safetensors"
+        tensors = {
+            f"layer.{number}.{one}.weight": rng.standard_normal((64, 64)).astype("float32")
+            for one in range(8)
+        }
+        save_file(tensors, folder / name, {"format": "pt"})
+        weights |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": len(weights) * 64 * 64 * 4}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def variables(**more: str) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run ckptfix in one process."""
+    command = [sys.executable, "-m", "ckptfix", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=variables(**more)
+    )
+
+
+def torchrun(
+    *arguments: object, script: tuple[object, ...] = ("-m", "ckptfix")
+) -> subprocess.CompletedProcess[str]:
+    """Run ckptfix, or a script, in two processes of torchrun."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
+        f"--master_port={next(PORTS)}", *map(str, script), *map(str, arguments),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables())
+
+
+def ranks(
+    *arguments: object, folders: tuple[Path, ...] = (), strike: tuple[object, ...] = (0, 0, "none"),
+    torch: bool = False, **more: str,
+) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
+    """Run ckptfix in two tasks as Slurm starts them, without its own help when one dies.
+
+    ``folders``: the last word for each. ``strike``: rank, units and how. ``torch``: with its store, which takes long.
+    """
+    port = next(PORTS)
+    started = []
+    with TemporaryDirectory() as store:
+        for rank in range(2):
+            slurm = {
+                "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12", "SLURM_NTASKS": "2",
+                "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "RANK": str(rank),
+            }  # fmt: skip
+            command = [
+                sys.executable,
+                STRUCK,
+                *map(str, strike),
+                "torch" if torch else store,
+                *map(str, arguments),
+            ]
+            started.append(
+                subprocess.Popen(
+                    [*command, *map(str, folders[rank : rank + 1])],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=variables(**slurm, **more),
+                )
+            )
+        ended = [(one, *one.communicate(timeout=120)) for one in started]
+    return [subprocess.CompletedProcess(one.args, one.returncode, out, err) for one, out, err in ended]
+
+
+def test_torchrun_seals_as_one_process_does(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a" / "checkpoint")
+    alone = Path(shutil.copytree(folder, tmp_path / "b" / "checkpoint"))
+    one, two = run("seal", alone), torchrun("seal", folder)
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert two.stdout == one.stdout.replace(str(alone), str(folder))
+    assert (folder / MANIFEST).read_bytes() == (alone / MANIFEST).read_bytes()
+    assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a sealed checkpoint, and a copy with a tensor changed since."""
+    folder = checkpoint(tmp_path_factory.mktemp("pair") / "good")
+    assert run("seal", folder).returncode == 0
+    changed = Path(shutil.copytree(folder, folder.with_name("changed")))
+    path = changed / "model-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    return folder, changed
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify", "--data"),
+        ("verify", "--json"),
+        ("check", "--data", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_slurm_prints_what_one_process_prints(pair: tuple[Path, Path], arguments: tuple[str, ...]) -> None:
+    _, changed = pair
+    one, two = run(*arguments, changed), ranks(*arguments, changed)
+    assert two[0].stdout == one.stdout, two[0].stderr
+    assert two[1].stdout == ""
+    assert [process.returncode for process in two] == [one.returncode] * 2
+
+
+def test_two_processes_compare_as_one_does_and_go_on_after_what_all_refuse(pair: tuple[Path, Path]) -> None:
+    for arguments in (("diff", "--json", *pair), ("verify", "nowhere", *pair)):
+        one, two = run(*arguments), ranks(*arguments)
+        assert (two[0].stdout, two[0].stderr, two[0].returncode) == (one.stdout, one.stderr, one.returncode)
+        assert (two[1].stdout, two[1].stderr, two[1].returncode) == ("", "", one.returncode)
+
+
+def strikes() -> Sequence[tuple[int, int]]:
+    """Return ranks, and after how many of their nine units or so each is struck."""
+    if is_exhaustive():
+        return [(rank, units) for rank in range(2) for units in range(9)]
+    return one_of([(0, 0), (1, 1), (0, 2), (1, 3), (0, 5), (1, 6), (0, 7), (1, 8)])
+
+
+@pytest.mark.parametrize(("rank", "units"), strikes())
+def test_a_killed_rank_ends_all_and_the_next_run_goes_on(tmp_path: Path, rank: int, units: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    ended = torchrun(rank, units, "kill", "torch", "seal", folder, script=(STRUCK,))
+    assert ended.returncode != 0
+    assert not (folder / MANIFEST).exists()
+    left = sum(
+        len(path.read_text().splitlines()) for path in (folder / ".ckptfix" / "partial").glob("*.jsonl")
+    )
+    assert left >= units
+    resumed = run("seal", folder, "--partial", folder / ".ckptfix" / "partial")
+    assert resumed.returncode == 0, resumed.stderr
+    assert not units or f"resuming: {left} of 19 units" in resumed.stderr
+    again = checkpoint(tmp_path / "again" / "checkpoint")
+    assert run("seal", again).returncode == 0
+    assert (folder / MANIFEST).read_bytes() == (again / MANIFEST).read_bytes()
+    assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("rank", one_of([0, 1]))
+def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    begin = time.monotonic()
+    two = ranks("seal", folder, strike=(rank, 2, "kill"), torch=True, CKPTFIX_TEAM_TIMEOUT="8")
+    other = two[1 - rank]
+    assert time.monotonic() - begin < 40
+    assert two[rank].returncode == -9
+    assert other.returncode == 3
+    assert ("no sign of life" if rank else "connection to the other processes is lost") in other.stderr
+    assert "the same command goes on from what was read" in other.stderr
+    assert not (folder / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank: int) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    begin = time.monotonic()
+    ended = ranks("seal", folder, strike=(rank, 2, "error"))
+    assert time.monotonic() - begin < 10
+    assert [one.returncode for one in ended] == [3, 3]
+    assert "Input/output error" in ended[0].stderr
+    assert rank == 0 or "rank 1 (process" in ended[0].stderr
+    assert ended[1].stderr == ""
+    assert not (folder / MANIFEST).exists()
+
+
+def test_ranks_that_see_different_folders_write_nothing(tmp_path: Path) -> None:
+    one, other = checkpoint(tmp_path / "a" / "checkpoint"), checkpoint(tmp_path / "b" / "checkpoint", seed=1)
+    ended = ranks("seal", folders=(one, other))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "sees another folder than rank 0" in ended[0].stderr
+    assert not (one / MANIFEST).exists()
+    assert not (other / MANIFEST).exists()
+
+
+def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a" / "checkpoint")
+    alone = Path(shutil.copytree(folder, tmp_path / "b" / "checkpoint"))
+    one = run("seal", alone)
+    first = run("seal", folder, "--shard", "0/2")
+    assert first.returncode == 0, first.stderr
+    assert not (folder / MANIFEST).exists()
+    early = run("merge", folder)
+    assert early.returncode == 3
+    assert "results are missing: 1/2 (" in early.stderr
+    assert f"next: ckptfix seal {folder} --shard 1/2" in early.stderr
+    assert run("seal", folder, "--shard", "1/2").returncode == 0
+    again = json.loads(run("seal", folder, "--shard", "1/2", "--json").stdout)
+    assert again["resumed"] == again["units"]
+    merged = run("merge", folder)
+    assert (merged.returncode, merged.stdout) == (0, one.stdout.replace(str(alone), str(folder)))
+    assert (folder / MANIFEST).read_bytes() == (alone / MANIFEST).read_bytes()
+    assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("arguments", [("verify", "--data"), ("check", "--data"), ("diff",)], ids=" ".join)
+def test_other_verbs_have_shares_too(
+    pair: tuple[Path, Path], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    paths = pair if arguments[0] == "diff" else pair[1:]
+    refused = run(*arguments, *paths, "--shard", "0/2")
+    assert refused.returncode == 2
+    assert "add --partial FOLDER" in refused.stderr
+    for number in range(2):
+        share = run(*arguments, *paths, "--shard", f"{number}/2", "--partial", tmp_path / "partial")
+        assert share.returncode == 0, share.stderr
+    one, merged = run(*arguments, *paths, "--json"), run("merge", tmp_path / "partial", "--json")
+    assert (merged.stdout, merged.returncode) == (one.stdout, one.returncode), merged.stderr
+    assert not (tmp_path / "partial").exists()
+
+
+def test_a_file_that_changed_makes_its_share_missing(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    for number in range(2):
+        assert run("seal", folder, "--shard", f"{number}/2").returncode == 0
+    path = folder / "model-00001-of-00002.safetensors"
+    os.utime(path, ns=(1, 1))
+    merged = run("merge", folder)
+    assert merged.returncode == 3
+    assert "results are missing" in merged.stderr
+    assert not (folder / MANIFEST).exists()
+
+
+def test_a_child_of_a_rank_works_alone(tmp_path: Path) -> None:
+    """A training script that calls ckptfix hands its own rank on; the other ranks would never come."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    code = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'ckptfix', 'check', sys.argv[1]]))"
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True, text=True, timeout=60, check=False, env=variables(**place),
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    assert run("check", folder, **place, CKPTFIX_TEAM="0").returncode == 0
+    refused = run("check", folder, CKPTFIX_TEAM="maybe", **place)
+    assert (refused.returncode, refused.stderr) == (2, "ckptfix: CKPTFIX_TEAM=maybe: expected 1 or 0\n")
+
+
+def test_a_verb_whose_work_has_no_shares_is_refused(pair: tuple[Path, Path]) -> None:
+    ended = ranks("verify", pair[0], "--device-map", "auto")
+    assert [one.returncode for one in ended] == [2, 2]
+    assert "the proof of a reload needs the devices of one process" in ended[0].stderr

@@ -1,0 +1,359 @@
+"""The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive their process."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies
+
+from ckptfix.errors import OperationError, TeamError
+from ckptfix.storage import teams
+from ckptfix.storage.parallel import Progress, Share
+from ckptfix.storage.partial_results import Identity, PartialResults, Request, Unit, Units
+from ckptfix.storage.teams import Done, JoinedTeam, LoneShare, LoneWorker, Merger, plan_shares
+from tests.storage.listings import long_files, saved_by_ranks
+
+RANGE = 1_000_000_000
+
+
+class MemoryStore:
+    """A store within one process, as torch's is between several."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.is_gone = False
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ensure()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._ensure()
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._ensure()
+        with self.lock:
+            value = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(value).encode()
+            return value
+
+    def check(self, keys: list[str]) -> bool:
+        self._ensure()
+        return all(key in self.values for key in keys)
+
+    def _ensure(self) -> None:
+        if self.is_gone:
+            raise ConnectionError("connection reset by peer")
+
+
+def units_of(sizes: Sequence[int], files: int = 3) -> list[Unit]:
+    identities = [Identity(f"file{number}", 100, 7, number) for number in range(files)]
+    return [
+        Unit(f"unit {number}", size, (identities[number % files],), number)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def loads(units: Sequence[Unit], shares: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(units[number].size for number in share) for share in shares]
+
+
+@given(
+    sizes=strategies.lists(strategies.integers(0, 10**13), max_size=60),
+    files=strategies.integers(1, 8),
+    count=strategies.integers(1, 70),
+)
+def test_every_unit_has_one_process_and_the_plan_is_always_the_same(
+    sizes: list[int], files: int, count: int
+) -> None:
+    units = units_of(sizes, files)
+    shares = plan_shares(units, count)
+    assert len(shares) == count
+    assert sorted(number for share in shares for number in share) == list(range(len(units)))
+    assert shares == plan_shares(units, count)
+
+
+@given(
+    sizes=strategies.lists(strategies.integers(0, 10**13), min_size=1, max_size=60),
+    count=strategies.integers(1, 70),
+)
+def test_no_share_is_larger_than_a_mean_and_the_largest_unit(sizes: list[int], count: int) -> None:
+    units = units_of(sizes)
+    overhead = 1 << 16
+    mean = sum(size + overhead for size in sizes) / count
+    assert max(loads(units, plan_shares(units, count))) <= 1.02 * mean + max(sizes) + overhead
+
+
+def test_the_units_of_a_file_stay_together_where_that_is_balanced() -> None:
+    units = units_of([10**9] * 1200, files=120)
+    for share in plan_shares(units, 4):
+        names = {units[number].files[0].name for number in share}
+        assert len(names) == 30
+        assert len(share) == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [64, 1024])
+def test_a_folder_of_10_terabytes_is_shared_within_5_percent(count: int) -> None:
+    for units in (saved_by_ranks(), long_files(part=RANGE)):
+        each = loads(units, plan_shares(units, count))
+        assert sum(each) > 12e12
+        assert max(each) <= 1.05 * sum(each) / count
+
+
+def test_a_long_file_without_ranges_bounds_a_plan() -> None:
+    units = long_files()
+    each = loads(units, plan_shares(units, 1024))
+    assert max(each) == 50_000_000_000  # one chain of sha256: no plan is better
+    assert max(each) > 2 * sum(each) / 1024
+
+
+def doing(work: Callable[[int], Any]) -> teams.Do:
+    def do(numbers: Sequence[int], done: Done, progress: Progress) -> None:
+        for number in numbers:
+            result = work(number)
+            progress(1)
+            done(number, result)
+
+    return do
+
+
+def noting(done: list[int]) -> teams.Do:
+    def work(number: int) -> int:
+        done.append(number)
+        return number
+
+    return doing(work)
+
+
+def in_team(count: int, work: Callable[[JoinedTeam], Any], **options: Any) -> list[Any]:
+    """Return what each process of a team returns or raises; here they are threads."""
+    store = MemoryStore()
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        team = JoinedTeam(rank, count, store, **options)
+        try:
+            results[rank] = work(team)
+        except Exception as error:
+            results[rank] = error
+        team._over.set()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_go_on_with_the_same_results(count: int) -> None:
+    units = units_of(range(40))
+    done: list[int] = []
+
+    def each(number: int) -> list[Any]:
+        done.append(number)
+        return [number, "é"]
+
+    def work(team: JoinedTeam) -> list[Any]:
+        first = team.share("a", units, doing(each), None, None)
+        second = team.share("b", units[:3], doing(lambda number: -number), None, None)
+        told = team.told(lambda: {"rank": team.rank})
+        team.agree(None)
+        return [first, second, told]
+
+    everyone = in_team(count, work)
+    assert everyone == [[[[number, "é"] for number in range(40)], [0, -1, -2], {"rank": 0}]] * count
+    assert sorted(done) == list(range(40))
+
+
+@pytest.mark.slow
+def test_an_error_of_one_ends_all_within_seconds() -> None:
+    begin = time.monotonic()
+
+    def work(team: JoinedTeam) -> None:
+        def each(number: int) -> int:
+            if team.rank == 1:
+                raise OSError(5, "Input/output error", "model.safetensors")
+            time.sleep(0.01)
+            return number
+
+        try:
+            team.share("a", units_of([1] * 20000), doing(each), None, None)
+        except Exception as error:
+            team.agree(error)
+            raise
+        raise AssertionError("it went on")
+
+    leader, failed, third = in_team(3, work)
+    assert time.monotonic() - begin < 5
+    for error in (leader, failed, third):
+        assert isinstance(error, TeamError)
+        assert "rank 1 (process" in str(error)
+        assert "Input/output error: 'model.safetensors'" in str(error)
+
+
+def test_an_error_that_all_have_is_that_of_each() -> None:
+    def work(team: JoinedTeam) -> str:
+        team.agree(OperationError("there is no checkpoint"))
+        team.agree(None)
+        return "the next path"
+
+    assert in_team(3, work) == ["the next path"] * 3
+
+
+@pytest.mark.slow
+def test_the_leaders_own_error_is_raised_on_the_leader() -> None:
+    def work(team: JoinedTeam) -> str:
+        team.agree(OSError(28, "No space left on device") if team.leads else None)
+        return "raised by the caller"
+
+    leader, follower = in_team(2, work)
+    assert leader == "raised by the caller"
+    assert isinstance(follower, TeamError)
+    assert "No space left" in str(follower)
+
+
+def test_processes_that_see_different_folders_say_which_file() -> None:
+    def work(team: JoinedTeam) -> None:
+        file = Identity("model.safetensors", 100 + team.rank, 7, 1)
+        units = [Unit("[]", 5, (Identity("same", 1, 2, 3),)), Unit("[]", 5, (file,))]
+        try:
+            team.share("a", units, doing(lambda number: 0), None, None)
+        except Exception as error:
+            team.agree(error)
+            raise
+
+    leader, follower = in_team(2, work)
+    assert "rank 1" in str(leader)
+    assert "sees another folder than rank 0" in str(leader)
+    assert "model.safetensors is 101 bytes" in str(leader)
+    assert "expected 100 bytes" in str(leader)
+    assert "sees another folder" in str(follower)
+
+
+@pytest.mark.slow
+def test_a_process_without_a_sign_of_life_ends_the_others() -> None:
+    store = MemoryStore()
+    team = JoinedTeam(0, 2, store, timeout=1)
+    store.set("ckptfix/name/1", b"rank 1 (process 7 on node2)")
+    with pytest.raises(TeamError, match=r"rank 1 \(process 7 on node2\) failed.*no sign of life for 1 s"):
+        team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
+    team._over.set()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_ends_the_work() -> None:
+    store = MemoryStore()
+    team = JoinedTeam(1, 2, store)
+    threading.Timer(0.5, lambda: setattr(store, "is_gone", True)).start()
+    with pytest.raises(TeamError, match="connection to the other processes is lost"):
+        team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
+
+
+def test_the_next_run_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
+    units = units_of([5] * 30)
+    told: list[str] = []
+    for number in range(12):
+        PartialResults(tmp_path / "partial").add("a", units[number], number, is_final=number != 3)
+
+    def work(team: JoinedTeam) -> tuple[list[Any], list[int]]:
+        done: list[int] = []
+        results = team.share("a", units, noting(done), None, None)
+        return results, done
+
+    everyone = in_team(4, work, partial=PartialResults(tmp_path / "partial"), say=told.append)
+    assert [results for results, _ in everyone] == [list(range(30))] * 4
+    assert sorted(number for _, done in everyone for number in done) == [3, *range(12, 30)]
+    assert told == [told[0]]
+    assert told[0].startswith("resuming: 11 of 30 units (55 B) read by an earlier run")
+
+
+def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:
+    units = units_of([5] * 4)
+    results = PartialResults(tmp_path)
+    for number, unit in enumerate(units[:3]):
+        results.add("a", unit, number, is_final=True)
+    results.close()
+    (path,) = tmp_path.glob("*.results.jsonl")
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        known = PartialResults(tmp_path).known("a", units)
+        whole = data[:length].count(b"\n")
+        assert {number: one.result for number, one in known.items()} == dict(enumerate(range(whole)))
+    path.write_bytes(data[:80] + bytes(500) + b"\n")  # as a file system leaves it after a loss of power
+    assert PartialResults(tmp_path).known("a", units).keys() <= {0}
+
+
+def test_a_unit_of_a_file_that_changed_is_another_unit(tmp_path: Path) -> None:
+    results, unit = PartialResults(tmp_path), Unit("key", 5, (Identity("file", 1, 2, 3),))
+    results.add("a", unit, "old", is_final=True)
+    assert results.known("a", [unit])[0].result == "old"
+    for change in ({"size": 9}, {"mtime_ns": 9}, {"inode": 9}, {"name": "other"}):
+        assert not results.known("a", [unit._replace(files=(unit.files[0]._replace(**change),))])
+    assert not results.known("b", [unit])
+    assert not results.known("a", [unit._replace(key="other")])
+
+
+def test_units_name_files_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    unit = Units().of(("word", 3, (tmp_path / "file", 7), tmp_path / "file", tmp_path / "none"), 5)
+    assert json.loads(unit.key) == ["word", 3, [{"file": 0}, 7], {"file": 0}, {"file": 1}]
+    assert [file.size for file in unit.files] == [5, -1]
+
+
+def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
+    request = Request("seal", {"paths": ["a"], "force": False}, "/", 2)
+    PartialResults(tmp_path / "partial").begin(request)
+    PartialResults(tmp_path / "partial").begin(request._replace(shares=3))
+    with pytest.raises(OperationError, match=r"another command: ckptfix seal a in /;.*rm -r"):
+        PartialResults(tmp_path / "partial").begin(request._replace(params={"paths": ["b"], "force": False}))
+    (tmp_path / "partial" / "mine.txt").write_text("stays")
+    PartialResults(tmp_path / "partial").remove()
+    assert [path.name for path in (tmp_path / "partial").iterdir()] == ["mine.txt"]
+
+
+def test_shares_of_a_job_array_are_merged(tmp_path: Path) -> None:
+    units = units_of(range(1, 20))
+    results = PartialResults(tmp_path)
+    merger = Merger(PartialResults(tmp_path), 3, lambda share: f"ckptfix seal DIR --shard {share}")
+    for number in (0, 2):
+        share = LoneShare(Share(number, 3), results)
+        got = share.share("a", units, doing(lambda number: number), lambda number: "assumed", None)
+        assert share.units == sum(value != "assumed" for value in got) > 0
+    nothing = doing(lambda number: pytest.fail("merge reads nothing"))
+    with pytest.raises(
+        OperationError,
+        match=r"results are missing: 1/3 \(\d of \d units\).*next: ckptfix seal DIR --shard 1/3",
+    ):
+        merger.share("a", units, nothing, None.__class__, None)
+    LoneShare(Share(1, 3), results).share(
+        "a", units, doing(lambda number: number), lambda number: "assumed", None
+    )
+    assert merger.share("a", units, nothing, lambda number: 0, None) == list(range(19))
+
+
+def test_one_process_goes_on_too(tmp_path: Path) -> None:
+    units = units_of([1] * 10)
+    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
+
+    def fail(number: int) -> int:
+        if number == 6:
+            raise OSError("interrupted here")
+        return number
+
+    with pytest.raises(OSError, match="interrupted here"):
+        worker.share("a", units, doing(fail), None, None)
+    done: list[int] = []
+    worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
+    assert worker.share("a", units, noting(done), None, None) == list(range(10))
+    assert done == [6, 7, 8, 9]
