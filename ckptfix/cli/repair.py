@@ -1,5 +1,6 @@
 """``ckptfix repair``."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import click
@@ -7,11 +8,12 @@ import click
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_repair, state_after_writing
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.repairs.saved_plans import SavedPlan, apply_command, read_plan, save_plan
+from ckptfix.storage.doors import opened
 from ckptfix.wording import line
 
 _WORDS: dict[object, str] = {
@@ -63,6 +65,8 @@ _WORDS: dict[object, str] = {
               help="auto: collapse nested wrappers; bare: strip all; ddp: leave exactly one 'module.'.")  # fmt: skip
 @click.option("--only", multiple=True, metavar="CODE", help="Repair findings of this code alone.")
 @click.option("--allow", multiple=True, metavar="CODE", help="Repair findings of this code, too.")
+@TRANSFER
+@BREAK_LOCK
 def repair_command(
     paths: tuple[str, ...],
     dry_run: bool,
@@ -75,6 +79,8 @@ def repair_command(
     keys: str,
     only: tuple[str, ...],
     allow: tuple[str, ...],
+    transfer: bool,
+    break_lock: bool,
     report: Report,
 ) -> int:
     """Repair checkpoints in place; every repair can be undone.
@@ -97,19 +103,24 @@ def repair_command(
         raise click.UsageError("Missing argument 'PATHS...'.")
 
     def work(path: str) -> RepairReceipt:
-        with report.progress(f"reading {path}") as progress:
+        with report.progress(f"reading {path}") as progress, ExitStack() as image:
             recover = not (dry_run or plan_out)
             if saved is not None:
-                plan = saved.plan(recover=recover, progress=progress)
+                plan = saved.plan(recover=recover, break_lock=break_lock, progress=progress)
             else:
-                plan = plan_repair(path, policy, output=output, recover=recover, progress=progress)
+                place = image.enter_context(opened(path))
+                plan = plan_repair(
+                    place, policy, output=output, recover=recover, break_lock=break_lock, progress=progress
+                )
             report.show(plan.lines())
             if plan_out is not None and (plan.steps or plan.pending or output is not None):
                 save_plan(plan, plan_out)
                 report.show([line(f"the plan is in {plan_out}; to apply it: {apply_command(plan_out)}")])
             elif plan_out is not None:
                 report.show([line(f"{plan_out} was not written: there is no step to save")])
-            return plan.preview() if dry_run or plan_out is not None else plan.execute(progress=progress)
+            if dry_run or plan_out is not None:
+                return plan.preview()
+            return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
 
     return run_each(
         report,

@@ -15,7 +15,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import CkptfixError, TeamError
 from ckptfix.storage import teams
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -170,9 +170,10 @@ def state_after_repair(path: str) -> Callable[[], str]:
 
     def describe() -> str:
         if _is_pending(path):
-            return f"run {command('repair', Path(path))} again to roll back"
+            what = "finish" if looks_like_url(path) else "roll back"
+            return f"run {_command('repair', path)} again to {what}"
         if _repairs(path) > before:
-            return f"{path} is fully repaired; to undo: {command('undo', Path(path))}"
+            return f"{path} is fully repaired; to undo: {_command('undo', path)}"
         return f"{path} is unchanged"
 
     return describe
@@ -184,7 +185,7 @@ def state_after_undo(path: str) -> Callable[[], str]:
 
     def describe() -> str:
         if _is_pending(path):
-            return f"run {command('undo', Path(path))} again to finish"
+            return f"run {_command('undo', path)} again to finish"
         return f"the repair of {path} is undone" if _repairs(path) < before else f"{path} is unchanged"
 
     return describe
@@ -222,17 +223,23 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
     return describe
 
 
+def _command(verb: str, path: str) -> str:
+    return f"ckptfix {verb} {shell_path(path)}" if looks_like_url(path) else command(verb, Path(path))
+
+
 def _repairs(path: str) -> int:
     """Return how many repairs can be undone; 0 where that cannot be known, as of a path that does not exist."""
     try:
-        return sum(one.state is State.DONE for one in transactions(find_target(path).root))
+        with opened(path, complete=False) as place:
+            return sum(one.state is State.DONE for one in transactions(find_target(place).root))
     except (CkptfixError, OSError):
         return 0
 
 
 def _is_pending(path: str) -> bool:
     try:
-        return any(one.state is State.PENDING for one in transactions(find_target(path).root))
+        with opened(path, complete=False) as place:
+            return any(one.state is State.PENDING for one in transactions(find_target(place).root))
     except (CkptfixError, OSError):
         return False
 

@@ -4,7 +4,7 @@ import click
 
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_undo
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, Verb
 from ckptfix.repairs.undo import UndoReceipt, undo
 
 
@@ -21,12 +21,16 @@ from ckptfix.repairs.undo import UndoReceipt, undo
     is_flag=True,
     help="For journals of ckptfix 0.4.0, and killed repairs: accept files whose time changed, not their size or ends.",
 )
-def undo_command(paths: tuple[str, ...], force: bool, report: Report) -> int:
+@TRANSFER
+@BREAK_LOCK
+def undo_command(
+    paths: tuple[str, ...], force: bool, transfer: bool, break_lock: bool, report: Report
+) -> int:
     """Undo the last repair of checkpoints, byte for byte."""
 
     def work(path: str) -> UndoReceipt:
         with report.progress(f"undoing {path}") as progress:
-            return undo(path, force=force, progress=progress)
+            return undo(path, force=force, transfer=transfer, break_lock=break_lock, progress=progress)
 
     return run_each(
         report, paths, work, word=lambda receipt: "undone", order=["undone"], state_after=state_after_undo

@@ -16,6 +16,16 @@ Example = tuple[str, str]
 _QUIET = "Print nothing but failures; the exit status says the rest."
 
 
+TRANSFER = click.option(
+    "--transfer",
+    is_flag=True,
+    help="For URLs: let bytes go through this machine where the store cannot cut parts out of objects.",
+)
+BREAK_LOCK = click.option(
+    "--break-lock", is_flag=True, help="For URLs: take over the lock of a run that was killed."
+)
+
+
 class Verb(click.Command):
     """Give a verb its ``report``, made of the options that say what is printed and how.
 

@@ -284,7 +284,7 @@ def interrupted_inside(target: Target) -> tuple[Finding, ...]:
 
 def _pending(folder: Path, path: PurePosixPath) -> tuple[Finding, ...]:
     return tuple(
-        InterruptedRepair(path=path / JOURNAL, transaction=transaction.number)
+        InterruptedRepair(path=path / JOURNAL, transaction=transaction.number, in_store=transaction.in_store)
         for transaction in transactions(folder)
         if transaction.state is State.PENDING or transaction.problem
     )

@@ -5,10 +5,11 @@ Planning reads and changes nothing. Executing leaves the old folder or the new o
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.filenames import (
     FileName,
@@ -36,22 +37,37 @@ from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
 from ckptfix.errors import ChangedError, OperationError
+from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.manifest_edits import manifest_edits
 from ckptfix.repairs.plan import Plan, make_plan
 from ckptfix.repairs.proof import prove_repair
-from ckptfix.repairs.steps import DropEntry, Renumber, RewriteNames, Safety, Step, Unplanned
+from ckptfix.repairs.steps import (
+    DropEntry,
+    Renumber,
+    RewriteNames,
+    Safety,
+    Step,
+    StepAction,
+    Unplanned,
+    WriteIndex,
+)
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
 from ckptfix.reports import Serialized
 from ckptfix.storage.copying import supports_reflink
+from ckptfix.storage.doors import looks_like_url, opened, takes_urls
 from ckptfix.storage.edits import Edit
-from ckptfix.storage.journal import commit
+from ckptfix.storage.journal import RecoveryReport, carriage, commit
 from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command
+from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+
+if TYPE_CHECKING:
+    from ckptfix.storage.object_journal import StoreLock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -60,8 +76,8 @@ class RepairReceipt(Printable, Serialized):
 
     ``found``: the findings before it; ``left``: those after it, in a dry run all of them. ``transaction``:
     the number that ``undo`` undoes, None when nothing was changed. ``recovered``: an interrupted run was
-    rolled back first. ``below``: the reports of the sub-folders that hold models of the checkpoint, such as
-    ``unet``; each has a repair of its own.
+    rolled back first, or in a store ``finished``. ``below``: the reports of the sub-folders that hold models of the
+    checkpoint, such as ``unet``; each has a repair of its own.
     """
 
     json_keys: ClassVar = (
@@ -77,6 +93,7 @@ class RepairReceipt(Printable, Serialized):
     not_checked: tuple[str, ...]
     transaction: int | None = None
     recovered: bool = False
+    finished: bool = False
     dry_run: bool = False
     output: Path | None = None
     below: tuple[CheckReport, ...] = ()
@@ -105,7 +122,9 @@ class RepairReceipt(Printable, Serialized):
     def outcome_lines(self) -> Iterator[Line]:
         """Yield the outcome, the findings that are left, and the command to undo."""
         if self.recovered:
-            yield line("an interrupted earlier run was rolled back first")
+            yield line(
+                f"an interrupted earlier run was {'finished' if self.finished else 'rolled back'} first"
+            )
         if self.dry_run:
             yield line("dry run: nothing was changed")
         elif self.steps:
@@ -140,7 +159,9 @@ class RepairPlan(Printable):
     """Steps that repair a checkpoint, from ``plan_repair``. Nothing is changed before ``execute``.
 
     ``diagnosis``: the state that was planned for. ``pending``: the findings about an interrupted run, which ``execute``
-    rolls back first. ``recovered``: one was rolled back before planning. ``output``: the folder for a repaired copy.
+    rolls back first. ``recovered``: one was rolled back before planning, or in a store ``finished``. ``output``: the
+    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words. ``image``:
+    closed by ``execute``, where the plan was made for a URL.
     """
 
     target: Target
@@ -151,6 +172,9 @@ class RepairPlan(Printable):
     compiled: Compiled
     pending: tuple[Finding, ...]
     recovered: bool
+    finished: bool = False
+    carriage: str | None = None
+    image: ExitStack | None = None
 
     @property
     def path(self) -> Path:
@@ -170,6 +194,8 @@ class RepairPlan(Printable):
     def lines(self) -> Iterator[Line]:
         """Yield the steps, and the findings that stay, with the reasons."""
         yield from plan_lines(self.path, self.steps, self.unplanned)
+        if self.carriage is not None:
+            yield line(f"between this machine and the store: {self.carriage}")
 
     def preview(self) -> RepairReceipt:
         """Return the receipt of a dry run."""
@@ -178,23 +204,31 @@ class RepairPlan(Printable):
             self._receipt(self.diagnosis), found=found, left=found, dry_run=True, output=self.output
         )
 
-    def execute(self, *, progress: Progress | None = None) -> RepairReceipt:
+    def execute(
+        self, *, transfer: bool = False, break_lock: bool = False, progress: Progress | None = None
+    ) -> RepairReceipt:
         """Do the steps, prove the result, and commit.
 
-        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. ``progress`` is called
-        with byte counts. Raises ChangedError when a file changed since planning, other OperationErrors
-        (LockedError, JournalError, RolledBackError) when it could not finish: the folder is then as it was.
+        Changes are journaled in ``.ckptfix/`` inside the folder; ``undo`` undoes them. In a store that cannot cut parts
+        out of objects, ``transfer`` lets their bytes go through this machine; ``break_lock`` takes over the lock of a
+        run that was killed. ``progress`` is called with byte counts.
+
+        Raises ChangedError when a file changed since planning, other OperationErrors (LockedError, JournalError,
+        RolledBackError) when it could not finish: the folder is then as it was.
         """
-        if self.output is not None:
-            return self._execute_on_copy(self.output, progress)
-        root = self.target.root
-        if self.draft.is_empty and not transactions(root):
-            return self._receipt(self.diagnosis)
-        with folder_lock(root):
-            if _is_rolled_back(root):
+        with self.image or nullcontext():
+            if self.output is not None:
+                return self._execute_on_copy(self.output, progress)
+            root = self.target.root
+            if self.draft.is_empty and not transactions(root):
+                return self._receipt(self.diagnosis)
+            with folder_lock(root, break_lock=break_lock) as lock:
+                recovered = _recovered(root)
+                if recovered is None:
+                    return self._apply(lock, progress, transfer=transfer)
                 again = _plan(self.target, self.policy, None, progress)
-                return replace(again._apply(progress), recovered=True)
-            return self._apply(progress)
+                receipt = again._apply(lock, progress, transfer=transfer)
+                return replace(receipt, recovered=True, finished=recovered.finished is not None)
 
     def _execute_on_copy(self, output: Path, progress: Progress | None) -> RepairReceipt:
         self._check_unchanged()
@@ -210,17 +244,18 @@ class RepairPlan(Printable):
             below=below,
         )
 
-    def _apply(self, progress: Progress | None) -> RepairReceipt:
+    def _apply(self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool) -> RepairReceipt:
         """Do the edits of the steps and of the manifest. The caller holds the lock."""
         root = self.target.root
         compiled = self.compiled
-        shares_blocks = bool(compiled.edits) and supports_reflink(root)
+        shares_blocks = bool(compiled.edits) and lock is None and supports_reflink(root)
         if shares_blocks and not self.policy.atomic:
             compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
             return self._receipt(self.diagnosis)
         edits = (*compiled.edits, *manifest_edits(self.draft.folder, compiled.steps, compiled.edits))
-        _check_space(root, edits, shares_blocks)
+        if lock is None:
+            _check_space(root, edits, shares_blocks)
         self._check_unchanged()
         after = self.diagnosis
 
@@ -244,6 +279,9 @@ class RepairPlan(Printable):
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
             digests=self.diagnosis.digests,
+            indexes=tuple(filter(None, (_listing(step.action) for step in self.steps))),
+            lock=lock,
+            transfer=transfer,
             progress=progress,
         )
         return replace(self._receipt(after), transaction=number)
@@ -257,6 +295,7 @@ class RepairPlan(Printable):
             left=_unanswered(after, self.policy),
             not_checked=after.not_checked,
             recovered=self.recovered,
+            finished=self.finished,
             below=tuple(models_below(after)),
         )
 
@@ -284,17 +323,25 @@ def plan_repair(
     *,
     output: str | os.PathLike[str] | None = None,
     recover: bool = False,
+    break_lock: bool = False,
     progress: Progress | None = None,
 ) -> RepairPlan:
     """Plan the repair of a checkpoint folder or file in place, or of a copy that is written to ``output``.
 
     Every byte of what a step deletes is compared first; ``progress`` is called with byte counts. ``recover``:
     roll back an interrupted earlier run first, which is the only change; without it, ``execute`` does that
-    and plans again.
+    and plans again. ``break_lock``: as of ``execute``.
 
     Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be repaired now,
     OSError when it cannot be read.
     """
+    if isinstance(path, str) and looks_like_url(path):
+        with ExitStack() as image:
+            place = image.enter_context(opened(path))
+            plan = plan_repair(
+                place, policy, output=output, recover=recover, break_lock=break_lock, progress=progress
+            )
+            return replace(plan, image=image.pop_all())
     target = find_target(path)
     if inside := interrupted_inside(target):
         raise OperationError(f"{target.path}: {inside[0]}; {inside[0].advice_at(str(target.path))}")
@@ -305,32 +352,50 @@ def plan_repair(
         check_output(target, Path(output))  # before every byte of a large model is compared
         return _plan(target, policy, Path(output), progress)
     if recover and interrupted(target):
-        with folder_lock(target.root):
-            recovered = _is_rolled_back(target.root)
-            return replace(_plan(target, policy, None, progress), recovered=recovered)
+        with folder_lock(target.root, break_lock=break_lock):
+            recovered = _recovered(target.root)
+            return replace(
+                _plan(target, policy, None, progress),
+                recovered=recovered is not None,
+                finished=recovered is not None and recovered.finished is not None,
+            )
     return _plan(target, policy, None, progress)
 
 
+@takes_urls("path")
 def repair(
     path: str | os.PathLike[str],
     *,
     policy: Policy | None = None,
     dry_run: bool = False,
     output: str | os.PathLike[str] | None = None,
+    transfer: bool = False,
+    break_lock: bool = False,
     progress: Progress | None = None,
 ) -> RepairReceipt:
     """Plan a repair and execute it: ``plan_repair``, then ``RepairPlan.execute``, with the errors of both.
 
-    ``dry_run``: change nothing, and return what would be done.
+    ``dry_run``: change nothing, and return what would be done. ``transfer`` and ``break_lock``: as of ``execute``.
     """
-    plan = plan_repair(path, policy, output=output, recover=not dry_run, progress=progress)
-    return plan.preview() if dry_run else plan.execute(progress=progress)
+    plan = plan_repair(
+        path, policy, output=output, recover=not dry_run, break_lock=break_lock, progress=progress
+    )
+    if dry_run:
+        return plan.preview()
+    return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
 
 
-def _is_rolled_back(root: Path) -> bool:
-    """Roll back an interrupted run, and return whether there was one. The caller holds the lock."""
+def _recovered(root: Path) -> RecoveryReport | None:
+    """Roll back an interrupted run, or finish it in a store; None where there was none. The caller holds the lock."""
     recovered = recover_folder(root)
-    return recovered is not None and recovered.rolled_back is not None
+    return recovered if recovered and (recovered.rolled_back or recovered.finished) else None
+
+
+def _listing(action: StepAction) -> PurePosixPath | None:
+    """Return the file that an action writes and that lists other files, None for any other."""
+    if isinstance(action, WriteIndex):
+        return action.path
+    return action.path if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME else None
 
 
 def _plan(target: Target, policy: Policy, output: Path | None, progress: Progress | None) -> RepairPlan:
@@ -345,15 +410,18 @@ def _plan(target: Target, policy: Policy, output: Path | None, progress: Progres
                 f"{count_of(len(diagnosis.unfinished), 'file')} may not be read: {diagnosis.unfinished[0]}"
             )
         draft = make_plan(diagnosis, policy)
+        # No object can be changed in place.
+        compiled = compile_plan(draft, new_files=policy.atomic or store_of(target.root) is not None)
         return RepairPlan(
             target=target,
             policy=policy,
             output=output,
             diagnosis=diagnosis,
             draft=draft,
-            compiled=compile_plan(draft, new_files=policy.atomic),
+            compiled=compiled,
             pending=interrupted(target),
             recovered=False,
+            carriage=carriage(target.root, compiled.edits),
         )
 
 

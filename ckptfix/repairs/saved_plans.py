@@ -18,10 +18,11 @@ from ckptfix.errors import ChangedError, UsageError
 from ckptfix.repairs.repair import RepairPlan, plan_repair
 from ckptfix.reports import plain
 from ckptfix.storage.atomic import create_file, read_file, sync_folder
+from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import cause, command, shell_path
 from ckptfix.storage.transactions import State, is_as_left, transactions
-from ckptfix.wording import count_of
+from ckptfix.wording import count_of, shown
 
 _VERSION = 1
 
@@ -35,31 +36,40 @@ class SavedPlan:
     """
 
     file: Path
-    path: Path
-    output: Path | None
+    path: Path | str
+    output: Path | str | None
     policy: Policy
     files: Mapping[str, list[int]]
     steps: list[Any]
     unplanned: list[Any]
 
-    def plan(self, *, recover: bool = False, progress: Progress | None = None) -> RepairPlan:
+    def plan(
+        self, *, recover: bool = False, break_lock: bool = False, progress: Progress | None = None
+    ) -> RepairPlan:
         """Plan again and return the plan, which equals the saved one.
 
         Raises ChangedError when the plan is already applied, or the folder changed since, so that the plan may be
         wrong now, and all that ``plan_repair`` raises.
         """
-        plan = plan_repair(self.path, self.policy, output=self.output, recover=recover, progress=progress)
+        plan = plan_repair(
+            self.path,
+            self.policy,
+            output=self.output,
+            recover=recover,
+            break_lock=break_lock,
+            progress=progress,
+        )
         if difference := next(self._differences(plan), None):
             done = "an interrupted earlier run was rolled back, nothing else" if plan.recovered else "nothing"
             if (number := self._applied(plan)) is not None:
                 raise ChangedError(
                     f"{self.file}: the plan is already applied: repair {number} of {self.path} did its "
                     f"{count_of(len(self.steps), 'step')}, and its files are as it left them; {done} was changed; to "
-                    f"undo it: {command('undo', self.path)}"
+                    f"undo it: {command('undo', plan.path)}"
                 )
             raise ChangedError(
                 f"{difference}, since {self.file} was written; {done} was changed; next, with the options of "
-                f"that plan: {command('repair', self.path)} --plan-out NEW_FILE"
+                f"that plan: {command('repair', plan.path)} --plan-out NEW_FILE"
             )
         return plan
 
@@ -101,8 +111,8 @@ def save_plan(plan: RepairPlan, file: str | os.PathLike[str]) -> None:
         raise UsageError(f"{path} lies inside {plan.target.root}, which it would change; choose another path")
     content: dict[str, object] = {
         "plan_version": _VERSION,
-        "path": os.path.abspath(plan.path),
-        "output": None if plan.output is None else os.path.abspath(plan.output),
+        "path": shown(os.path.abspath(plan.path)),
+        "output": None if plan.output is None else _absolute(plan.output),
         "policy": {
             "keep": {role.value: count for role, count in plan.policy.keep.items()},
             "keys": plan.policy.keys.value,
@@ -159,8 +169,8 @@ def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
     asked = document["policy"]
     return SavedPlan(
         file=path,
-        path=Path(document["path"]),
-        output=None if document["output"] is None else Path(document["output"]),
+        path=_place(document["path"]),
+        output=None if document["output"] is None else _place(document["output"]),
         policy=Policy(
             keep={KEEPABLE[name]: count for name, count in asked["keep"].items()},
             keys=Keys(asked["keys"]),
@@ -172,6 +182,14 @@ def _saved_plan(path: Path, document: Mapping[str, Any]) -> SavedPlan:
         steps=list(document["steps"]),
         unplanned=list(document["unplanned"]),
     )
+
+
+def _place(path: str) -> Path | str:
+    return path if looks_like_url(path) else Path(path)
+
+
+def _absolute(output: Path | str) -> str:
+    return str(output) if looks_like_url(output) else os.path.abspath(output)
 
 
 def apply_command(file: str | os.PathLike[str]) -> str:

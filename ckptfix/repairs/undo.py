@@ -9,6 +9,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import UsageError
 from ckptfix.reports import Serialized
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.journal import recover
 from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
@@ -55,14 +56,22 @@ class UndoReceipt(Printable, Serialized):
             yield line(f"{earlier} can be undone: {command('undo', self.path)}")
 
 
+@takes_urls("path")
 def undo(
-    path: str | os.PathLike[str], *, force: bool = False, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    transfer: bool = False,
+    break_lock: bool = False,
+    progress: Progress | None = None,
 ) -> UndoReceipt:
     """Undo the last repair of a folder, or of a lone file.
 
     A repair that was killed is rolled back instead. Every byte that comes back is compared with its digest in the
     journal first; times of files do not matter. ``force``, for a journal of 0.4.0, which has no digests, and for a
-    repair that was killed: accept files whose time changed while their size and their ends did not.
+    repair that was killed: accept files whose time changed while their size and their ends did not. In a store a repair
+    that was killed while it replaced objects is finished, and then undone; ``transfer`` lets bytes go through this
+    machine where the store cannot compose, ``break_lock`` takes over the lock of a run that was killed.
 
     Raises UsageError when there is nothing to undo, ChangedError when a file changed since the repair or cannot be
     proven the same, LockedError and JournalError as ``repair`` does. Nothing is touched then.
@@ -71,7 +80,7 @@ def undo(
     wanted = target.only or ""
     if not transactions(target.root):
         raise UsageError(f"{target.path}: there is no repair to undo")
-    with folder_lock(target.root):
+    with folder_lock(target.root, verb="undo", break_lock=break_lock) as lock:
         recovered = recover(target.root, force=force, progress=progress)
         if recovered is not None and recovered.rolled_back is not None:
             return _receipt(
@@ -86,7 +95,9 @@ def undo(
                 f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
             )
         last = done[-1]
-        unproven = undo_transaction(target.root, last.number, force=force, progress=progress)
+        unproven = undo_transaction(
+            target.root, last.number, force=force, lock=lock, transfer=transfer, progress=progress
+        )
     return _receipt(target.path, last, len(done) - 1, recovered=False, unproven=unproven)
 
 

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, StoreError, UsageError
 from ckptfix.storage import reading, staged
 from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.reading import FileReader, Unheld
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, open_store, together
 from ckptfix.wording import count_of, escape, human_size, list_names, show_as
@@ -57,7 +58,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3500
 class Image:
     """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root or one file.
 
-    ``failures``: of the store, while it was read.
+    ``failures``: of the store, while it was read. ``aliases``: names that show the object of another key.
     """
 
     store: Store
@@ -66,6 +67,7 @@ class Image:
     objects: Mapping[str, ObjectInfo]
     unheld: tuple[Unheld, ...]
     failures: list[Exception] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
@@ -141,7 +143,7 @@ def image_of(url: str, *, complete: bool = True) -> Path:
     if not listed and "/" in rest:
         above, _, only = url.rstrip("/").rpartition("/")
         folder = open_store(above)
-        listed = folder.children()[0]
+        listed = _listed_for_one(folder)
         if only not in listed:
             raise UsageError(
                 f"{escape(url)} does not exist: the store has no object of this name, and none below it"
@@ -167,6 +169,11 @@ def image_of(url: str, *, complete: bool = True) -> Path:
             "next: give them other keys, or delete them"
         )
     return image.place
+
+
+def _listed_for_one(folder: Store) -> dict[str, ObjectInfo]:
+    """Return the objects right in a folder, next to the one that was asked for, and those of its journal."""
+    return folder.children()[0] | folder.list(JOURNAL)
 
 
 def _made(store: Store, listed: Mapping[str, ObjectInfo], root: Path, only: str) -> Image:
@@ -251,6 +258,92 @@ def forget_failures(path: str | Path) -> None:
     image = _image_at(os.path.abspath(path))
     if image is not None:
         image.failures.clear()
+
+
+def objects_at(folder: Path) -> dict[str, ObjectInfo]:
+    """Return the objects in or below a folder of an image, as they were listed, by their keys relative to it."""
+    full = os.path.abspath(folder)
+    image = _image_at(full)
+    if image is None:
+        return {}
+    start = "" if full == str(image.root) else f"{image.key_of(full)}/"
+    return {key[len(start) :]: info for key, info in image.objects.items() if key.startswith(start)}
+
+
+class Shown(NamedTuple):
+    """Object that a name of an image shows for a while. ``moved``: the name that has shown its bytes, None for none."""
+
+    key: str
+    info: ObjectInfo
+    moved: str | None = None
+
+
+@contextmanager
+def showing(folder: Path, names: Mapping[str, Shown | None]) -> Iterator[None]:
+    """Let names of an image show other objects, or nothing, until the end of the block.
+
+    Names and keys are relative to the folder. A moved name keeps its file, as a rename in a folder does.
+    """
+    full = os.path.abspath(folder)
+    image = _image_at(full)
+    assert image is not None
+    start = "" if full == str(image.root) else f"{image.key_of(full)}/"
+    before = image.objects, dict(image.aliases)
+    aside = image.root.parent / f"{image.root.name}.aside"
+    held: dict[str, Path] = {}
+    made: dict[Path, Path | None] = {}
+    try:
+        with changing():
+            aside.mkdir()
+            moved = {one.moved for one in names.values() if one is not None and one.moved is not None}
+            for number, name in enumerate({*names, *moved}):
+                if (image.root / f"{start}{name}").exists():
+                    held[name] = aside / str(number)
+                    os.rename(image.root / f"{start}{name}", held[name])
+            objects = dict(image.objects)
+            for name, one in names.items():
+                objects.pop(f"{start}{name}", None)
+                if one is None:
+                    continue
+                path = image.root / f"{start}{name}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                made[path] = held[one.moved] if one.moved is not None else None
+                if one.moved is not None:
+                    os.rename(held[one.moved], path)
+                else:
+                    with path.open("xb") as file:
+                        file.truncate(one.info.size)
+                    os.utime(path, ns=(one.info.modified_ns, one.info.modified_ns))
+                objects[f"{start}{one.key}"] = one.info
+                image.aliases[f"{start}{name}"] = f"{start}{one.key}"
+            image.objects = MappingProxyType(objects)
+        yield
+    finally:
+        with changing():
+            for path, back in made.items():
+                if back is None:
+                    path.unlink(missing_ok=True)
+                elif not back.exists():
+                    os.rename(path, back)
+            for name, path in held.items():
+                os.rename(path, image.root / f"{start}{name}")
+            aside.rmdir()
+        image.objects, image.aliases = before
+        _cache.forget(_top_of(full) or "")
+
+
+def refresh(folder: Path) -> None:
+    """List the prefix of an image anew, after the store was changed. Raises StoreError."""
+    full = os.path.abspath(folder)
+    image, top = _image_at(full), _top_of(full)
+    if image is None or top is None:
+        return
+    only = image.place.name if image.place != image.root else ""
+    listed = _listed_for_one(image.store) if only else image.store.list()
+    with _session.lock, changing():
+        _cache.forget(top)
+        shutil.rmtree(image.root)
+        _session.images[top] = _made(image.store, listed, image.root, only)
 
 
 def raise_failure(path: str | Path) -> None:
@@ -568,12 +661,21 @@ class _Files:
         if image is None:
             raise OperationError(f"{path}: this URL is not open any more")
         key = image.key_of(full)
+        key = image.aliases.get(key, key)
         info = image.objects.get(key)
         if info is None:
             if os.path.isdir(full):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), full)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), full)
         return ObjectReader(-1, info.size, 0, image, top, key)
+
+    def store(self, folder: Path) -> Store | None:
+        """Return the store whose prefix a folder is the image of, None for any other folder."""
+        image = _image_at(os.path.abspath(folder))
+        if image is None:
+            return None
+        key = image.key_of(os.path.abspath(folder))
+        return image.store if key == "." else open_store(f"{image.store.url}/{key}")
 
     def unheld(self, folder: Path) -> tuple[Unheld, ...]:
         """Return the objects in or below a folder of an image whose keys no folder can hold."""

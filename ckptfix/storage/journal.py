@@ -13,9 +13,10 @@ and no state in which a reader of the journal has to guess.
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
@@ -25,6 +26,7 @@ from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
 from ckptfix.storage.edits import Edit, Remove, Replace, check_edit, edited_paths, read_paths, record_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command, locate
+from ckptfix.storage.reading import open_reader, store_of
 from ckptfix.storage.recipes import Recipe, build, with_digests
 from ckptfix.storage.transaction_folder import (
     Note,
@@ -47,13 +49,21 @@ from ckptfix.storage.transactions import (
     transactions,
 )
 
+if TYPE_CHECKING:
+    from ckptfix.storage.object_journal import StoreLock
+    from ckptfix.storage.stores import Store
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs removed."""
+    """Result of ``recover``: the transaction rolled back (None: none), and the number of left-overs removed.
+
+    ``finished``: the transaction that was finished instead, in a store.
+    """
 
     rolled_back: TransactionInfo | None
     leftovers: int
+    finished: TransactionInfo | None = None
 
 
 def recover(root: Path, *, force: bool = False, progress: Progress | None = None) -> RecoveryReport | None:
@@ -62,7 +72,12 @@ def recover(root: Path, *, force: bool = False, progress: Progress | None = None
     The caller holds the lock. Raises JournalError when the journal is damaged or a file is neither as before nor
     as the transaction left it; that file is then not touched. ``force`` accepts other modification times of files
     whose size and ends are right.
+
+    In a store a transaction whose names were being replaced is finished, and an undo counts as rolled back: what it
+    undid is as it was.
     """
+    if (store := store_of(root)) is not None:
+        return _recover_objects(store, root, progress)
     leftovers, rolled_back = 0, None
     folders = journal_folders(root)
     for _, _, folder in folders:
@@ -87,6 +102,40 @@ def recover(root: Path, *, force: bool = False, progress: Progress | None = None
     return RecoveryReport(rolled_back=rolled_back, leftovers=leftovers) if rolled_back or leftovers else None
 
 
+def _recover_objects(store: "Store", root: Path, progress: Progress | None) -> RecoveryReport | None:
+    from ckptfix.storage.images import refresh
+    from ckptfix.storage.object_transactions import recover_objects
+
+    pending = [one for one in transactions(root) if one.state is State.PENDING]
+    if uploaded := [one for one in pending if one.foreign]:
+        number = uploaded[0].number
+        raise JournalError(
+            f"{root / JOURNAL}: repair {number} was cut short in a folder, which was uploaded then; next: download the "
+            f"checkpoint, run ckptfix undo there, and upload it again"
+        )
+    recovered = recover_objects(store, progress=progress)
+    if recovered.finished is None:  # no name changed: what was planned from the image still holds
+        return (
+            RecoveryReport(rolled_back=None, leftovers=recovered.leftovers) if recovered.leftovers else None
+        )
+    refresh(root)
+    number, plan = recovered.finished
+    info = TransactionInfo(
+        number=number,
+        state=State.DONE,
+        target=plan.target,
+        summary=plan.summary,
+        created=plan.created,
+        in_store=True,
+    )
+    is_undo = plan.undoes is not None
+    return RecoveryReport(
+        rolled_back=info if is_undo else None,
+        leftovers=recovered.leftovers,
+        finished=None if is_undo else info,
+    )
+
+
 def commit(
     root: Path,
     edits: Sequence[Edit],
@@ -96,6 +145,9 @@ def commit(
     verify: Callable[[], None],
     watched: Iterable[PurePosixPath] = (),
     digests: Mapping[PurePosixPath, Digests] | None = None,
+    indexes: Iterable[PurePosixPath] = (),
+    lock: "StoreLock | None" = None,
+    transfer: bool = False,
     progress: Progress | None = None,
 ) -> int:
     """Apply all edits in order, call ``verify``, and return the number of the committed transaction.
@@ -103,12 +155,18 @@ def commit(
     The caller holds the lock and has called ``recover``. ``target`` is the path that the user named, ``summary``
     any JSON value; ``watched`` are further files (besides edited ones and those that recipes read) whose change
     makes an undo refuse. ``digests``: of parts of files that recipes read, where they were read already. ``progress``
-    gets the bytes copied since its last call.
+    gets the bytes copied since its last call. For an image: ``indexes`` are the files that list others, which change
+    after them; ``lock`` is that of the store; ``transfer`` lets bytes go through this machine where the store cannot
+    compose.
 
     Raises OperationError when it failed before anything was touched, RolledBackError when an edit or ``verify``
     failed (``__cause__``) and all was undone, JournalError when the undoing failed too: the next ``recover``
     finishes it. KeyboardInterrupt and the like are re-raised after the roll-back.
     """
+    if (store := store_of(root)) is not None:
+        return _commit_objects(
+            store, root, edits, target, summary, verify, indexes, lock, transfer=transfer, progress=progress
+        )
     number = _next_number(root)
     for edit in edits:
         check_edit(edit)
@@ -144,6 +202,57 @@ def commit(
     return number
 
 
+def _commit_objects(
+    store: "Store",
+    root: Path,
+    edits: Sequence[Edit],
+    target: str,
+    summary: object,
+    verify: Callable[[], None],
+    indexes: Iterable[PurePosixPath],
+    lock: "StoreLock | None",
+    *,
+    transfer: bool,
+    progress: Progress | None,
+) -> int:
+    from ckptfix.storage.images import Shown, objects_at, refresh, showing
+    from ckptfix.storage.object_transactions import Staged, commit_objects
+
+    def show(staged: Mapping[PurePosixPath, Staged]) -> AbstractContextManager[None]:
+        return showing(
+            root,
+            {
+                str(path): Shown(one.key, one.info, str(one.moved) if one.moved is not None else None)
+                if one.key is not None and one.info is not None
+                else None
+                for path, one in staged.items()
+            },
+        )
+
+    def read(key: str, offset: int, length: int) -> bytes:
+        with open_reader(root / key) as reader:
+            return reader.read(offset, length)
+
+    if lock is None:
+        raise OperationError(f"{root}: nothing was changed: this verb does not lock a checkpoint in a store")
+    number = commit_objects(
+        store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes, read=read,
+        show=show, verify=verify, transfer=transfer, progress=progress,
+    )  # fmt: skip
+    refresh(root)
+    return number
+
+
+def carriage(root: Path, edits: Sequence[Edit]) -> str | None:
+    """Return in words the bytes that the edits send to the store of an image, None for a folder on this machine."""
+    if (store := store_of(root)) is None or not edits:
+        return None
+    from ckptfix.storage.images import objects_at
+    from ckptfix.storage.object_transactions import carriage_of_edits
+
+    return str(carriage_of_edits(store, edits, objects_at(root)))
+
+
 def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
     try:
         act(work, index, edit, note)
@@ -153,19 +262,34 @@ def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:
 
 
 def undo(
-    root: Path, number: int, *, force: bool = False, progress: Progress | None = None
+    root: Path,
+    number: int,
+    *,
+    force: bool = False,
+    lock: "StoreLock | None" = None,
+    transfer: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[PurePosixPath, ...]:
     """Undo a committed transaction byte for byte, and forget it; return what ``force`` accepted without a proof.
 
     Every byte that comes back is compared with the digests in the journal first; of bytes that stay in place,
     the size, both ends and pages between them. Times prove nothing. ``force`` accepts another time of files
-    of which a journal of 0.4.0 or older has no digest, and nothing else.
+    of which a journal of 0.4.0 or older has no digest, and nothing else. ``lock`` and ``transfer``: as of ``commit``.
 
     The caller holds the lock and has called ``recover``. Raises UsageError when there is no such transaction;
     ChangedError when a later transaction needs the current files, or when a file differs from the
     transaction's result, or cannot be proven the same; JournalError when it could not finish: the next
     ``recover`` does.
     """
+    if (store := store_of(root)) is not None:
+        from ckptfix.storage.object_transactions import undo_objects
+
+        if lock is None:
+            raise OperationError(
+                f"{root}: nothing was undone: this verb does not lock a checkpoint in a store"
+            )
+        undo_objects(store, number, lock=lock, transfer=transfer, progress=progress)
+        return ()
     _next_number(root)
     done = root / JOURNAL / f"{number:04}.done"
     if number not in (info.number for info in transactions(root)):

@@ -7,17 +7,27 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptfix.errors import JournalError, LockedError, OperationError
 from ckptfix.storage.paths import JOURNAL, shell_path
+from ckptfix.storage.reading import store_of
+
+if TYPE_CHECKING:
+    from ckptfix.storage.object_journal import StoreLock
 
 LOCK = "lock"
 """The name of the lock file in ``.ckptfix/``."""
 
 
 @contextmanager
-def folder_lock(root: Path) -> Iterator[None]:
+def folder_lock(
+    root: Path, *, verb: str = "repair", break_lock: bool = False
+) -> Iterator["StoreLock | None"]:
     """Hold the lock of the folder ``root``; readers do not need it.
+
+    Of an image it is the lock in the store, which is yielded; ``verb`` is what it says there, and ``break_lock`` takes
+    it over from a run that was killed.
 
     The lock dies with the process that holds it, so a lock file that a killed run left behind locks nothing.
     At the end the lock file is removed, and ``.ckptfix/`` with it when it is empty.
@@ -25,6 +35,12 @@ def folder_lock(root: Path) -> Iterator[None]:
     Raises LockedError when another process holds it, JournalError when ``.ckptfix`` is a symbolic link or no
     directory, OperationError when the folder cannot be written to or its file system has no locks.
     """
+    if (store := store_of(root)) is not None:
+        from ckptfix.storage.object_journal import store_lock
+
+        with store_lock(store, verb, break_lock=break_lock) as lock:
+            yield lock
+        return
     try:
         fd = _acquire(root)
     except OSError as error:
@@ -32,7 +48,7 @@ def folder_lock(root: Path) -> Iterator[None]:
             os.rmdir(root / JOURNAL)
         raise OperationError(f"{root}: cannot lock this folder for writing: {error.strerror}") from error
     try:
-        yield
+        yield None
     finally:
         # While the descriptor is open nobody else gets the lock; whoever has opened the file already finds that
         # it is no longer there (see _acquire) and makes a new one.

@@ -101,6 +101,11 @@ class ObjectPlan:
     sources: Mapping[str, ObjectInfo] = field(default_factory=dict)
     undoes: int | None = None
 
+    @property
+    def watched(self) -> tuple[PurePosixPath, ...]:
+        """Every name whose change makes an undo refuse."""
+        return (*(change.path for change in self.changes), *map(PurePosixPath, self.sources))
+
     def mark(self, index: int) -> str:
         """Return the mark that the object of a change carries, so that the next run knows it."""
         return f"{self.id}-{index}"
@@ -132,6 +137,45 @@ class Found(NamedTuple):
     def has_begun(self) -> bool:
         """False for what is left of a transaction that was deleted."""
         return "state.json" in self.objects
+
+
+class Recorded(NamedTuple):
+    """A transaction as the journal describes it. ``state``: as that of a folder's; ``plan``: None if unreadable."""
+
+    number: int
+    state: str
+    plan: ObjectPlan | None
+    problem: str | None
+
+
+def recorded(store: Store) -> list[Recorded]:
+    """Return the transactions of a checkpoint in a store, oldest first. Reads only; needs no lock.
+
+    An undo that is done, and the repair that it undid, are garbage that the next run deletes.
+    """
+    found = {one.number: one for one in found_transactions(store.list(JOURNAL))}
+    described: dict[int, Recorded] = {}
+    undone: set[int] = set()
+    for number, one in found.items():
+        if not one.has_begun:
+            described[number] = Recorded(number, "building", None, None)
+            continue
+        try:
+            state = read_state(store, one)
+            is_garbage = state.stage is Stage.STAGING or (
+                state.stage is Stage.DONE and state.undoes is not None
+            )
+            if state.stage is Stage.DONE and state.undoes is not None:
+                undone.add(state.undoes)
+            plan = None if is_garbage else read_plan(store, one, state)
+        except JournalError as error:
+            described[number] = Recorded(number, "pending", None, str(error))
+            continue
+        name = "building" if is_garbage else "pending" if state.stage is Stage.COMMIT else "done"
+        described[number] = Recorded(number, name, plan, None)
+    for number in undone & described.keys():
+        described[number] = Recorded(number, "building", None, None)
+    return [described[number] for number in sorted(described)]
 
 
 def folder(number: int) -> str:

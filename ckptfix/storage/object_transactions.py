@@ -111,6 +111,17 @@ def carriage_of(store: Store, contents: Iterable[Content]) -> Carriage:
     return Carriage(down, up, copied)
 
 
+def carriage_of_edits(store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]) -> Carriage:
+    """Return the bytes that a transaction with these edits costs. Raises OperationError for impossible ones."""
+    after = contents_after(edits, {key: info.size for key, info in infos.items()})
+    contents = [
+        content
+        for path, content in after.by_path.items()
+        if content is not None and content != _whole(str(path), infos.get(str(path)))
+    ]
+    return carriage_of(store, [*contents, *after.aside.values()])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A transaction before its first request: the changes, their contents, and what is kept aside."""

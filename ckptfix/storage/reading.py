@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, FormatError
 from ckptfix.wording import human_size
+
+if TYPE_CHECKING:
+    from ckptfix.storage.stores import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,9 @@ class Elsewhere(Protocol):
     def unheld(self, folder: Path) -> tuple[Unheld, ...]:
         """Return the objects in or below a folder that it cannot hold."""
 
+    def store(self, folder: Path) -> "Store | None":
+        """Return the store whose prefix a folder is the image of, None for a folder on this machine."""
+
 
 _elsewhere: list[Elsewhere] = []
 """One at most; empty while only local files are read."""
@@ -129,6 +135,11 @@ def opened_elsewhere(path: Path) -> FileReader | None:
         if (reader := files.open(path)) is not None:
             return reader
     return None
+
+
+def store_of(folder: Path) -> "Store | None":
+    """Return the store whose prefix a folder is the image of, None for a folder on this machine."""
+    return next((store for files in _elsewhere if (store := files.store(folder)) is not None), None)
 
 
 def unheld_below(folder: Path) -> tuple[Unheld, ...]:

@@ -9,7 +9,7 @@ from dataclasses import field
 from enum import Enum
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import assert_never
 
@@ -19,11 +19,14 @@ from ckptfix.storage.comparing import fingerprint, moment, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
-from ckptfix.storage.reading import Piece
+from ckptfix.storage.reading import Piece, store_of
 from ckptfix.storage.recipes import Absent, Bytes, Kept, Literal, Part, Recipe, differing, parts_of
 from ckptfix.storage.transaction_folder import Workspace, read_after, read_samples
 from ckptfix.storage.transaction_plan import TransactionRecord, read_record
 from ckptfix.wording import human_size
+
+if TYPE_CHECKING:
+    from ckptfix.storage.stores import Store
 
 
 class Rebuilt(NamedTuple):
@@ -163,7 +166,8 @@ class TransactionInfo:
     ``summary`` is the JSON value that the caller of ``commit`` gave; ``created`` is in seconds since 1970;
     ``paths`` are the edited files, ``watched`` those and the files that an undo reads. ``problem`` says why the
     journal cannot be read (None: it can). ``foreign``: a repair by another user, who alone can read it; that
-    is not a problem, but its contents are unknown.
+    is not a problem, but its contents are unknown. ``in_store``: of objects; what is pending there is finished by the
+    next run.
     """
 
     number: int
@@ -175,6 +179,7 @@ class TransactionInfo:
     watched: tuple[PurePosixPath, ...] = ()
     problem: str | None = None
     foreign: bool = False
+    in_store: bool = False
 
 
 def transactions(root: Path) -> tuple[TransactionInfo, ...]:
@@ -182,7 +187,36 @@ def transactions(root: Path) -> tuple[TransactionInfo, ...]:
 
     Raises JournalError when ``.ckptfix`` is a symbolic link or no directory, OSError when it cannot be listed.
     """
+    store = store_of(root)
+    if store is not None:
+        return _transactions_in(store, root) if os.path.isdir(root / JOURNAL) else ()
     return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
+
+
+def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
+    """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are foreign there."""
+    from ckptfix.storage.object_journal import recorded
+
+    uploaded = (
+        TransactionInfo(number=number, state=state, foreign=True)
+        for number, state, _ in journal_folders(root)
+        if state is not State.BUILDING
+    )
+    found = {one.number: one for one in uploaded}
+    for one in recorded(store):
+        plan = one.plan
+        found[one.number] = TransactionInfo(
+            number=one.number,
+            state=State(one.state),
+            target=plan.target if plan is not None else "",
+            summary=plan.summary if plan is not None else None,
+            created=plan.created if plan is not None else 0.0,
+            paths=tuple(change.path for change in plan.changes) if plan is not None else (),
+            watched=plan.watched if plan is not None else (),
+            problem=one.problem,
+            in_store=True,
+        )
+    return tuple(found[number] for number in sorted(found))
 
 
 def journal_folders(root: Path) -> list[tuple[int, State, Path]]:

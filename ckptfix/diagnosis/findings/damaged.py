@@ -336,13 +336,17 @@ class InterruptedRepair(Finding):
     meaning = "a repair or an undo was killed half way; the next repair or undo rolls it back first"
 
     transaction: int
+    in_store: bool = False
 
     def __str__(self) -> str:
-        return f"{self.path} holds transaction {self.transaction}, which was interrupted; files may be half changed"
+        what = "some objects may be old and some new" if self.in_store else "files may be half changed"
+        return f"{self.path} holds transaction {self.transaction}, which was interrupted; {what}"
 
     @property
     def advice(self) -> str:
-        """Advice to roll back: both commands do that first."""
+        """Advice to roll back: both commands do that first. In a store both finish first what was begun."""
+        if self.in_store:
+            return "to finish it: ckptfix repair DIR (or ckptfix undo DIR, which then restores every byte)"
         if len(self.path.parts) > 1:
             return f"to take {self.path.parent} back to what it was: ckptfix undo DIR/{self.path.parent}"
         return "to take the folder back to what it was: ckptfix repair DIR (or ckptfix undo DIR)"

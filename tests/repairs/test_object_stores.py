@@ -1,0 +1,188 @@
+"""Repair and undo of checkpoints in object stores: the same objects as a repair of the same folder, killed anywhere."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
+from ckptfix.cli import run as cli
+from ckptfix.repairs.repair import plan_repair
+from ckptfix.storage import images, stores
+from tests.sampling import one_of, sampled
+from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
+
+__all__ = ["cloud"]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
+URL = "s3://simulated/run/checkpoint_7"
+PREFIX = "run/checkpoint_7/"
+
+SCENARIOS = {
+    "drop": ("wrapper-safetensors", Policy()),
+    "drop and renumber": ("student-teacher-wrapper-bin", Policy()),
+    "drop two and a zip": ("triple-bin", Policy()),
+    "drop and renumber headers": ("student-teacher-wrapper-safetensors", Policy()),
+    "a zip": ("lone-nested-train", Policy()),
+    "rename": ("lone-nested-safetensors", Policy()),
+    "rename shards and index": ("sharded-gpt2-nested", Policy()),
+    "a legacy file": ("lone-nested-legacy", Policy()),
+}
+Objects = dict[str, bytes]
+
+
+def put(cloud: Cloud, folder: Path) -> Objects:
+    """Make the bucket new, and upload a folder."""
+    cloud.__init__(1 << 10)  # type: ignore[misc]
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            cloud.write(PREFIX + path.relative_to(folder).as_posix(), path.read_bytes())
+    return objects(cloud)
+
+
+def objects(cloud: Cloud) -> Objects:
+    """Return every object of the checkpoint but those of the journal."""
+    return {key.removeprefix(PREFIX): read(cloud.objects[key].body) for key in cloud.names()}
+
+
+def files(folder: Path) -> Objects:
+    """Return every file of a folder but those of the journal."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and (".ckptfix" not in path.parts or path.name == "manifest.json")
+    }
+
+
+@pytest.fixture
+def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    for module in (stores, images):
+        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    yield cloud
+    cloud.strike = lambda method, key, is_after: None
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path, name: str) -> None:
+    fixture, policy = SCENARIOS[name]
+    old = put(bucket, FIXTURES / fixture / "checkpoint")
+    shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
+    here = repair(tmp_path / "checkpoint_7", policy=Policy(atomic=True))
+    there = repair(URL, policy=policy)
+    assert here.steps
+    assert objects(bucket) == files(tmp_path / "checkpoint_7")
+    assert list(map(str, there.steps)) == list(map(str, here.steps))
+    assert there.transaction == 1
+    assert f"to undo: ckptfix undo {URL}" in str(there)
+    again = repair(URL)
+    assert not again.steps
+    assert check(URL).status == check(tmp_path / "checkpoint_7").status
+    undone = undo(URL)
+    assert list(undone.steps) == list(map(str, here.steps))
+    assert objects(bucket) == old
+    assert bucket.journal() == []
+    with pytest.raises(UsageError, match="there is no repair to undo"):
+        undo(URL)
+
+
+def test_one_object_is_repaired_and_the_manifest_follows(bucket: Cloud) -> None:
+    old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    name = next(name for name in old if name.endswith(".safetensors"))
+    receipt = repair(f"{URL}/{name}")
+    assert len(receipt.steps) == 1
+    changed = {key for key, data in objects(bucket).items() if data != old.get(key)}
+    assert changed == {name}
+    undo(f"{URL}/{name}")
+    assert objects(bucket) == old
+
+
+def test_a_dry_run_and_a_plan_change_nothing(bucket: Cloud, tmp_path: Path) -> None:
+    old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    receipt = repair(URL, dry_run=True)
+    assert receipt.steps
+    file = tmp_path / "plan.json"
+    assert cli(["repair", URL, "--plan-out", str(file), "-q"]) == 1
+    assert objects(bucket) == old
+    assert bucket.journal() == []
+    assert URL in file.read_text()
+    assert cli(["repair", "--plan", str(file), "-q"]) == 0
+    assert objects(bucket) != old
+    assert cli(["undo", URL, "-q"]) == 0
+    assert objects(bucket) == old
+
+
+def test_the_plan_says_which_bytes_travel(bucket: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    assert cli(["repair", URL, "--dry-run"]) == 1
+    assert "between this machine and the store:" in capsys.readouterr().out
+    plan = plan_repair(URL)
+    assert plan.execute().transaction == 1
+    assert "and the store copies" not in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", one_of(SCENARIOS))
+@pytest.mark.parametrize("verb", ["repair", "undo"])
+def test_killed_at_any_request_it_is_old_or_new(bucket: Cloud, name: str, verb: str) -> None:
+    fixture, policy = SCENARIOS[name]
+    action: Callable[..., object] = repair if verb == "repair" else undo
+
+    def fresh() -> Objects:
+        old = put(bucket, FIXTURES / fixture / "checkpoint")
+        if verb == "undo":
+            repair(URL, policy=policy)
+        return old
+
+    old = fresh()
+    before = bucket.requests
+    action(URL)
+    count = bucket.requests - before
+    put(bucket, FIXTURES / fixture / "checkpoint")
+    repair(URL, policy=policy)
+    new = objects(bucket)
+    ends = set()
+    for at in sampled(range(1, count + 1)):
+        for is_after in (False, True):
+            fresh()
+            bucket.strike = KillAt(at, is_after=is_after)
+            with suppress(Killed):
+                action(URL)
+            bucket.strike = lambda method, key, is_after: None
+            for key, data in objects(bucket).items():
+                assert data in (old.get(key), new.get(key)), f"{key} is half new"
+            # What is there is named, the next run finishes or rolls back, and then all is as if nothing had happened.
+            with suppress(CkptfixError):
+                check(URL)
+            repair(URL, break_lock=True)
+            assert objects(bucket) == new
+            ends.add(bool(bucket.journal()))
+            undo(URL)
+            assert objects(bucket) == old, f"{verb} killed at request {at}, after it: {is_after}"
+            assert bucket.journal() == []
+    assert ends == {True}
+
+
+def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
+    old = put(bucket, FIXTURES / "sharded-gpt2-nested" / "checkpoint")
+    names = 0
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        nonlocal names
+        names += method == "complete_multipart_upload" and "/.ckptfix/" not in key and is_after
+        if names:
+            raise Killed
+
+    bucket.strike = strike
+    with suppress(Killed):
+        repair(URL)
+    bucket.strike = lambda method, key, is_after: None
+    assert objects(bucket) != old
+    report = check(URL)
+    assert [one.code for one in report.findings].count("interrupted-repair") == 1
+    assert cli(["repair", URL]) == 3
+    said = capsys.readouterr()
+    assert f"ckptfix repair --break-lock {URL}" in said.err
+    assert cli(["undo", URL, "--break-lock"]) == 0
+    assert objects(bucket) == old
