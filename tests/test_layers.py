@@ -122,7 +122,7 @@ _OPENING = re.compile(
     r"(?<![\w.])open\(|(?<!Image)\.open\(|\.read_(bytes|text)\(|\bos\.(open|pread|preadv|readv)\b|\bsafe_open\("
 )
 _OF_THIS_MACHINE = {
-    "conversion/streaming.py": 4,  # new files, and copies of files whose bytes are on this machine
+    "conversion/streaming.py": 3,  # copies of files whose bytes are on this machine
     "tensors/parameter_sources.py": 1,  # the answer of a process
     "tensors/stored.py": 2,  # windows of files that have a descriptor
 }

@@ -47,7 +47,7 @@ from ckptfix.storage.staged import put_in_place, staging_for
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.parameter_sources import Factory
-from ckptfix.tensors.stored import Format, Weights
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, list_names, unchecked_line
 
 
@@ -414,8 +414,9 @@ def migrate(
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
         new = open_new(plan, staging.complete)
         if options.verify:
+            proven: dict[StoredTensor, str] = {}
             for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
-                prove_model(
+                proven |= prove_model(
                     f"{output}: {planned.label}",
                     weights,
                     sources=planned.sources,
@@ -423,7 +424,8 @@ def migrate(
                     digests=digests,
                     progress=progress,
                 )
-            prove_states(plan, staging.complete, produced.digests[len(plan.models) :], progress)
+            states = produced.digests[len(plan.models) :]
+            prove_states(plan, staging.complete, states, proven, progress)
             for carried in plan.carried:
                 prove_copy(source.root / carried, staging.new / carried, progress)
         if manifest is not None:

@@ -443,9 +443,7 @@ def planned_model(
     new = renamed(weights, options.keys)
     if config.ties_nothing and options.to is Format.SAFETENSORS:
         new = _with_copies(new)
-    sources = {
-        tensor.fqn: source_of(tensor, options.dtype, weights.label, new.checksums) for tensor in new.tensors
-    }
+    sources = {tensor.fqn: source_of(tensor, options.dtype, weights.label) for tensor in new.tensors}
     if len(sources) != len(new.tensors):
         raise OperationError(f"{weights.label}: a key is in it more than once")
     if (nbytes := sum(source.new.nbytes for source in sources.values())) > _MOST_BYTES:
@@ -490,8 +488,8 @@ def _ensure_no_codes(weights: Weights, config: Config) -> None:
         )
 
 
-def source_of(tensor: StoredTensor, dtype: str | None, label: str, checksums: Mapping[Piece, int]) -> Source:
-    """Return the source of the bytes of a new tensor, with the CRC-32 that its file records for it.
+def source_of(tensor: StoredTensor, dtype: str | None, label: str) -> Source:
+    """Return the source of the bytes of a new tensor.
 
     ``dtype``: the new one of floating point tensors, None leaves all as they are. Raises OperationError for one that
     is not converted.
@@ -501,9 +499,7 @@ def source_of(tensor: StoredTensor, dtype: str | None, label: str, checksums: Ma
             f"{label}: {tensor.fqn!r} is of {tensor.dtype}, which is not converted; leave --dtype out"
         )
     if dtype in (None, tensor.dtype) or tensor.dtype not in CONVERTIBLE:
-        source = Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
-        piece = source.piece if checksums else None
-        return source if piece is None else source._replace(crc=checksums.get(piece))
+        return Source(NewTensor(tensor.fqn, tensor.dtype, tensor.shape, tensor.nbytes), tensor)
     assert dtype is not None
     from ckptfix.tensors.numbers import Counting  # numpy takes 0.1 s
 

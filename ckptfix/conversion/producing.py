@@ -3,42 +3,46 @@
 import hashlib
 import os
 import stat
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
-from ckptfix.conversion.migration_plan import MigrationPlan, Planned, PlannedModel, PlannedState
-from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, loose_records, sha256_of
-from ckptfix.conversion.streaming import Stopped, copy_file, stopping, write_file
+from ckptfix.conversion.checksums import Checksums, Digests, Part
+from ckptfix.conversion.migration_plan import (
+    MigrationPlan,
+    Planned,
+    PlannedExtra,
+    PlannedModel,
+    PlannedState,
+)
+from ckptfix.conversion.proving import state_tensors
+from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, sha256_of
+from ckptfix.conversion.streaming import NewFile, Writer, copy_file, writing_threads
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
-from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.parallel import Progress, cores
+from ckptfix.storage.copying import Pacer, supports_reflink
+from ckptfix.storage.parallel import Control, Progress, run_all
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
+from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import despite_interrupts, ensure_space
+from ckptfix.storage.staged import ensure_space
 from ckptfix.tensors.hashing import TensorJob, hash_all
-from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import OutputFile
-from ckptfix.tensors.stored import Format, Weights
+from ckptfix.tensors.stored import Format, StoredTensor, Weights
 from ckptfix.wording import human_size
-
-_MOST_AT_ONCE = 4
-"""Files that are written at a time; each takes 32 MiB of buffers."""
 
 _MODE = 0o777
 
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Digests of new files. ``digests``: of each ``planned`` one, key of ``Data`` -> digest; ``sha256``: of the files.
+    """Digests of new files. ``digests``: of each ``planned`` one, name of a tensor -> digest; ``sha256``: of the files.
 
     Both are empty if not requested.
     """
@@ -63,31 +67,18 @@ def produce(
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
     ensure_space(plan.output, new if shares else plan.bytes_to_write)
-    produced = Produced(digests=tuple({} for _ in plan.planned))
-    with _workers() as (pool, stop):
-        work = _Work(
-            plan=plan,
-            folder=folder,
-            recorded=recorded,
-            with_digests=plan.options.verify or recorded.has_digests,
-            with_sha256=with_sha256,
-            shares=shares,
-            stop=stop,
-            report=one_at_a_time(progress),
-        )
-        sized = [(file.size, number, file) for number, one in enumerate(plan.planned) for file in one.files]
-        sized.sort(
-            key=lambda item: -item[0]
-        )  # large files first, so that no thread is left alone with one at the end
-        jobs = [pool.submit(work.produce, number, file, produced) for _, number, file in sized]
-        jobs += [pool.submit(work.carry, path) for path in plan.carried]
-        taken = dict.fromkeys(file for one in plan.states for file in one.old_files)
-        jobs += [pool.submit(work.compare, path) for path in taken]
-        for one in plan.planned if plan.options.verify else ():
-            jobs += [pool.submit(check_record, piece, crc, stop) for piece, crc in loose_records(one)]
-        jobs += [pool.submit(work.rewrite, file, produced) for file in plan.rewritten]
+    tensors = _tensors_of(plan, has_digests=recorded.has_digests)
+    digests = Digests(one._replace(fqn="") for named in tensors for one in named.values())
+    records = {piece: crc for one in plan.planned for piece, crc in one.checksums.items()}
+    checksums = Checksums(records, with_parts=plan.options.verify)
+    sha256: dict[str, str] = {}
+    work = _Work(plan=plan, folder=folder, recorded=recorded, sha256=sha256 if with_sha256 else None)
+    with Pacer() as pacer:
         try:
-            _finish(jobs, stop)
+            _run(_tasks(plan, work, digests, checksums, shares=shares), pacer, progress)
+            if plan.options.verify:
+                _run(_left(checksums), pacer, None)
+            pacer.finish()
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise _full(plan, error) from error
@@ -95,93 +86,134 @@ def produce(
     for path in plan.empty:
         (folder / path).mkdir(parents=True, exist_ok=True)
     _keep_modes(plan, folder)
-    for model, digests in zip(plan.models, produced.digests, strict=False):
-        if model.parts is not None and (plan.options.verify or recorded.has_digests):
-            digests.clear()
-            digests.update(_digests_of(model))
+    produced = Produced(tuple(map(partial(_complete, digests), plan.planned, tensors)), sha256)
     recorded.compare(produced.digests[: len(plan.models)])
     for where, _, _ in os.walk(folder):
         sync_folder(Path(where))
     return produced
 
 
-def _digests_of(model: PlannedModel) -> dict[str, str]:
-    """Return the digests of the tensors of a model whose new files have them in parts, by their names."""
-    tensors = {
-        name: source.stored
-        if source.convert is None
-        else source.stored._replace(
-            dtype=source.new.dtype,
-            layout=Converted(source.stored.layout, source.stored.dtype, source.new.dtype),
-        )
-        for name, source in model.sources.items()
+def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, StoredTensor]]:
+    """Return what a proof asks for of each planned part: name -> tensor where its bytes are now.
+
+    ``has_digests``: the source's manifest has digests of the models, which are compared in any case.
+    """
+    models = {
+        id(one): {name: source.tensor for name, source in one.sources.items()}
+        for one in plan.models
+        if plan.options.verify or has_digests
     }
-    read = hash_all([TensorJob(one) for one in tensors.values()], keep_cached=False)
-    for name, one in zip(tensors, read, strict=True):
+    states = {id(one): state_tensors(one.state) for one in plan.states if plan.options.verify}
+    return [(models | states).get(id(one), {}) for one in plan.planned]
+
+
+def _complete(digests: Digests, planned: Planned, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the digests of tensors by name; those that new files have in parts are read once more."""
+    found = digests.of(tensors)
+    left = {name: one for name, one in tensors.items() if name not in found}
+    read = hash_all([TensorJob(one) for one in left.values()], keep_cached=False)
+    for (name, tensor), one in zip(left.items(), read, strict=True):
         if one.problem:
             raise OperationError(
-                f"{model.label}: {name!r} cannot be read: {one.problem}; nothing was written"
+                f"{_label(planned)}: {name!r} cannot be read: {one.problem}; nothing was written"
             )
-    return {name: one.digest for name, one in zip(tensors, read, strict=True)}
+        digests.add(tensor._replace(fqn=""), one.digest)
+    return digests.of(tensors)
+
+
+def _label(planned: Planned) -> str:
+    return "" if isinstance(planned, PlannedExtra) else planned.label
+
+
+_Task = Callable[[Writer], object]
+"""A part of the work, with the means of the thread that does it."""
+
+
+def _tasks(
+    plan: MigrationPlan, work: "_Work", digests: Digests, checksums: Checksums, *, shares: bool
+) -> Iterator[_Task]:
+    """Yield all that there is to do: large files first, so that no thread is left alone with one at the end."""
+    sized = [(file, planned) for planned in plan.planned for file in planned.files]
+    for file, planned in sorted(sized, key=lambda one: -one[0].size):
+        new = NewFile(
+            work.folder / file.path,
+            file,
+            planned.data,
+            digests,
+            checksums,
+            with_sha256=work.sha256 is not None,
+            shares=shares,
+            when_done=partial(work.keep, file, planned),
+        )
+        for job in new.jobs():
+            yield partial(Writer.write, job=job)
+    for path in plan.carried:
+        yield partial(work.carry, path)
+    for path in dict.fromkeys(file for one in plan.states for file in one.old_files):
+        yield partial(work.compare, path)
+    for file in plan.rewritten:
+        yield partial(work.rewrite, file)
+
+
+def _left(checksums: Checksums) -> Iterator[_Task]:
+    """Yield the reading of the records of which not every byte went into a new file as it is."""
+    for piece, crc, parts in checksums.left():
+        yield partial(_check_record, piece, crc, parts)
+
+
+def _check_record(piece: Piece, crc: int, parts: Mapping[int, Part], writer: Writer) -> None:
+    check_record(piece, crc, parts, writer.control)
+
+
+def _run(tasks: Iterable[_Task], pacer: Pacer, progress: Progress | None) -> None:
+    @contextmanager
+    def worker(control: Control) -> Iterator[Callable[[_Task], object]]:
+        with Writer(pacer, control) as writer:
+            yield lambda task: task(writer)
+
+    run_all(tasks, worker, threads=writing_threads(), progress=progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """The work of one thread. ``shares``: the disk can share blocks between files."""
+    """The work on single files. ``sha256``: file -> its sha256, where that is needed."""
 
     plan: MigrationPlan
     folder: Path
     recorded: SourceDigests
-    with_digests: bool
-    with_sha256: bool
-    shares: bool
-    stop: threading.Event
-    report: Progress | None
+    sha256: dict[str, str] | None
 
-    def produce(self, number: int, file: OutputFile, produced: Produced) -> None:
-        """Write one file of a model, and note its digests."""
-        planned = self.plan.planned[number]
-        target = self.folder / file.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        written = write_file(
-            target,
-            file,
-            planned.data,
-            with_digests=self.with_digests,
-            with_sha256=self.with_sha256,
-            shares=self.shares,
-            stop=self.stop,
-            progress=self.report,
-        )
-        os.chmod(target, _mode_of(self.plan, planned))
-        produced.digests[number].update(written.digests)
-        if self.with_sha256:
-            produced.sha256[str(file.path)] = written.sha256
+    def keep(self, file: OutputFile, planned: Planned, new: NewFile) -> None:
+        """Give a complete file its permissions, and note its sha256."""
+        os.chmod(new.path, _mode_of(self.plan, planned))
+        if self.sha256 is not None:
+            self.sha256[str(file.path)] = new.sha256
 
-    def compare(self, path: PurePosixPath) -> None:
+    def compare(self, path: PurePosixPath, writer: Writer) -> None:
         """Compare a file that optimizers are read from with its recorded digest: moments have none of their own."""
         if self.recorded.lists(str(path)):
-            self.recorded.compare_file(str(path), sha256_of(self.plan.source.root / path, self.stop))
+            found = sha256_of(self.plan.source.root / path, writer.control)
+            self.recorded.compare_file(str(path), found)
 
-    def carry(self, path: PurePosixPath) -> None:
+    def carry(self, path: PurePosixPath, writer: Writer) -> None:
         """Copy one file with its permissions and its time; a symbolic link becomes the file behind it."""
         source, target = self.plan.source.root / path, self.folder / path
-        copy_file(source, target, stopping(self.stop, self.report))
+        copy_file(source, target, writer.control.go_on)
         if self.recorded.lists(str(path)):
-            self.recorded.compare_file(str(path), sha256_of(target, self.stop))
+            self.recorded.compare_file(str(path), sha256_of(target, writer.control))
         if self.plan.options.verify:
-            check_archive(source, self.stop)
+            check_archive(source, writer.control)
 
-    def rewrite(self, file: OutputFile, produced: Produced) -> None:
+    def rewrite(self, file: OutputFile, writer: Writer) -> None:
         """Write a small file in place of one of the source."""
         source, target = self.plan.source.root / file.path, self.folder / file.path
-        self.recorded.compare_file(str(file.path), sha256_of(source, self.stop))
+        self.recorded.compare_file(str(file.path), sha256_of(source, writer.control))
         data = b"".join(part.data for part in file.parts if isinstance(part, Literal))
         target.parent.mkdir(parents=True, exist_ok=True)  # the thread that writes the weights may come later
         create_file(target, data)
         os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) & _MODE)
-        if self.with_sha256:
-            produced.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
+        if self.sha256 is not None:
+            self.sha256[str(file.path)] = hashlib.sha256(data).hexdigest()
 
 
 def _keep_modes(plan: MigrationPlan, folder: Path) -> None:
@@ -217,44 +249,6 @@ def _full(plan: MigrationPlan, error: OSError) -> OperationError:
         f"{plan.output}: {error}; {need} bytes ({human_size(need)}) are needed in all; nothing was written there; "
         "next: make room on that disk, or name a place on another one, and run it again"
     )
-
-
-@contextmanager
-def _workers() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
-    """Yield threads, and the event that stops them; they have ended when this returns."""
-    stop = threading.Event()
-    pool = ThreadPoolExecutor(min(_MOST_AT_ONCE, cores()))
-    try:
-        yield pool, stop
-    finally:
-        stop.set()
-        despite_interrupts(lambda: pool.shutdown(wait=True, cancel_futures=True))
-
-
-def _finish(jobs: list[Future[None]], stop: threading.Event) -> None:
-    """Wait for all futures; raise the first error that is not only ``Stopped``."""
-    wait(jobs, return_when=FIRST_EXCEPTION)
-    failed = [job for job in jobs if job.done() and not job.cancelled() and job.exception() is not None]
-    if failed:
-        stop.set()
-        for job in jobs:
-            job.cancel()
-        wait(jobs)
-        errors = [job.exception() for job in jobs if not job.cancelled() and job.exception() is not None]
-        raise next((error for error in errors if not isinstance(error, Stopped)), errors[0]) or Stopped()
-
-
-def one_at_a_time(progress: Progress | None) -> Callable[[int], None] | None:
-    """Return a function that may be called from any thread."""
-    if progress is None:
-        return None
-    lock = threading.Lock()
-
-    def report(count: int) -> None:
-        with lock:
-            progress(count)
-
-    return report
 
 
 _Value = TypeVar("_Value")

@@ -24,11 +24,12 @@ def prove_model(
     ties: Mapping[str, str],
     digests: Mapping[str, str],
     progress: Progress | None,
-) -> None:
+) -> dict[StoredTensor, str]:
     """Compare a model in its new files with the written one: keys, dtypes, shapes, ties and bytes.
 
     ``where``: the name of the model in an error. ``digests``: of each tensor, taken while the source was
-    read. Raises OperationError about the first tensor that differs.
+    read. Returns the digests of the new tensors, without names. Raises OperationError about the first tensor that
+    differs.
     """
     planned = {name: (source.new.dtype, source.new.shape) for name, source in sources.items()}
     planned |= {name: planned[kept] for name, kept in ties.items()}
@@ -44,15 +45,21 @@ def prove_model(
             raise _differs(where, f"{tensor.fqn!r} cannot be read back: {one.problem}")
         if one.digest != digests[ties.get(tensor.fqn, tensor.fqn)]:
             raise _differs(where, f"{tensor.fqn!r} has other bytes than were read from the source")
+    return {tensor._replace(fqn=""): one.digest for tensor, one in zip(found.tensors, read, strict=True)}
 
 
 def prove_states(
-    plan: MigrationPlan, folder: Path, digests: Sequence[Mapping[str, str]], progress: Progress | None
+    plan: MigrationPlan,
+    folder: Path,
+    digests: Sequence[Mapping[str, str]],
+    proven: Mapping[StoredTensor, str],
+    progress: Progress | None,
 ) -> None:
     """Compare the optimizers in ``folder`` with the planned ones: parameters, moments, masters, steps, hyperparameters.
 
-    ``digests``: of each optimizer, key of ``Data`` -> digest, taken while the source was read. Raises OperationError
-    about the first value that differs.
+    ``digests``: of each optimizer, name of ``state_tensors`` -> digest, taken while the source was read. ``proven``:
+    of new tensors that were read already, as masters are that are the weights. Raises OperationError about the first
+    value that differs.
     """
     if not plan.states:
         return
@@ -66,21 +73,22 @@ def prove_states(
             names = [name for group in planned.state.groups for name in group.names]
             state = state.named({str(number): name for number, name in enumerate(names)})
         _compare_groups(where, planned.state, state)
-        wanted, there = _tensors(planned.state), _tensors(state)
+        wanted, there = state_tensors(planned.state), state_tensors(state)
         for name in (*wanted, *there):
             if _kind(wanted.get(name)) != _kind(there.get(name)):
                 raise _differs(
                     where, f"{name} is {_kind(there.get(name))} (expected {_kind(wanted.get(name))})"
                 )
         _compare_numbers(where, _steps(planned.state), _steps(state))
-        unread = [name for name in wanted if name not in known]
-        hashed = hash_all([TensorJob(wanted[name]) for name in unread], keep_cached=False)
-        expected = {**known, **{name: one.digest for name, one in zip(unread, hashed, strict=True)}}
-        read = hash_all([TensorJob(one) for one in there.values()], keep_cached=False, progress=progress)
-        for name, one in zip(there, read, strict=True):
+        found_now = {name: proven.get(tensor._replace(fqn=""), "") for name, tensor in there.items()}
+        unread = [name for name, digest in found_now.items() if not digest]
+        read = hash_all([TensorJob(there[name]) for name in unread], keep_cached=False, progress=progress)
+        for name, one in zip(unread, read, strict=True):
             if one.problem:
                 raise _differs(where, f"{name} cannot be read back: {one.problem}")
-            if one.digest != expected[name]:
+            found_now[name] = one.digest
+        for name, digest in found_now.items():
+            if digest != known[name]:
                 raise _differs(where, f"{name} has other bytes than were read from the source")
 
 
@@ -88,7 +96,7 @@ def _kind(tensor: StoredTensor | None) -> tuple[str, tuple[int, ...]] | None:
     return None if tensor is None else (tensor.dtype, tensor.shape)
 
 
-def _tensors(state: OptimizerState) -> dict[str, StoredTensor]:
+def state_tensors(state: OptimizerState) -> dict[str, StoredTensor]:
     """Return the tensors of an optimizer, but its steps, by the keys that its writers give them."""
     states = {
         f"{name}/{key}": value

@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
@@ -208,10 +207,8 @@ def write_salvage(
                 staging.new / file.output.path,
                 file.output,
                 file.sources,
-                with_digests=True,
-                stop=threading.Event(),
                 progress=progress,
-            ).digests
+            )
             os.chmod(staging.new / file.output.path, 0o666 & ~_umask())
             (weights,) = open_checkpoint(staging.new / file.output.path).weights
             prove_model(

@@ -3,8 +3,8 @@
 import hashlib
 import os
 import re
-import threading
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -14,8 +14,8 @@ from ckptfix.checkpoint.folder import Fingerprint, NameScope
 from ckptfix.checkpoint.keys import collapse, common_wrappers, dotted, is_nested
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, is_repaired, missing_files
-from ckptfix.conversion.migration_plan import MigrationPlan, Planned, PlannedModel
-from ckptfix.conversion.streaming import Stopped, damaged, stopping
+from ckptfix.conversion.checksums import Part, combined, damaged
+from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.target_names import LeftOut
 from ckptfix.diagnosis import contents
 from ckptfix.diagnosis.check import check
@@ -30,6 +30,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.diagnosis.wrapped_keys import STATE_DICT
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import MANIFEST, command, listed_files, shell_path
 from ckptfix.storage.reading import OpenFiles, Piece, open_reader, page_buffer
 from ckptfix.storage.transactions import State, transactions
@@ -121,25 +122,30 @@ def _new_names(model: PlannedModel) -> dict[str, str]:
     return {before.fqn: after.fqn for before, after in pairs}
 
 
-def loose_records(planned: Planned) -> Iterator[tuple[Piece, int]]:
-    """Yield the records of an archive, with CRC-32, from which no complete, unconverted tensor is read."""
-    whole = {source.piece for source in planned.data.values()}
-    yield from ((piece, crc) for piece, crc in planned.checksums.items() if piece not in whole)
+def check_record(piece: Piece, crc: int, parts: Mapping[int, Part], control: Control) -> None:
+    """Read what is left of a record. ``parts``: offset -> a part that was read already.
 
-
-def check_record(piece: Piece, crc: int, stop: threading.Event) -> None:
-    """Read a record. Raises OperationError when it has another CRC-32, OSError, ``Stopped``."""
-    found = 0
+    Raises OperationError when the record has another CRC-32, OSError, ``Stopped``.
+    """
+    found, place, end = 0, piece.offset, piece.offset + piece.length
+    begins = sorted(parts)
     with OpenFiles() as files:
-        for block in files.blocks((piece,), page_buffer(min(_BLOCK, piece.length))):
-            if stop.is_set():
-                raise Stopped
-            found = zlib.crc32(block, found)
+        while place < end:
+            part = parts.get(place)
+            if part is not None:
+                found, place = combined(found, part.crc, part.length), place + part.length
+                continue
+            number = bisect_right(begins, place)
+            stop = begins[number] if number < len(begins) else end
+            for block in files.blocks((Piece(piece.path, place, stop - place),), page_buffer(_BLOCK)):
+                control.go_on()
+                found = zlib.crc32(block, found)
+            place = stop
     if found != crc:
         raise damaged(piece, found, crc)
 
 
-def check_archive(path: Path, stop: threading.Event) -> None:
+def check_archive(path: Path, control: Control) -> None:
     """Read a file that is copied, if it is a zip file of torch.
 
     Raises OperationError when a record has another CRC-32, OSError, ``Stopped``.
@@ -151,21 +157,20 @@ def check_archive(path: Path, stop: threading.Event) -> None:
             archive = read_zip(reader)
         except FormatError:
             return  # not an archive of torch: custom objects can be any zip file
-        for record in crc_mismatches(archive, reader, every_record=True, progress=stopping(stop)):
+        for record in crc_mismatches(archive, reader, every_record=True, progress=control.go_on):
             raise OperationError(
                 f"{path}: the record {record.name!r} does not have its CRC-32 {record.crc:08x}: the file is damaged; "
                 f"nothing was written; next: {command('check', path, '', '--data')}"
             )
 
 
-def sha256_of(path: Path, stop: threading.Event) -> str:
+def sha256_of(path: Path, control: Control) -> str:
     """Return the sha256 of a file, in hex. Raises OSError, ``Stopped``."""
     digest = hashlib.sha256()
     buffer = page_buffer(_BLOCK)
     with open_reader(path) as reader:
         for offset in range(0, reader.size, _BLOCK):
-            if stop.is_set():
-                raise Stopped
+            control.go_on()
             view = buffer[: min(_BLOCK, reader.size - offset)]
             reader.fill(view, offset)
             digest.update(view)

@@ -38,7 +38,7 @@ from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.formats.torch_file import read_torch_file
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import OpenFiles, Piece, open_reader
+from ckptfix.storage.reading import OpenFiles, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
@@ -61,7 +61,6 @@ from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weigh
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
-NO_CHECKSUMS: Mapping[Piece, int] = {}
 _LR_SCHEDULER, _LOSS_SCALER, _SCALER = "lr_scheduler", "loss_scaler", "scaler.pt"
 _ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
@@ -389,16 +388,15 @@ class _Planning:
         except UnsupportedFormat as error:
             raise OperationError(f"{state.label}: {error}") from error
         self.warnings += new.notes
-        data = _data(new, state, weights.checksums)
+        data = _data(new, state)
         files = tuple(file for file in new.files if is_last or file.path.is_relative_to(folder))
         state = _as_kept(state, tensors, frozen)
         label = weights.label
         trained = {
-            name: source_of(tensor._replace(fqn=name), "F32", label, {})
-            for name, tensor in state.masters.items()
+            name: source_of(tensor._replace(fqn=name), "F32", label) for name, tensor in state.masters.items()
         }
         others = {
-            tensor.fqn: source_of(tensor, module_dtype(new, tensor.fqn), label, {})
+            tensor.fqn: source_of(tensor, module_dtype(new, tensor.fqn), label)
             for tensor in weights.tensors
             if tensor.fqn not in trained
         }
@@ -644,12 +642,9 @@ def _as_kept(
     )
 
 
-def _data(
-    new: NewStates, state: OptimizerState, others: Mapping[Piece, int] = NO_CHECKSUMS
-) -> Mapping[str, Source]:
-    checksums = {**others, **state.checksums}
+def _data(new: NewStates, state: OptimizerState) -> Mapping[str, Source]:
     return {
-        key: source_of(tensor._replace(fqn=key), new.dtypes.get(key), state.label, checksums)
+        key: source_of(tensor._replace(fqn=key), new.dtypes.get(key), state.label)
         for key, tensor in new.sources.items()
     }
 

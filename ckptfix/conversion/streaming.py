@@ -1,6 +1,8 @@
-"""One new file written in a stream: a thread reads, one hashes, and the caller writes.
+"""New files written by several threads, each byte once through the cache of a core: read, hashed, written.
 
-A few buffers circulate: while one is written, the next one is hashed and the one after it is read.
+A file is cut into jobs of some megabytes, as all offsets are known before. A thread takes the next job, of whichever
+file, and writes it to its place through a buffer that it keeps: many small files take no more threads and memory than
+a large one.
 """
 
 import hashlib
@@ -8,25 +10,32 @@ import os
 import stat
 import threading
 import zlib
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from ckptfix.dataclass import dataclass
+from ckptfix.conversion.checksums import Checksums, Digests, Mark, combined
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import sync_file, write_all
 from ckptfix.storage.copying import Pacer, copy_range
-from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import command
+from ckptfix.storage.parallel import Control, Progress, processors, run_all
 from ckptfix.storage.reading import FileReader, OpenFiles, Piece, opened_elsewhere, page_buffer
 from ckptfix.storage.recipes import Literal
+from ckptfix.tensors.joined import Converted, Joined, Stretch
 from ckptfix.tensors.new_files import Computed, Data, NewTensor, OutputFile
-from ckptfix.tensors.stored import Contiguous, StoredTensor, digest_head
+from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, digest_head
 
+_BUFFER = 1 << 20
 _SCRATCH = 256 << 10
 """Bytes that are converted at a time: the result stays in a core's cache (1 MiB takes 5 times as long)."""
+
+_ALONE = 256 << 10
+"""Bytes that are read to the beginning of the buffer, where the kernel copies twice as fast."""
+
+_JOB = 16 << 20
+_FAR_BUFFER = _COPIED_AT_ONCE = 8 << 20
+"""Bytes that are read at once where the source is not on this machine: several requests under way together."""
 
 _WORTH_SHARING = 1 << 20
 
@@ -41,15 +50,19 @@ class Convert(Protocol):
 
 
 class Source(NamedTuple):
-    """A tensor of the new file: where its bytes come from, and their conversion (None: no conversion).
-
-    ``crc``: the CRC-32 that its old file has for exactly these bytes, None when it has none.
-    """
+    """A tensor of the new file: where its bytes come from, and their conversion (None: no conversion)."""
 
     new: NewTensor
     stored: StoredTensor
     convert: Convert | None = None
-    crc: int | None = None
+
+    @property
+    def tensor(self) -> StoredTensor:
+        """The new tensor where its bytes are now, without a name."""
+        new = self.stored._replace(fqn="", dtype=self.new.dtype, shape=self.new.shape)
+        if self.convert is None:
+            return new
+        return new._replace(layout=Converted(self.stored.layout, self.stored.dtype, self.new.dtype))
 
     @property
     def piece(self) -> Piece | None:
@@ -60,125 +73,190 @@ class Source(NamedTuple):
         return None
 
 
-class Run(NamedTuple):
-    """A range of a slab that belongs to one part of the file; ``done``: bytes of the part before it."""
+class NewFile:
+    """A new file while threads write it. ``sources``: by the names in the parts of ``file``.
 
-    part: int
-    begin: int
-    end: int
-    done: int
-
-
-@dataclass(slots=True)
-class Slab:
-    """One buffer and its contents."""
-
-    buffer: memoryview
-    filled: int = 0
-    runs: list[Run] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Make it empty again."""
-        self.filled = 0
-        self.runs.clear()
-
-
-class Shared(NamedTuple):
-    """Bytes of another file whose blocks the new file can share, instead of a slab."""
-
-    piece: Piece
-    part: int
-    done: int
-
-
-class Stopped(Exception):
-    """Signal that another thread failed or the user interrupted, so that reading on is useless."""
-
-
-def stopping(stop: threading.Event, progress: Progress | None = None) -> Progress:
-    """Return a function that passes numbers of bytes on, and raises ``Stopped`` once ``stop`` is set."""
-
-    def report(count: int) -> None:
-        if stop.is_set():
-            raise Stopped
-        if progress is not None:
-            progress(count)
-
-    return report
-
-
-Item = Slab | Shared | BaseException | None
-"""An item that goes from thread to thread: bytes, the error of the one before, or None for the end."""
-
-Free = SimpleQueue["Slab | None"]
-Items = SimpleQueue[Item]
-
-
-class Reader:
-    """Reader that fills slabs with the bytes of a file, part after part; room for computed parts is left empty.
-
-    ``block``: the size of the blocks that files can share on this disk, 0 when they cannot.
+    ``with_sha256``: hash the complete file, too, for which one thread writes it all. ``shares``: the disk can share
+    blocks between files, which is used where a tensor has the same alignment as in its old file. ``when_done``: called
+    by the thread that completes it.
     """
 
     def __init__(
         self,
+        path: Path,
         file: OutputFile,
         sources: Mapping[str, Source],
-        free: "Free",
-        filled: "Items",
-        stop: threading.Event,
-        block: int = 0,
+        digests: Digests,
+        checksums: Checksums,
+        *,
+        with_sha256: bool = False,
+        shares: bool = False,
+        when_done: Callable[["NewFile"], object] | None = None,
     ) -> None:
-        self._file, self._sources = file, sources
-        self._free, self._filled, self._stop = free, filled, stop
-        self._slab: Slab | None = None
-        self._block = block
-        self._part = self._done = self._position = 0
+        self.path, self.parts, self.sources = path, file.parts, sources
+        self.digests, self.checksums = digests, checksums
+        self.needs_crc = file.needs_crc
+        self.crcs: dict[str, int] = {}
+        self.block = 0
+        self.fd: int | None = None
+        self.sha256 = ""
+        self._shares, self._when_done = shares, when_done
+        self.whole = hashlib.sha256() if with_sha256 else None
+        self._put_off: list[tuple[int, Computed]] = []
+        self._left = 0
+        self._lock = threading.Lock()
 
-    def run(self) -> None:
-        """Read to the end, or to the first error, which the writer raises."""
-        try:
-            self._read()
-        except BaseException as error:
-            self._filled.put(error)
-        else:
-            self._filled.put(None)
+    def jobs(self) -> list["Job"]:
+        """Return the jobs of the file, which any threads may do in any order."""
+        jobs: list[Job] = []
+        first = begin = end = 0
+        for number, part in enumerate(self.parts):
+            if end - begin >= _JOB and self.whole is None and not isinstance(part, Computed):
+                jobs.append(Job(self, first, number, begin, end))
+                first, begin = number, end
+            end += part.length
+        jobs.append(Job(self, first, len(self.parts), begin, end))
+        self._left = len(jobs)
+        return jobs
 
-    def _read(self) -> None:
-        scratch = page_buffer(_SCRATCH)
-        with OpenFiles() as files:
-            for number, part in enumerate(self._file.parts):
-                self._part, self._done = number, 0
-                match part:
-                    case Literal(data):
-                        self._copy(memoryview(data))
-                    case Computed(length, _):
-                        while self._done < length:
-                            self._took(min(len(self._room()), length - self._done))
-                    case Data(fqn, length):
-                        self._tensor(self._sources[fqn], files, scratch)
-                        if self._done != length:
-                            raise OperationError(
-                                f"the tensor {fqn!r} has {self._done} bytes, {length} were planned"
-                            )
+    def begin(self, pacer: Pacer) -> int:
+        """Create the file, unless another thread did, and return its descriptor."""
+        with self._lock:
+            if self.fd is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.fd = pacer.create(self.path)
+                self.block = os.fstatvfs(self.fd).f_bsize if self._shares else 0
+            return self.fd
+
+    def put_off(self, offset: int, part: Computed) -> None:
+        """Leave a part to the thread that completes the file, as other threads have the CRC-32 that it needs."""
+        self._put_off.append((offset, part))
+
+    def made(self, part: Computed) -> bytes:
+        """Return the bytes of a computed part. Raises OperationError when they have another length than planned."""
+        data = part.make(self.crcs)
+        if len(data) != part.length:
+            raise OperationError(f"{part.length} bytes were planned, {len(data)} were made")
+        return data
+
+    def job_done(self, pacer: Pacer, control: Control) -> None:
+        """Note that a job is done; complete the file after the last one."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        assert self.fd is not None
+        for offset, part in self._put_off:
+            write_all(self.fd, self.made(part), offset)
+            control.advance(part.length)
+        if self.whole is not None:
+            self.sha256 = self.whole.hexdigest()
+        if self._when_done is not None:
+            self._when_done(self)
+        pacer.ended(self.fd)
+
+
+class Job(NamedTuple):
+    """The parts ``first`` to ``last`` of a file, which are its bytes ``begin`` to ``end``."""
+
+    file: NewFile
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+class Writer:
+    """A thread's means of writing: a buffer, and the files that it reads. Use as a context manager.
+
+    Raises ChangedError when a source has become shorter, OperationError when a tensor has another size than was
+    planned or does not match its CRC-32, OSError, ``Stopped``.
+    """
+
+    def __init__(self, pacer: Pacer, control: Control) -> None:
+        self.control = control
+        self._pacer = pacer
+        self._files = OpenFiles()
+        self._buffer, self._scratch = page_buffer(_BUFFER), page_buffer(_SCRATCH)
+
+    def __enter__(self) -> "Writer":
+        self._files.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
+
+    def write(self, job: Job) -> None:
+        """Do a job of a new file."""
+        self._file, self._fd = job.file, job.file.begin(self._pacer)
+        self._filled = 0
+        self._position = self._paced = job.begin
+        for number in range(job.first, job.last):
+            part = self._file.parts[number]
+            if isinstance(part, Data):
+                self._tensor(part)
+            elif isinstance(part, Literal):
+                self._copy(memoryview(part.data))
+            elif part.of is None and job.first:
+                self._flush()
+                self._file.put_off(self._position, part)
+                self._position += part.length
+            else:
+                self._copy(memoryview(self._file.made(part)))
         self._flush()
+        self._pacer.wrote(self._fd, self._paced, self._position)
+        self._file.job_done(self._pacer, self.control)
 
-    def _tensor(self, source: Source, files: OpenFiles, scratch: memoryview) -> None:
-        layout = source.stored.layout
-        if source.convert is None and isinstance(layout, Contiguous):
-            for path, offset, length in layout.pieces:  # straight into the slab
-                if self._can_share(offset, length) and files.holds_descriptor(path):
-                    self._share(Piece(path, offset, length))
-                    continue
-                read = 0
-                while read < length:
-                    room = self._room()[: length - read]
-                    files.fill(room, path, offset + read)
-                    read += len(room)
-                    self._took(len(room))
+    def _tensor(self, part: Data) -> None:
+        source = self._file.sources[part.fqn]
+        self._hashing = _Hashing(part, source, self._file)
+        if source.convert is not None:
+            for block in source.stored.blocks(self._files, self._scratch):
+                self._through(source.convert(block))
+        else:
+            self._layout(source.stored.layout)
+        self._hashing.finish()
+
+    def _layout(self, layout: Layout) -> None:
+        if isinstance(layout, Contiguous):
+            for piece in layout.pieces:
+                self._piece(piece)
+        elif isinstance(layout, Joined):
+            for part in layout.parts:
+                if isinstance(part, Stretch) and (run := part.run) is not None:
+                    self._layout(run)
+                else:
+                    for block in Joined((part,)).blocks(self._files, self._scratch):
+                        self._through(block)
+        else:
+            for block in layout.blocks(self._files, self._scratch):
+                self._through(block)
+
+    def _piece(self, piece: Piece) -> None:
+        """Read a piece of a file straight into the buffer, or share its blocks."""
+        path, offset, length = piece
+        if self._can_share(piece):
+            self._share(piece)
             return
-        for block in source.stored.blocks(files, scratch):
-            self._copy(block if source.convert is None else source.convert(block))
+        if length >= _ALONE:
+            self._flush()
+        if length > len(self._buffer) and not self._files.holds_descriptor(path):
+            self._buffer = page_buffer(_FAR_BUFFER)
+        record = self._hashing.begins(piece)
+        done = 0
+        while done < length:
+            room = self._room()[: length - done]
+            self._files.fill(room, path, offset + done)
+            self._hashing.take(room)
+            self._took(len(room))
+            done += len(room)
+        if record:
+            self._hashing.ends(piece)
+
+    def _through(self, data: memoryview) -> None:
+        """Write bytes of a tensor that are in memory of another."""
+        self._hashing.take(data)
+        self._copy(data)
 
     def _copy(self, data: memoryview) -> None:
         while data:
@@ -188,175 +266,150 @@ class Reader:
             self._took(len(room))
 
     def _room(self) -> memoryview:
-        """Return the rest of the current slab, or a new one."""
-        if self._slab is None:
-            self._slab = self._free.get()
-            if self._slab is None or self._stop.is_set():
-                raise Stopped
-        return self._slab.buffer[self._slab.filled :]
+        return self._buffer[self._filled :]
 
     def _took(self, count: int) -> None:
-        slab = self._slab
-        assert slab is not None
-        slab.runs.append(Run(self._part, slab.filled, slab.filled + count, self._done))
-        slab.filled += count
-        self._done += count
-        self._position += count
-        if slab.filled == len(slab.buffer):
+        self._filled += count
+        if self._filled == len(self._buffer):
             self._flush()
 
-    def _can_share(self, offset: int, length: int) -> bool:
+    def _flush(self) -> None:
+        """Write what is in the buffer."""
+        if not self._filled:
+            return
+        data = self._buffer[: self._filled]
+        write_all(self._fd, data, self._position)
+        if self._file.whole is not None:
+            self._file.whole.update(data)
+        self._wrote(self._filled)
+        self.control.go_on(self._filled)
+        self._filled = 0
+
+    def _wrote(self, count: int) -> None:
+        self._position += count
+        if self._position - self._paced >= _JOB:
+            self._pacer.wrote(self._fd, self._paced, self._position)
+            self._paced = self._position
+
+    def _can_share(self, piece: Piece) -> bool:
         """Return whether most of a piece lies in complete blocks, at the same offset in a block as in the new file."""
-        return bool(self._block) and length >= _WORTH_SHARING and (offset - self._position) % self._block == 0
+        block = self._file.block
+        in_phase = block and (piece.offset - self._position - self._filled) % block == 0
+        is_worth_it = bool(in_phase) and piece.length >= _WORTH_SHARING
+        return is_worth_it and self._files.holds_descriptor(piece.path)
 
     def _share(self, piece: Piece) -> None:
-        if self._stop.is_set():
-            raise Stopped
         self._flush()
-        self._filled.put(Shared(piece, self._part, self._done))
-        self._done += piece.length
-        self._position += piece.length
-
-    def _flush(self) -> None:
-        if self._slab is not None and self._slab.filled:
-            self._filled.put(self._slab)
-            self._slab = None
-
-
-class Hasher:
-    """Hasher of the bytes of a file from beginning to end, which also fills in the computed parts.
-
-    ``digests``: tensor name -> digest, of those whose bytes have all passed. ``sources``: by the names in the
-    parts. ``with_sha256``: also hash the complete file. A CRC-32 that a source has is always compared.
-    """
-
-    def __init__(
-        self, file: OutputFile, sources: Mapping[str, Source], *, with_digests: bool, with_sha256: bool
-    ) -> None:
-        self.digests: dict[str, str] = {}
-        if with_digests:  # tensors without elements have no bytes in a file
-            empty = {name: one.new for name, one in sources.items() if one.new.nbytes == 0}
-            heads = {name: digest_head(one.dtype, one.shape) for name, one in empty.items()}
-            self.digests |= {name: hashlib.sha256(head).hexdigest() for name, head in heads.items()}
-        self._parts = file.parts
-        self._needs_crc = file.needs_crc
-        self._sources = sources
-        self._with_digests = with_digests
-        self._crcs: dict[str, int] = {}
-        self._crc = 0
-        self._digest: Any = None
-        self._made = b""
-        self._whole = hashlib.sha256() if with_sha256 else None
-
-    def take(self, number: int, view: memoryview, done: int) -> None:
-        """Hash bytes of part ``number``, after ``done`` earlier ones; write those of a computed part.
-
-        Raises OperationError when a computed part has another length than planned, or the source is damaged.
-        """
-        part = self._parts[number]
-        if isinstance(part, Data):
-            self._take_tensor(part, view, done)
-        elif isinstance(part, Computed):
-            if done == 0:
-                self._made = part.make(self._crcs)
-                if len(self._made) != part.length:
-                    raise OperationError(f"{part.length} bytes were planned, {len(self._made)} were made")
-            view[:] = self._made[done : done + len(view)]
-        if self._whole is not None:
-            self._whole.update(view)
-
-    @property
-    def sha256(self) -> str:
-        """The sha256 of the bytes so far, "" if not requested."""
-        return self._whole.hexdigest() if self._whole is not None else ""
-
-    def _take_tensor(self, part: Data, view: memoryview, done: int) -> None:
-        is_last = done + len(view) == part.length
-        source = self._sources[part.fqn]
-        if self._needs_crc or source.crc is not None:
-            self._crc = zlib.crc32(view, self._crc if done else 0)
-            if is_last:
-                self._crcs[part.fqn] = self._crc
-                check_crc(source, self._crc)
-        if not self._with_digests:
-            return
-        if done == 0:
-            self._digest = hashlib.sha256(digest_head(source.new.dtype, source.new.shape))
-        self._digest.update(view)
-        if is_last:
-            self.digests[part.fqn] = self._digest.hexdigest()
+        source = self._files.descriptor(piece.path)
+        copy_range(source, piece.offset, self._fd, self._position, piece.length, progress=self.control.go_on)
+        record = self._hashing.begins(piece)
+        if record or self._hashing.is_needed or self._file.whole is not None:
+            for block in self._files.blocks((piece,), self._buffer):
+                self._hashing.take(block)
+                if self._file.whole is not None:
+                    self._file.whole.update(block)
+            if record:
+                self._hashing.ends(piece)
+        else:
+            self._hashing.skip(piece.length)
+        self._wrote(piece.length)
 
 
-def check_crc(source: Source, found: int) -> None:
-    """Raise OperationError when the bytes of a tensor do not match the CRC-32 in its old file."""
-    if source.crc is not None and source.crc != found and (piece := source.piece) is not None:
-        raise damaged(piece, found, source.crc, source.stored.fqn)
+class _Hashing:
+    """The CRC-32 of a tensor while its bytes pass, and what is wanted of its pieces."""
+
+    def __init__(self, part: Data, source: Source, file: NewFile) -> None:
+        self._part, self._source, self._file = part, source, file
+        self._done = 0
+        self._crc = self._run = self._run_from = 0  # of all before the run, and of the run since then
+        self._with_crc = file.needs_crc
+        self._coming = file.digests.marks(source.tensor)
+        self._active: list[tuple[Mark, Any]] = []
+        self.is_needed = self._with_crc or bool(self._coming)
+
+    def begins(self, piece: Piece) -> bool:
+        """Return whether the CRC-32 of the piece that comes next is of use. Then ``ends`` must be called behind it."""
+        if self._file.checksums.record(piece) is None:
+            return False
+        self._cut()
+        self._with_crc = True
+        return True
+
+    def ends(self, piece: Piece) -> None:
+        """Note the CRC-32 of a piece. Raises OperationError where it is a record that has another one."""
+        name = self._source.stored.fqn if self._source.piece == piece else ""
+        self._file.checksums.passed(piece, self._run, name)
+        self._cut()
+        self._with_crc = self._file.needs_crc
+
+    def take(self, data: memoryview) -> None:
+        """Hash the next bytes. Raises OperationError when they are more than planned."""
+        begin, end = self._done, self._done + len(data)
+        if end > self._part.length:
+            raise self._unplanned(end)
+        self._done = end
+        if self._with_crc:
+            self._run = zlib.crc32(data, self._run)
+        while self._coming and self._coming[0].begin < end:
+            mark = self._coming.pop(0)
+            head = digest_head(mark.tensor.dtype, mark.tensor.shape)
+            self._active.append((mark, hashlib.sha256(head)))
+        for mark, digest in self._active:
+            digest.update(data[max(mark.begin - begin, 0) : mark.end - begin])
+            if mark.end <= end:
+                self._file.digests.add(mark.tensor, digest.hexdigest())
+        self._active = [one for one in self._active if one[0].end > end]
+
+    def skip(self, count: int) -> None:
+        """Count bytes that pass unread."""
+        self._done += count
+
+    def finish(self) -> None:
+        """Note the CRC-32 of the tensor. Raises OperationError for less than was planned."""
+        if self._done != self._part.length:
+            raise self._unplanned(self._done)
+        self._cut()
+        if self._file.needs_crc and self._part.length:
+            self._file.crcs[self._part.fqn] = self._crc
+
+    def _cut(self) -> None:
+        """End a run, and begin the next one."""
+        length = self._done - self._run_from
+        if length and self._file.needs_crc:
+            self._crc = combined(self._crc, self._run, length) if self._run_from else self._run
+        self._run, self._run_from = 0, self._done
+
+    def _unplanned(self, count: int) -> OperationError:
+        return OperationError(
+            f"the tensor {self._part.fqn!r} has {count} bytes, {self._part.length} were planned"
+        )
 
 
-def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationError:
-    """Return the error about a piece of a file that does not match its recorded CRC-32."""
-    what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
-    return OperationError(
-        f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is damaged; next, to "
-        f"recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
-    )
-
-
-_SLAB = 8 << 20
-_SLABS = 4
-
-
-class Written(NamedTuple):
-    """The digest of every tensor in a new file, and the sha256 of the file; empty if not requested."""
-
-    digests: dict[str, str]
-    sha256: str
+def writing_threads() -> int:
+    """Return the number of threads that write: two at least, as each of them waits for the disk at times."""
+    return max(2, processors())
 
 
 def write_file(
-    target: Path,
-    file: OutputFile,
-    sources: Mapping[str, Source],
-    *,
-    with_digests: bool,
-    with_sha256: bool = False,
-    shares: bool = False,
-    stop: threading.Event,
-    progress: Progress | None = None,
-) -> Written:
-    """Write a new file and make it durable; return the requested digests.
+    target: Path, file: OutputFile, sources: Mapping[str, Source], *, progress: Progress | None = None
+) -> dict[str, str]:
+    """Write a new file and make it durable; return the digest of each of its tensors.
 
-    ``sources``: by the names in the parts of ``file``. ``shares``: the disk can share blocks between files,
-    which is used where a tensor has the same alignment as in its old file. ``progress`` gets bytes written.
-    Raises FileExistsError, ChangedError when a source has become shorter, OperationError when a tensor has
-    another size than was planned, OSError, ``Stopped`` once ``stop`` is set; an unfinished file then stays.
+    ``sources``: by the names in the parts of ``file``. ``progress`` gets bytes written. Raises FileExistsError, and as
+    ``Writer`` does; an unfinished file then stays.
     """
-    free: Free = SimpleQueue()
-    for _ in range(min(_SLABS, file.size // _SLAB + 1)):
-        free.put(Slab(page_buffer(min(_SLAB, file.size))))
-    filled: Items = SimpleQueue()
-    ready = filled
-    hasher = None
-    threads = []
-    if with_digests or with_sha256 or file.needs_crc:
-        ready = SimpleQueue()
-        hasher = Hasher(file, sources, with_digests=with_digests, with_sha256=with_sha256)
-        threads.append(threading.Thread(target=_hash, args=(hasher, filled, ready), daemon=True))
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    block = os.fstatvfs(fd).f_bsize if shares else 0
-    reader = Reader(file, sources, free, filled, stop, block)
-    threads.append(threading.Thread(target=reader.run, daemon=True))
-    try:
-        for thread in threads:
-            thread.start()
-        _write(fd, ready, free, progress)
-    finally:
-        free.put(None)  # ends the threads that wait for a buffer
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-        os.close(fd)
-    return Written(hasher.digests, hasher.sha256) if hasher is not None else Written({}, "")
+    digests = Digests(one.tensor for one in sources.values())
+    with Pacer() as pacer:
+        jobs = NewFile(target, file, sources, digests, Checksums({})).jobs()
+
+        @contextmanager
+        def worker(control: Control) -> Iterator[Callable[[Job], None]]:
+            with Writer(pacer, control) as writer:
+                yield writer.write
+
+        run_all(jobs, worker, threads=min(len(jobs), writing_threads()), progress=progress)
+        pacer.finish()
+    return digests.of({name: one.tensor for name, one in sources.items()})
 
 
 def copy_file(source: Path, target: Path, progress: Progress | None) -> None:
@@ -389,57 +442,11 @@ def _copy_reader(reader: FileReader, source: Path, target: Path, progress: Progr
     """Copy a file whose bytes are not on this machine."""
     status = os.stat(source)
     with open(target, "xb") as file:
-        for offset in range(0, reader.size, _SLAB):
-            file.write(reader.read(offset, min(_SLAB, reader.size - offset)))
+        for offset in range(0, reader.size, _COPIED_AT_ONCE):
+            file.write(reader.read(offset, min(_COPIED_AT_ONCE, reader.size - offset)))
             if progress is not None:
-                progress(min(_SLAB, reader.size - offset))
+                progress(min(_COPIED_AT_ONCE, reader.size - offset))
         file.flush()
         os.fchmod(file.fileno(), status.st_mode & 0o777)
         os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
         sync_file(file.fileno())
-
-
-def _write(fd: int, ready: Items, free: Free, progress: Progress | None) -> None:
-    pacer = Pacer(fd)
-    offset = 0
-    with OpenFiles() as files:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            if isinstance(item, Shared):
-                path, begin, length = item.piece
-                copy_range(files.descriptor(path), begin, fd, offset, length, progress=progress)
-                offset += length
-                continue
-            write_all(fd, item.buffer[: item.filled], offset)
-            offset += item.filled
-            if progress is not None:
-                progress(item.filled)
-            item.clear()
-            free.put(item)
-            pacer.wrote(offset)
-    pacer.finish(offset)
-
-
-def _hash(hasher: Hasher, filled: Items, ready: Items) -> None:
-    """Hash the bytes that pass; an error, from here or from the reader, goes to the writer, which raises it."""
-    with OpenFiles() as files:
-        while isinstance(item := filled.get(), Slab | Shared):
-            try:
-                if isinstance(item, Shared):
-                    _hash_shared(hasher, item, files)
-                else:
-                    for part, begin, end, done in item.runs:
-                        hasher.take(part, item.buffer[begin:end], done)
-            except BaseException as error:
-                ready.put(error)
-                return
-            ready.put(item)
-    ready.put(item)
-
-
-def _hash_shared(hasher: Hasher, item: Shared, files: OpenFiles) -> None:
-    done = item.done
-    for block in files.blocks((item.piece,), page_buffer(1 << 20)):
-        hasher.take(item.part, block, done)
-        done += len(block)

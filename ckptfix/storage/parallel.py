@@ -16,6 +16,10 @@ _MOST_THREADS = 8
 _END = object()
 
 
+class Stopped(Exception):
+    """Signal that another thread failed or the user interrupted, so that going on is useless."""
+
+
 class Control:
     """Connection of the threads of one run: it counts bytes, and stops long tasks early."""
 
@@ -35,6 +39,12 @@ class Control:
         if self._progress is not None:
             with self._lock:
                 self._progress(count)
+
+    def go_on(self, count: int = 0) -> None:
+        """Count bytes as ``advance`` does. Raises Stopped when nobody wants the rest."""
+        if self.is_stopping:
+            raise Stopped
+        self.advance(count)
 
 
 def run_all(

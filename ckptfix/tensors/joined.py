@@ -28,6 +28,11 @@ class Stretch(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def run(self) -> Contiguous | None:
+        """The pieces of files that it is, None where there is more to do than to read them."""
+        return cut(self.layout, self.begin, self.end) if isinstance(self.layout, Contiguous) else None
+
 
 class Zeros(NamedTuple):
     """So many bytes of zero: the padding behind the last parameter, or moments that a parameter never had."""
@@ -61,8 +66,8 @@ def joined(parts: Iterable[Stretch | Zeros]) -> Contiguous | Joined:
             run.clear()
 
     for part in parts:
-        if isinstance(part, Stretch) and isinstance(part.layout, Contiguous):
-            run += cut(part.layout, part.begin, part.end).pieces
+        if isinstance(part, Stretch) and (pieces := part.run) is not None:
+            run += pieces.pieces
         elif (part.length if isinstance(part, Zeros) else part.end - part.begin) > 0:
             end_run()
             found.append(part)
@@ -92,8 +97,8 @@ def _zeros(length: int, buffer: memoryview) -> Iterator[memoryview]:
 
 
 def _within(part: Stretch, files: OpenFiles, buffer: memoryview) -> Iterator[memoryview]:
-    if isinstance(part.layout, Contiguous):
-        yield from files.blocks(cut(part.layout, part.begin, part.end).pieces, buffer)
+    if (run := part.run) is not None:
+        yield from files.blocks(run.pieces, buffer)
         return
     done = 0
     for block in part.layout.blocks(files, buffer):

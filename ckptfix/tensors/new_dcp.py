@@ -144,7 +144,8 @@ def _item(tensor: NewTensor) -> tuple[Part, ...]:
     head, tail = _archive(kind)
     if not tensor.nbytes:
         return (Literal(head),)
-    return Literal(head), Data(tensor.fqn, tensor.nbytes), Computed(tail, partial(_tail, kind, tensor.fqn))
+    made = Computed(tail, partial(_tail, kind, tensor.fqn), of=tensor.fqn)
+    return Literal(head), Data(tensor.fqn, tensor.nbytes), made
 
 
 @lru_cache(maxsize=1024)

@@ -39,10 +39,14 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """``length`` bytes that need the CRC-32 of the tensors written before them in this file: ``make(crcs)``."""
+    """``length`` bytes that need the CRC-32 of tensors written before them in this file: ``make(crcs)``.
+
+    ``of``: the one tensor whose CRC-32 they need, which is just before them; None where they may need any.
+    """
 
     length: int
     make: Callable[[Mapping[str, int]], bytes] = field(repr=False)
+    of: str | None = None
 
 
 Part = Literal | Data | Computed

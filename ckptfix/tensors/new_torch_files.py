@@ -98,7 +98,8 @@ def zip_parts(records: Iterable[NewRecord]) -> Iterator[Part]:
             if isinstance(content, Literal):
                 yield Literal(_descriptor(record, {}))
             else:
-                yield Computed(_descriptor_size(record), partial(_descriptor, record))
+                of = content.fqn if isinstance(content, Data) else None
+                yield Computed(_descriptor_size(record), partial(_descriptor, record), of)
         offset += len(header) + content.length + (_descriptor_size(record) if content.length else 0)
     size = sum(ENTRY.size + len(record.name) + len(record.zip64) for record in placed)
     end = end_records(offset, size, len(placed), _MADE_BY)

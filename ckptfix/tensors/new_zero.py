@@ -88,6 +88,7 @@ _OF_THE_SAVE = frozenset(
     ]
 )
 _SCALERS = ("loss_scaler", "dynamic_loss_scale")
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 Shape = tuple[int, ...]
 
 
@@ -110,8 +111,9 @@ def zero_files(
     that is not known. Raises OperationError for what the strategy cannot hold, by name; UnsupportedFormat as
     ``torch_file`` does.
     """
-    plan = _Plan(strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers)
-    files = tuple(plan.files())
+    with OpenFiles() as opened:
+        plan = _Plan(strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers, opened)
+        files = tuple(plan.files())
     return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes))
 
 
@@ -159,7 +161,9 @@ class _Plan:
         dtype: str | None,
         frozen: frozenset[str],
         buffers: Collection[str] | None,
+        opened: OpenFiles,
     ) -> None:
+        self._opened = opened
         self.sources: dict[str, StoredTensor] = {}
         self.dtypes: dict[str, str] = {}
         self.notes: list[str] = []
@@ -264,10 +268,10 @@ class _Plan:
         named = [(name, states[key]) for name, states in held.items() if key in states]
         (first, value), *others = named
         for name, other in others:
-            if _scalar(other) != _scalar(value):
+            if self._scalar(other) != self._scalar(value):
                 raise OperationError(
-                    f"{self._state.label}: param group {number}: {key} is {_scalar(value)} for {first} and "
-                    f"{_scalar(other)} for {name}, and ZeRO keeps one {key} for a group; next: --to ddp, fsdp or "
+                    f"{self._state.label}: param group {number}: {key} is {self._scalar(value)} for {first} and "
+                    f"{self._scalar(other)} for {name}, and ZeRO keeps one {key} for a group; next: --to ddp, fsdp or "
                     "fsdp-full"
                 )
         return value
@@ -392,7 +396,7 @@ class _Plan:
         }
 
     def _steps(self) -> int:
-        steps = (_scalar(group.shared[STEP]) for group in self._groups if STEP in group.shared)
+        steps = (self._scalar(group.shared[STEP]) for group in self._groups if STEP in group.shared)
         return max((int(step) for step in steps if isinstance(step, int | float)), default=0)
 
     def _config(self) -> dict[str, Any]:
@@ -556,7 +560,7 @@ class _Plan:
         first, *others = ({**group.options, **group.shared} for group in self._groups)
         for one in others:
             for key in {**first, **one}:
-                if _scalar(first.get(key)) != _scalar(one.get(key)):
+                if self._scalar(first.get(key)) != self._scalar(one.get(key)):
                     return (
                         f"{key} differs between param groups, and ZeRO-3 would take that of group 0 for all"
                     )
@@ -573,6 +577,14 @@ class _Plan:
             layout = joined([Zeros(prod(shape) * _WIDTH)])
         key = f"{name}/{state}"
         return self._tensor(key, StoredTensor(key, _MASTER, shape, layout), _MASTER)
+
+    def _scalar(self, value: Any) -> Any:
+        """Return the number in a tensor of no dimension; any other value as it is."""
+        if not isinstance(value, StoredTensor) or value.shape != ():
+            return value
+        data = b"".join(bytes(block) for block in value.blocks(self._opened, memoryview(bytearray(1 << 16))))
+        form = _SCALARS.get(value.dtype)
+        return unpack(form, data)[0] if form else (value.dtype, data)
 
     # Tensors in the pickles
 
@@ -670,16 +682,3 @@ def _shapes(shapes: Mapping[str, Shape]) -> Call:
 def _stage(strategy: Strategy) -> Call:
     stage = {Strategy.ZERO1: 1, Strategy.ZERO2: 2, Strategy.ZERO3: 3}[strategy]
     return Call(function=Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,))
-
-
-_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
-
-
-def _scalar(value: Any) -> Any:
-    """Return the number in a tensor of no dimension; any other value as it is."""
-    if not isinstance(value, StoredTensor) or value.shape != ():
-        return value
-    with OpenFiles() as files:
-        data = b"".join(bytes(block) for block in value.blocks(files, memoryview(bytearray(1 << 16))))
-    form = _SCALARS.get(value.dtype)
-    return unpack(form, data)[0] if form else (value.dtype, data)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.storage.parallel import Control, Share, run_all
+from ckptfix.storage.parallel import Control, Share, Stopped, run_all
 
 
 def doing(task: Callable[[Control, int], None]) -> Callable[[Control], object]:
@@ -97,3 +97,13 @@ def test_a_share_is_counted_from_0_as_ranks_are() -> None:
 def test_anything_else_is_no_share(text: str) -> None:
     with pytest.raises(UsageError, match="--shard"):
         Share.parse(text)
+
+
+def test_who_goes_on_counts_bytes_until_another_thread_fails() -> None:
+    told: list[int] = []
+    control = Control(told.append)
+    control.go_on(5)
+    control.error = ZeroDivisionError()
+    with pytest.raises(Stopped):
+        control.go_on(7)
+    assert told == [5]

@@ -1,0 +1,181 @@
+"""Checksums and digests that are taken of the source's bytes on their way into new files, so that none is read twice.
+
+They are known by where the bytes are: what a writer calls them plays no part.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfix.errors import OperationError
+from ckptfix.storage.paths import command
+from ckptfix.storage.reading import Piece
+from ckptfix.tensors.joined import Joined, Zeros
+from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, digest_head
+
+
+class Mark(NamedTuple):
+    """The bytes of a source in which a wanted tensor lies."""
+
+    begin: int
+    end: int
+    tensor: StoredTensor
+
+
+class Digests:
+    """Digests of tensors of the source, taken of their bytes on the way into new files.
+
+    A tensor is known by its dtype, its shape and where its bytes are, as its own reader gives them: what a writer
+    calls it plays no part. ``wanted``: without names. A tensor that no file takes in one stretch is not found.
+    """
+
+    def __init__(self, wanted: Iterable[StoredTensor]) -> None:
+        self._found = dict.fromkeys(wanted, "")
+        self._by_layout: dict[Layout, list[StoredTensor]] = {}
+        self._by_piece: dict[Piece, list[StoredTensor]] = {}
+        for one in self._found:
+            if not one.nbytes:
+                self.add(one, hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest())
+            elif isinstance(one.layout, Contiguous):
+                self._by_piece.setdefault(one.layout.pieces[0], []).append(one)
+            else:
+                self._by_layout.setdefault(one.layout, []).append(one)
+
+    def add(self, tensor: StoredTensor, digest: str) -> None:
+        """Note the digest of a wanted tensor; any thread may."""
+        self._found[tensor] = digest
+
+    def of(self, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """Return name -> digest of those tensors that were found."""
+        found = {name: self._found.get(one._replace(fqn=""), "") for name, one in tensors.items()}
+        return {name: digest for name, digest in found.items() if digest}
+
+    def marks(self, source: StoredTensor) -> list[Mark]:
+        """Return the wanted tensors, not found so far, that lie complete in another one, by their first bytes."""
+        if not self._found or not source.nbytes:
+            return []
+        if not isinstance(source.layout, Contiguous | Joined):
+            return [] if self._found.get(source) != "" else [Mark(0, source.nbytes, source)]
+        return sorted(self._inside(source.layout), key=lambda mark: mark.begin)
+
+    def _inside(self, layout: Contiguous | Joined, start: int = 0) -> Iterator[Mark]:
+        if isinstance(layout, Contiguous):
+            pieces = layout.pieces
+            begins = accumulate((piece.length for piece in pieces), initial=start)
+            for number, (piece, begin) in enumerate(zip(pieces, begins, strict=False)):
+                for one in self._by_piece.get(piece, ()):
+                    assert isinstance(one.layout, Contiguous)
+                    mine = one.layout.pieces
+                    if not self._found[one] and pieces[number : number + len(mine)] == mine:
+                        yield Mark(begin, begin + one.nbytes, one)
+            return
+        for part in layout.parts:
+            if isinstance(part, Zeros):
+                start += part.length
+                continue
+            inner, begin, end = part
+            if isinstance(inner, Contiguous | Joined) and begin == 0:
+                yield from (mark for mark in self._inside(inner, start) if mark.end <= start + end)
+            for one in self._by_layout.get(inner, ()):
+                if not self._found[one] and (begin, end) == (0, one.nbytes):
+                    yield Mark(start, start + end, one)
+            start += end - begin
+
+
+class Checksums:
+    """The CRC-32 of the records of the source's archives, compared with the bytes that pass.
+
+    ``with_parts``: also note the CRC-32 of parts of records, of which ``left`` gives what is to be read yet.
+    """
+
+    def __init__(self, records: Mapping[Piece, int], *, with_parts: bool = False) -> None:
+        self._left = dict(records)
+        self._records = records
+        self._parts: dict[Piece, dict[int, Part]] = {}
+        self._in_file: dict[Path, list[Piece]] = {}
+        for record in sorted(records, key=lambda one: one.offset) if with_parts else ():
+            self._in_file.setdefault(record.path, []).append(record)
+
+    def record(self, piece: Piece) -> Piece | None:
+        """Return the record that a piece is, or is a part of, None where its CRC-32 is of no use."""
+        if piece in self._records:
+            return piece
+        others = self._in_file.get(piece.path, [])
+        number = bisect_right(others, piece.offset, key=lambda one: one.offset) - 1
+        if number >= 0 and piece.offset + piece.length <= others[number].offset + others[number].length:
+            return others[number]
+        return None
+
+    def passed(self, piece: Piece, crc: int, fqn: str = "") -> None:
+        """Note the CRC-32 of a piece. Raises OperationError for a record that has another one; any thread may."""
+        record = self.record(piece)
+        if record == piece:
+            if crc != self._records[piece]:
+                raise damaged(piece, crc, self._records[piece], fqn)
+            self._left.pop(piece, None)
+        elif record is not None:
+            parts = self._parts.setdefault(record, {})
+            known = parts.get(piece.offset)
+            if known is None or known.length < piece.length:
+                parts[piece.offset] = Part(piece.length, crc)
+
+    def left(self) -> Iterator[tuple[Piece, int, Mapping[int, "Part"]]]:
+        """Yield the records that did not pass complete, their CRC-32, and offset -> the part that passed."""
+        for record, crc in self._left.items():
+            yield record, crc, self._parts.get(record, {})
+
+
+class Part(NamedTuple):
+    """Bytes of a record, of this CRC-32."""
+
+    length: int
+    crc: int
+
+
+def damaged(piece: Piece, found: int, written: int, fqn: str = "") -> OperationError:
+    """Return the error about a piece of a file that does not match its recorded CRC-32."""
+    what = repr(fqn) if fqn else f"the record at byte {piece.offset}"
+    return OperationError(
+        f"{piece.path}: {what} has the CRC-32 {found:08x}, {written:08x} was written: the file is damaged; next, to "
+        f"recover what is intact: {command('salvage', piece.path)} NEW_FOLDER"
+    )
+
+
+_POLYNOMIAL = 0xEDB88320
+"""Of CRC-32, its bits in reverse, as zlib has it."""
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """Return the CRC-32 of two runs of bytes, one behind the other, by theirs. ``length``: of the second."""
+    return _product(_shift(length), first) ^ second
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """Return x to the power of the bits in ``length`` bytes, modulo the polynomial."""
+    power, bit = 1 << 31, 3
+    while length:
+        if length & 1:
+            power = _product(_square(bit), power)
+        length, bit = length >> 1, bit + 1
+    return power
+
+
+@cache
+def _square(bit: int) -> int:
+    """Return x to the power of 2**bit, modulo the polynomial."""
+    return _product(_square(bit - 1), _square(bit - 1)) if bit else 1 << 30
+
+
+def _product(one: int, other: int) -> int:
+    """Return the product of two polynomials of CRC-32, as ``multmodp`` of zlib's ``crc32.c`` does."""
+    product = 0
+    for place in range(31, -1, -1):
+        if one >> place & 1:
+            product ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
