@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -26,14 +26,16 @@ from ckptfix.reports import Serialized, items
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, command
-from ckptfix.storage.reading import unheld_below
+from ckptfix.storage.reading import sparing, unheld_below
 from ckptfix.storage.staged import SAVING, holds_previous, is_needed, owner_of
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.opening import model_folders
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 
-_GENERIC = ("values of tensors", "checksums of ")
+_GENERIC = ("values of tensors", "checksums of ", "local headers of ")
 """Beginnings of the sentences about checks that no folder gets; reported once per run."""
+
+_SPARED = "local headers of records in torch zip files of a store; ckptfix check --data reads them"
 
 _OF_FOLDER = ("other files next to it", "digests in ")
 """Beginnings of the sentences about other files of a folder, which do not matter for a model in a sub-folder."""
@@ -165,7 +167,7 @@ def check(
         return CheckReport(
             path=target.path, folder=nothing, sharded=(), deepspeed=(), findings=(found,), not_checked=()
         )
-    with paused_gc():
+    with paused_gc(), nullcontext(None) if data else sparing() as spared:
         folder = scan_folder(target.root, target.only)
         pending = interrupted(target) + interrupted_inside(target)
         if not pending:
@@ -186,7 +188,11 @@ def check(
         sharded=diagnosis.sharded,
         deepspeed=diagnosis.deepspeed,
         findings=pending + lacking + diagnosis.findings + _staging_inside(target),
-        not_checked=(*with_below(diagnosis.not_checked, target.path, below), *markers),
+        not_checked=(
+            *with_below(diagnosis.not_checked, target.path, below),
+            *((_SPARED,) if spared is not None and spared.headers else ()),
+            *markers,
+        ),
         unfinished=(*diagnosis.unfinished, *unheld),
         below=below,
     )

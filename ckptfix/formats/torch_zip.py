@@ -277,6 +277,9 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
         )
     located: list[ZipRecord] = list(entries)
     window, window_start = b"", 0
+    is_spared = False
+    if far := reader.fd < 0 and _far_apart(entries, order, limit):
+        is_spared = reader.spares(far)
     following_starts = [*(starts[index] for index in order[1:]), limit]
     unpack, head = LOCAL.unpack_from, LOCAL.size
     for index, following in zip(order, following_starts, strict=False):
@@ -287,6 +290,11 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
             raise FormatError(
                 f"the zip record {name!r} at byte {offset} overlaps what begins at byte {following}"
             )
+        if is_spared and method == STORED and following - offset > _NEAR:
+            data = _by_the_directory(offset + need, packed, following)
+            if data is not None:
+                located[index] = _as_record((name, method, crc, offset, data, packed, size, entry))
+                continue
         if not window_start <= offset <= offset + need <= window_start + len(window):
             # Small tensors lie close together: one read for many headers. Large ones: nothing but the header.
             length = need if following - offset > _NEAR else min(_WINDOW, limit - offset)
@@ -308,6 +316,33 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
             )
         located[index] = _as_record((name, method, crc, offset, data, packed, size, entry))
     return tuple(located)
+
+
+def _far_apart(entries: list[ZipRecord], order: list[int], limit: int) -> list[tuple[int, int]]:
+    """Return where the local headers are that lie far from the next one, with their lengths."""
+    starts = [entries[index].header_offset for index in order]
+    return [
+        (start, LOCAL.size + len(entries[index].name.encode()))
+        for index, start, following in zip(order, starts, [*starts[1:], limit], strict=True)
+        if following - start > _NEAR and start + _NEAR < limit
+    ]
+
+
+_DESCRIPTORS = (0, 16, 24)
+"""Bytes of a data descriptor: none, one, one with sizes of 64 bits."""
+
+
+def _by_the_directory(least: int, packed: int, following: int) -> int | None:
+    """Return where the data of a record begins, without its local header, None where only that knows.
+
+    torch begins the data at a multiple of 64, and the next record follows it, or its descriptor: at most one of the
+    three sizes of a descriptor fits. ``least``: where the local header ends without its extra field.
+    """
+    for descriptor in _DESCRIPTORS:
+        data = following - descriptor - packed
+        if data % ALIGNMENT == 0 and least <= data < least + 2 * ALIGNMENT:
+            return data
+    return None
 
 
 MAX_PICKLE = 1 << 28

@@ -493,6 +493,22 @@ class ObjectReader(FileReader):
             if length
         )
 
+    def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether ranges should not be read one by one; otherwise all of them are read at once here."""
+        assert self.image is not None
+        _look_ahead(self.image, self.top, self.key)
+        missing = [
+            (offset, length)
+            for offset, length in ranges
+            if (self.top, self.key, (self.start + offset) // _BLOCK) not in _cache
+            or (self.top, self.key, (self.start + offset + length - 1) // _BLOCK) not in _cache
+        ]
+        if missing and (count := reading.spared()) is not None:
+            count.headers += len(missing)
+            return True
+        self.expect(missing[: _KEPT // _BLOCK // 4])
+        return False
+
     @contextmanager
     def reopened(self) -> Iterator[FileReader]:
         """Yield this reader: threads do not disturb each other."""

@@ -4,8 +4,9 @@ import mmap
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -87,9 +88,43 @@ class FileReader:
         except OSError:  # not in memory, or a file system that does not report it
             return False
 
+    def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether ranges should not be read one by one: never, as they cost microseconds.
+
+        Of an object in a store each costs a request: it returns True while ``sparing`` is on, and else reads them all
+        at once.
+        """
+        return False
+
     def _ensure_inside(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise FormatError(f"bytes {offset} to {offset + length} are needed, the file has {self.size}")
+
+
+class Sparing:
+    """Count of what was not read in a block that spares requests."""
+
+    def __init__(self) -> None:
+        self.headers = 0
+
+
+_sparing: ContextVar[Sparing | None] = ContextVar("sparing", default=None)
+
+
+@contextmanager
+def sparing() -> Iterator[Sparing]:
+    """Leave out what costs a request for each tensor of an object in a store, in this block; it is counted."""
+    count = Sparing()
+    token = _sparing.set(count)
+    try:
+        yield count
+    finally:
+        _sparing.reset(token)
+
+
+def spared() -> Sparing | None:
+    """Return the count while requests are spared, None elsewhere."""
+    return _sparing.get()
 
 
 class Unheld(NamedTuple):

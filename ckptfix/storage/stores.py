@@ -126,8 +126,9 @@ PATIENCE = Patience()
 class Traffic:
     """Requests that were sent, with those sent again, and bytes of objects that went up and down."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: "Traffic | None" = None) -> None:
         self._lock = threading.Lock()
+        self._total = total
         self.requests = self.up = self.down = 0
 
     def add(self, *, up: int = 0, down: int = 0, requests: int = 1) -> None:
@@ -136,9 +137,15 @@ class Traffic:
             self.requests += requests
             self.up += up
             self.down += down
+        if self._total is not None:
+            self._total.add(up=up, down=down, requests=requests)
 
     def __str__(self) -> str:
         return f"{self.requests} requests, {human_size(self.up)} up, {human_size(self.down)} down"
+
+
+TRAFFIC = Traffic()
+"""Traffic of all stores of this process."""
 
 
 class Temporary(Exception):
@@ -197,7 +204,7 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.traffic = Traffic()
+        self.traffic = Traffic(TRAFFIC)
         self._files, self._base = self._opened()
 
     def _opened(self) -> tuple[Any, str]:
