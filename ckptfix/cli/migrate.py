@@ -14,6 +14,8 @@ from ckptfix.tensors.optimizers import Strategy
 @click.command(
     "migrate",
     cls=Verb,
+    shared=lambda params: "",
+    keeps_results=False,
     examples=[
         ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),

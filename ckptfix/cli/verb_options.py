@@ -31,6 +31,7 @@ class Verb(click.Command):
 
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
     ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
+    ``keeps_results``: it can go on from results of an earlier run, or of shares that run one by one.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class Verb(click.Command):
         forms: Sequence[Form] = (Form.TEXT, Form.JSON),
         quiet: str = _QUIET,
         shared: Callable[[Mapping[str, Any]], str] | None = None,
+        keeps_results: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
         self.shared = shared
-        if shared is not None:
+        if shared is not None and keeps_results:
             self.params += share_options()
         self.common: tuple[click.Parameter, ...] = (
             click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
@@ -68,7 +70,7 @@ class Verb(click.Command):
         if self.shared is None:
             ctx.params["report"] = report
             return super().invoke(ctx)
-        shard, partial = (ctx.params.pop(name) for name in ("shard", "partial"))
+        shard, partial = (ctx.params.pop(name, None) for name in ("shard", "partial"))
         own = dict(ctx.params)
         ctx.params["report"] = report
         work = partial_call(super().invoke, ctx)

@@ -5,11 +5,11 @@ They are known by where the bytes are: what a writer calls them plays no part.
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfix.errors import OperationError
 from ckptfix.storage.paths import command
@@ -53,6 +53,16 @@ class Digests:
         """Return name -> digest of those tensors that were found."""
         found = {name: self._found.get(one._replace(fqn=""), "") for name, one in tensors.items()}
         return {name: digest for name, digest in found.items() if digest}
+
+    def found(self) -> list[tuple[int, str]]:
+        """Return the digests so far, by the number of the tensor among those wanted."""
+        return [(number, digest) for number, digest in enumerate(self._found.values()) if digest]
+
+    def take(self, found: Iterable[Sequence[Any]]) -> None:
+        """Take what another process has found."""
+        wanted = list(self._found)
+        for number, digest in found:
+            self._found[wanted[number]] = digest
 
     def marks(self, source: StoredTensor) -> list[Mark]:
         """Return the wanted tensors, not found so far, that lie complete in another one, by their first bytes."""
@@ -122,6 +132,30 @@ class Checksums:
             known = parts.get(piece.offset)
             if known is None or known.length < piece.length:
                 parts[piece.offset] = Part(piece.length, crc)
+
+    def found(self) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Return the records of which bytes have passed, by number, with offset, length and CRC-32 of their parts.
+
+        A record that has passed complete has no parts.
+        """
+        found: list[tuple[int, list[tuple[int, int, int]]]] = []
+        for number, record in enumerate(self._records):
+            if record not in self._left:
+                found.append((number, []))
+            elif record in self._parts:
+                found.append((number, [(at, *part) for at, part in self._parts[record].items()]))
+        return found
+
+    def take(self, found: Iterable[Sequence[Any]]) -> None:
+        """Take what another process has found."""
+        records = list(self._records)
+        for number, parts in found:
+            if not parts:
+                self._left.pop(records[number], None)
+            for offset, length, crc in parts:
+                known = self._parts.setdefault(records[number], {})
+                if offset not in known or known[offset].length < length:
+                    known[offset] = Part(length, crc)
 
     def left(self) -> Iterator[tuple[Piece, int, Mapping[int, "Part"]]]:
         """Yield the records that did not pass complete, their CRC-32, and offset -> the part that passed."""

@@ -23,8 +23,8 @@ from ckptfix.conversion.migration_plan import (
     make_options,
     make_plan,
 )
-from ckptfix.conversion.producing import outdated, produce, record, source_manifest
-from ckptfix.conversion.proving import prove_copy, prove_model, prove_states
+from ckptfix.conversion.producing import outdated, produce, record, shared_staging, source_manifest
+from ckptfix.conversion.proving import prove_copies, prove_model, prove_states
 from ckptfix.conversion.sources import (
     SourceDigests,
     Watch,
@@ -40,10 +40,11 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.reports import Serialized
+from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
-from ckptfix.storage.staged import put_in_place, staging_for
+from ckptfix.storage.staged import put_in_place
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.parameter_sources import Factory
@@ -409,7 +410,7 @@ def migrate(
         on_plan(receipt)
     if dry_run:
         return receipt
-    with staging_for(output, name=output.name if plan.is_file else None) as staging:
+    with shared_staging(output, name=output.name if plan.is_file else None) as staging:
         with_sha256 = manifest is not None and bool(manifest.sha256)
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
         new = open_new(plan, staging.complete)
@@ -426,8 +427,10 @@ def migrate(
                 )
             states = produced.digests[len(plan.models) :]
             prove_states(plan, staging.complete, states, proven, progress)
-            for carried in plan.carried:
-                prove_copy(source.root / carried, staging.new / carried, progress)
+            prove_copies(source.root, staging.new, plan.carried, progress)
+        if not teams.leads():
+            watch.check(files_read(plan))
+            return receipt
         if manifest is not None:
             warnings += record(plan, manifest, new, staging.new, produced)
         watch.check(files_read(plan))

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
 from ckptfix.conversion.checksums import Checksums, Digests, Part
@@ -21,17 +21,19 @@ from ckptfix.conversion.migration_plan import (
 )
 from ckptfix.conversion.proving import state_tensors
 from ckptfix.conversion.sources import SourceDigests, check_archive, check_record, sha256_of
-from ckptfix.conversion.streaming import NewFile, Writer, copy_file, writing_threads
+from ckptfix.conversion.streaming import Convert, NewFile, Writer, copy_file, writing_threads
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import lasting_label, readable_manifest
 from ckptfix.errors import FormatError, OperationError
+from ckptfix.storage import teams
 from ckptfix.storage.atomic import DISK_FULL, create_file, sync_folder
 from ckptfix.storage.copying import Pacer, supports_reflink
 from ckptfix.storage.parallel import Control, Progress, run_all
+from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import ensure_space
+from ckptfix.storage.staged import Staging, ensure_space, staging_for
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.new_files import OutputFile
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
@@ -66,7 +68,8 @@ def produce(
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
-    ensure_space(plan.output, new if shares else plan.bytes_to_write)
+    if teams.leads():  # the others come when files may be there already
+        ensure_space(plan.output, new if shares else plan.bytes_to_write)
     tensors = _tensors_of(plan, has_digests=recorded.has_digests)
     digests = Digests(one._replace(fqn="") for named in tensors for one in named.values())
     records = {piece: crc for one in plan.planned for piece, crc in one.checksums.items()}
@@ -75,22 +78,50 @@ def produce(
     work = _Work(plan=plan, folder=folder, recorded=recorded, sha256=sha256 if with_sha256 else None)
     with Pacer() as pacer:
         try:
-            _run(_tasks(plan, work, digests, checksums, shares=shares), pacer, progress)
+            parts = list(_parts(plan, work, digests, checksums, shares=shares))
+            own = partial(_found, work, digests, checksums)
+            converts = work.converts
+            for found in _run_shared("files", parts, pacer, progress, own):
+                sha256 |= found["sha256"]
+                digests.take(found["digests"])
+                checksums.take(found["checksums"])
+                for number, name, count in found["overflowed"]:
+                    converts[number, name].overflowed += count
             if plan.options.verify:
-                _run(_left(checksums), pacer, None)
+                _run_shared("records", list(_left(checksums)), pacer, None, lambda: {})
             pacer.finish()
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise _full(plan, error) from error
             raise
-    for path in plan.empty:
-        (folder / path).mkdir(parents=True, exist_ok=True)
-    _keep_modes(plan, folder)
-    produced = Produced(tuple(map(partial(_complete, digests), plan.planned, tensors)), sha256)
+    if teams.leads():
+        for path in plan.empty:
+            (folder / path).mkdir(parents=True, exist_ok=True)
+        _keep_modes(plan, folder)
+    produced = Produced(
+        tuple(map(partial(_complete, digests), plan.planned, tensors)), dict(sorted(sha256.items()))
+    )
     recorded.compare(produced.digests[: len(plan.models)])
-    for where, _, _ in os.walk(folder):
+    for where, _, _ in os.walk(folder) if teams.leads() else ():
         sync_folder(Path(where))
     return produced
+
+
+@contextmanager
+def shared_staging(output: Path, *, name: str | None) -> Iterator[Staging]:
+    """Yield a folder to write ``output`` in, as ``staging_for`` does; in a team, that of the leader."""
+    team = teams.current()
+    if teams.leads():
+        with staging_for(output, name=name) as staging:
+            if team is not None:
+                team.told(lambda: str(staging.folder))
+            with teams.as_one():  # no other writes any more when the folder is removed
+                yield staging
+        return
+    assert team is not None
+    folder = Path(team.told(str))
+    with teams.as_one():
+        yield Staging(folder, output.absolute(), name)
 
 
 def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, StoredTensor]]:
@@ -129,9 +160,18 @@ _Task = Callable[[Writer], object]
 """A part of the work, with the means of the thread that does it."""
 
 
-def _tasks(
+class _Part(NamedTuple):
+    """The tasks of one file, which one process of a team does. ``source``: a file that is read, where it is one."""
+
+    what: str
+    source: Path | None
+    size: int
+    tasks: tuple[_Task, ...]
+
+
+def _parts(
     plan: MigrationPlan, work: "_Work", digests: Digests, checksums: Checksums, *, shares: bool
-) -> Iterator[_Task]:
+) -> Iterator[_Part]:
     """Yield all that there is to do: large files first, so that no thread is left alone with one at the end."""
     sized = [(file, planned) for planned in plan.planned for file in planned.files]
     for file, planned in sorted(sized, key=lambda one: -one[0].size):
@@ -145,20 +185,72 @@ def _tasks(
             shares=shares,
             when_done=partial(work.keep, file, planned),
         )
-        for job in new.jobs():
-            yield partial(Writer.write, job=job)
+        yield _Part(
+            str(file.path), None, file.size, tuple(partial(Writer.write, job=job) for job in new.jobs())
+        )
+    root = plan.source.root
     for path in plan.carried:
-        yield partial(work.carry, path)
+        yield _Part(f"copy {path}", root / path, 2 * _size(root / path), (partial(work.carry, path),))
     for path in dict.fromkeys(file for one in plan.states for file in one.old_files):
-        yield partial(work.compare, path)
+        yield _Part(f"compare {path}", root / path, _size(root / path), (partial(work.compare, path),))
     for file in plan.rewritten:
-        yield partial(work.rewrite, file)
+        yield _Part(str(file.path), root / file.path, file.size, (partial(work.rewrite, file),))
 
 
-def _left(checksums: Checksums) -> Iterator[_Task]:
+def _size(path: Path) -> int:
+    return os.stat(path).st_size if path.exists() else 0
+
+
+def _left(checksums: Checksums) -> Iterator[_Part]:
     """Yield the reading of the records of which not every byte went into a new file as it is."""
     for piece, crc, parts in checksums.left():
-        yield partial(_check_record, piece, crc, parts)
+        task = partial(_check_record, piece, crc, parts)
+        yield _Part(f"record at byte {piece.offset}", piece.path, piece.length, (task,))
+
+
+def _run_shared(
+    what: str,
+    parts: Sequence[_Part],
+    pacer: Pacer,
+    progress: Progress | None,
+    found: Callable[[], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Run the tasks of all parts; in a team, those of some of them.
+
+    Returns what each process of a team has ``found``, as JSON values; nothing for one alone.
+    """
+    team = teams.current()
+    if team is None:
+        _run((task for part in parts for task in part.tasks), pacer, progress)
+        return []
+
+    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        with teams.alone():
+            _run((task for number in numbers for task in parts[number].tasks), pacer, progress)
+        result = found()
+        for number in numbers:  # what was found is not of one part: it goes with the first of them
+            done(number, result)
+            result = {}
+
+    units = Units()
+    every = [units.of((part.what, part.source), part.size) for part in parts]
+    results = team.share(what, every, share, lambda number: {}, progress)
+    return [result for result in results if result]
+
+
+def _found(work: "_Work", digests: Digests, checksums: Checksums) -> dict[str, Any]:
+    """Return what this process has found out on the way, as JSON values; the counts begin again."""
+    overflowed = []
+    for (number, name), convert in work.converts.items():
+        if convert.overflowed:
+            overflowed.append((number, name, convert.overflowed))
+            convert.overflowed = 0
+    return {
+        "sha256": work.sha256 or {},
+        "digests": digests.found(),
+        "checksums": checksums.found(),
+        "overflowed": overflowed,
+    }
 
 
 def _check_record(piece: Piece, crc: int, parts: Mapping[int, Part], writer: Writer) -> None:
@@ -182,6 +274,16 @@ class _Work:
     folder: Path
     recorded: SourceDigests
     sha256: dict[str, str] | None
+
+    @property
+    def converts(self) -> dict[tuple[int, str], Convert]:
+        """The conversions, by the number of what is planned and the name of the tensor."""
+        return {
+            (number, name): source.convert
+            for number, one in enumerate(self.plan.planned)
+            for name, source in one.data.items()
+            if source.convert is not None
+        }
 
     def keep(self, file: OutputFile, planned: Planned, new: NewFile) -> None:
         """Give a complete file its permissions, and note its sha256."""

@@ -1,12 +1,14 @@
 """Proof that new files hold the bytes that were read from the source, by reading every byte of them back."""
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckptfix.conversion.migration_plan import MigrationPlan
 from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
+from ckptfix.storage import teams
 from ckptfix.storage.comparing import Run, first_difference
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import OpenFiles, open_reader
@@ -148,6 +150,16 @@ def _compare_groups(where: str, wanted: OptimizerState, there: OptimizerState) -
                     raise _differs(
                         where, f"{key!r} of param group {number} is {pair[1]!r} (expected {pair[0]!r})"
                     )
+
+
+def prove_copies(root: Path, folder: Path, paths: Sequence[PurePosixPath], progress: Progress | None) -> None:
+    """Compare copied files with their sources; a team shares them. Raises as ``prove_copy`` does."""
+
+    def work(number: int, progress: Progress | None) -> None:
+        prove_copy(root / paths[number], folder / paths[number], progress)
+
+    units = [(root / path, "", 2 * os.stat(root / path).st_size) for path in paths]
+    teams.each("copies", units, work, progress)
 
 
 def prove_copy(source: Path, copy: Path, progress: Progress | None) -> None:

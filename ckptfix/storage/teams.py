@@ -173,6 +173,17 @@ def as_one() -> Iterator[None]:
     team.agree(None)
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let what is inside this block be done by this process: it is a unit of work already."""
+    global _current
+    team, _current = _current, None
+    try:
+        yield
+    finally:
+        _current = team
+
+
 def each(
     what: str,
     files: Sequence[tuple[Path, object, int]],
@@ -188,8 +199,9 @@ def each(
     units = Units()
 
     def do(numbers: Sequence[int], done: Done, progress: Progress) -> None:
-        for number in numbers:
-            done(number, work(number, progress))
+        with alone():
+            for number in numbers:
+                done(number, work(number, progress))
 
     every = [units.of((path, part), size) for path, part, size in files]
     return _current.share(what, every, do, lambda number: [], progress)

@@ -29,7 +29,7 @@ _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun and accelerate launch set for each process."""
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
-"""Variables that srun sets for each task of a step. A batch script, which is one process, has no number of tasks of a step."""
+"""Variables that srun sets for each task of a step. A batch script, which is one process, lacks the second one."""
 
 SWITCH = "CKPTFIX_TEAM"
 """Variable of the environment: 1 where the launcher starts a script that starts ckptfix, 0 for a process alone."""

@@ -1,6 +1,7 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
-HOW: ``kill`` (SIGKILL), ``error`` (an error of the disk), ``none``. STORE: a folder that is the store of the team, so
+HOW: ``kill`` (SIGKILL), ``error`` (of the disk), ``error-in-files``, ``none``.
+STORE: a folder that is the store of the team, so
 that its processes start without torch; ``torch`` for torch's.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfix.cli import main
+from ckptfix.conversion.streaming import NewFile
 from ckptfix.storage.partial_results import PartialResults
 from ckptfix.training import rendezvous
 
@@ -66,7 +68,17 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
     add(self, *given, **options)
 
 
-if how != "none":
+if how == "error-in-files":
+    begin = NewFile.begin
+
+    def begin_or_fail(self: NewFile, *given: Any) -> int:
+        """Begin a file, or fail."""
+        if os.environ["RANK"] == rank:
+            raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+        return begin(self, *given)
+
+    NewFile.begin = begin_or_fail  # type: ignore[assignment,method-assign]
+elif how != "none":
     PartialResults.add = add_and_end  # type: ignore[method-assign]
 if store != "torch":
     rendezvous.join = lambda place, timeout: FolderStore(Path(store))

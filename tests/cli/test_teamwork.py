@@ -154,6 +154,59 @@ def test_two_processes_compare_as_one_does_and_go_on_after_what_all_refuse(pair:
         assert (two[1].stdout, two[1].stderr, two[1].returncode) == ("", "", one.returncode)
 
 
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return mode and bytes of every file in a folder."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--to", "safetensors", "--dtype", "fp16", "--max-shard-size", "40KB"),
+        ("--to", "dcp", "--dtype", "fp16"),
+        ("--to", "bin", "--max-shard-size", "40KB", "--json"),
+    ],
+    ids=lambda options: options[1],
+)
+def test_two_processes_migrate_as_one_does(tmp_path: Path, options: tuple[str, ...]) -> None:
+    source = checkpoint(tmp_path / "source")
+    path = source / "model-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4:] = numpy.float32(1e9).tobytes()  # infinite in fp16
+    path.write_bytes(data)
+    (source / "config.json").write_text("{}")
+    assert run("seal", source).returncode == 0
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = run("migrate", source, tmp_path / "a" / "new", *options)
+    two = ranks("migrate", source, tmp_path / "b" / "new", *options)
+    assert [process.returncode for process in two] == [0, 0], two[0].stderr
+    assert two[0].stdout == one.stdout.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "became infinite" in one.stdout or "--json" in options
+    names = {
+        name
+        for name in contents(tmp_path / "a")
+        if "/.ckptfix/migrated" not in name and ".metadata" not in name
+    }
+    mine, theirs = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert mine.keys() == theirs.keys()
+    assert {name for name in mine if mine[name] != theirs[name]}.isdisjoint(names)
+    assert run("verify", tmp_path / "b" / "new").returncode == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: int) -> None:
+    source = checkpoint(tmp_path / "source")
+    ended = ranks("migrate", source, tmp_path / "new", "--to", "dcp", strike=(rank, 1, "error-in-files"))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "Input/output error" in ended[0].stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def strikes() -> Sequence[tuple[int, int]]:
     """Return ranks, and after how many of their nine units or so each is struck."""
     if is_exhaustive():
