@@ -222,7 +222,7 @@ def _to_bytes(name: str, root: str, kind: str, predicate: Mapping[str, Any]) -> 
         "predicateType": kind,
         "predicate": predicate,
     }
-    return (json.dumps(document, indent=1) + "\n").encode()
+    return (json.dumps(document, separators=(",", ":")) + "\n").encode()  # 100,000 tensors take 19 MB
 
 
 def _root(digests: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from tests.benchmarks.migrating import migrate, migrate_mix
 from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
+from tests.benchmarks.signing import sign
 from tests.benchmarks.transferring import transfer
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--part",
-        choices=("check", "digests", "migrate", "mix", "states", "rename", "prove", "transfer"),
+        choices=("check", "digests", "migrate", "mix", "states", "rename", "prove", "sign", "transfer"),
         help="one part only",
     )
     options = parser.parse_args()
@@ -50,6 +51,8 @@ def main() -> None:
             migrate_states(folder, (1 if options.quick else 4) << 28, 2 if options.quick else 3)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
+        if options.part in (None, "sign"):
+            sign(folder, 1 << 30, 3)
     if options.part is None:
         transfer()
 

@@ -222,6 +222,10 @@ def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     assert wrong(compared(folder, statement))["b"][0] == "changed"
     torch.save({"c": torch.ones(3)}, folder / "pytorch_model.bin")
     assert wrong(compared(folder, statement))["a"][0] == "missing"
+    torch.save({"a": weight, "also a": weight, "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert compared(folder, statement).status == 0, "another name of bytes that are compared"
+    torch.save({"a": weight, "also a": weight.clone(), "c": torch.ones(3)}, folder / "pytorch_model.bin")
+    assert wrong(compared(folder, statement))["also a"][0] == "extra"
 
 
 def test_a_model_that_cannot_be_read_is_never_called_right(folder: Path) -> None:

@@ -112,6 +112,26 @@ def test_the_reference_verifies_what_is_signed_here(folder: Path, keys: Keys, tm
     assert wrong(report)["sub-b"][0] == "changed"
 
 
+def test_the_statement_is_the_one_of_the_reference(folder: Path, keys: Keys, tmp_path: Path) -> None:
+    """Resource by resource, in its order, with its subject: whatever refers to a model by its subject finds both."""
+    seal(folder, sign=KeySigning(keys.private))
+    theirs = tmp_path / "reference.sig"
+    hashing = model_signing.hashing.Config().set_ignored_paths(paths=[".ckptfix", *SIGNED])
+    signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.private)
+    signing.set_hashing_config(hashing).sign(folder, theirs)
+    ours, other = (
+        json.loads(base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"]))
+        for path in (folder / FILES, theirs)
+    )
+    assert ours["predicate"]["resources"] == other["predicate"]["resources"]
+    assert len(ours["predicate"]["resources"]) >= 3
+    for key in ("_type", "subject", "predicateType"):
+        assert ours[key] == other[key]
+    how, their_how = ours["predicate"]["serialization"], other["predicate"]["serialization"]
+    assert set(their_how.pop("ignore_paths")) < set(how.pop("ignore_paths"))
+    assert how == their_how
+
+
 def test_the_reference_refuses_an_added_file_as_we_do(folder: Path, keys: Keys) -> None:
     seal(folder, sign=KeySigning(keys.private))
     (folder / "sub" / "added.py").write_text("")
