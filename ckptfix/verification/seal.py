@@ -285,7 +285,11 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
         )
     files = {**statements, MANIFEST: data}
     with ExitStack() as waiting:
-        new = {name: waiting.enter_context(temporary_file(root / name, one)) for name, one in files.items()}
+        # In the journal's folder: next to the files of the checkpoint, one that a kill left would be sealed as theirs.
+        new = {
+            name: waiting.enter_context(temporary_file(root / JOURNAL / PurePosixPath(name).name, one))
+            for name, one in files.items()
+        }
         if not transactions(root):
             for name, one in new.items():
                 os.replace(one, root / name)

@@ -14,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ckptfix import Keys, Policy, UsageError, VerifyReport, migrate, repair, seal, undo, verify
+from ckptfix import Keys, Policy, UsageError, VerifyReport, check, migrate, repair, seal, undo, verify
 from ckptfix.diagnosis.findings.base import Severity
+from ckptfix.storage.journal import recover
+from ckptfix.storage.lock import folder_lock
+from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import hash_all
 from ckptfix.tensors.opening import open_checkpoint
@@ -23,6 +26,7 @@ from ckptfix.tensors.stored import Contiguous, Strided, Tiled
 from ckptfix.verification.statements import UNSIGNED, FileStatement, TensorStatement, parse_statement
 from ckptfix.verification.verify_report import Change, Kind, Outcome
 from tests.sampling import sampled
+from tests.storage.crash import Fault, points, strike
 from tests.verification.sealed import KINDS, flip, place, state, wrong
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0"
@@ -368,6 +372,55 @@ def test_links_are_followed_and_said(tmp_path: Path) -> None:
     assert seal(folder, oms=True).status == 0
     assert json.loads((folder / FILES).read_text())["predicate"]["serialization"]["allow_symlinks"] is True
     assert compared(folder, folder / FILES).status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_repaired", [False, True])
+def test_killed_anywhere_statements_and_manifest_agree_after_the_next_seal(
+    tmp_path: Path, is_repaired: bool
+) -> None:
+    source = tmp_path / "c"
+    of_fixture("lone-nested-safetensors")(source)
+    if is_repaired:
+        repaired(source)
+    else:
+        assert seal(source, force=True).status == 0
+    old = manifest_bytes(source)
+
+    def sealing(folder: Path) -> Callable[[], None]:
+        return lambda: (seal(folder, force=True, oms=True), None)[1]
+
+    def fresh(name: str) -> Path:
+        return Path(shutil.copytree(source, tmp_path / name / "c"))
+
+    total = len(points(sealing(fresh("whole"))))
+    new = manifest_bytes(tmp_path / "whole" / "c")
+    assert total > 9
+    seen = set()
+    for at in sampled(range(total)):
+        for fault in (Fault.KILL_BEFORE, Fault.TORN):
+            folder = fresh(f"{at}-{fault.name}")
+            strike(sealing(folder), at, fault)
+            if any(finding.code == "interrupted-repair" for finding in check(folder).findings):
+                with folder_lock(folder):
+                    recover(folder)
+            now = manifest_bytes(folder)
+            seen.add(now)
+            assert now in (old, new), (at, fault)
+            if now == new:
+                assert differing(verify(folder)) == set(), "a manifest lists no statement that is not there"
+            assert seal(folder, force=True, oms=True).status == 0
+            assert differing(verify(folder, statements=[folder / FILES, folder / TENSORS])) == set()
+            assert manifest_bytes(folder) == new
+            left = [name for _, _, names in os.walk(folder) for name in names if name.startswith(".ckptfix-")]
+            assert left == [], "temporary files"
+            shutil.rmtree(folder.parent)
+    assert old in seen
+
+
+def manifest_bytes(folder: Path) -> bytes | None:
+    path = folder / MANIFEST
+    return path.read_bytes() if path.exists() else None
 
 
 @pytest.mark.slow
