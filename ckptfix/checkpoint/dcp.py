@@ -212,6 +212,8 @@ def belongs(name: str) -> bool:
 FLATTENED = "flattened optimizer"
 """Kind of a scope whose keys contain the fqn of a parameter: ``state.<fqn>.exp_avg``."""
 
+_OPTIMIZER_KEYS = (STATE_KEY, GROUPS_KEY)
+
 _EXTRA_STATE = "_extra_state"
 """Last segment of the key of a module's extra state (``Module.get_extra_state``), which can be any object."""
 
@@ -227,14 +229,14 @@ def name_scopes(metadata: DcpMetadata) -> Iterator[NameScope]:
             path for path in paths.values() if len(path) > depth and path[:depth] == (*prefix, STATE_KEY)
         )
         yield name_scope((*prefix, STATE_KEY), "optimizer state", (path[depth] for path in below))
-    for prefix, keys in _flattened(paths.values()).items():
+    for prefix, keys in flattened_optimizers(paths.values()).items():
         yield name_scope(prefix, FLATTENED, flattened_names(keys))
 
 
 def unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
     """Yield each item of a flattened optimizer whose key contains no fqn of a group: DCP's name, and the key."""
     paths = paths_of(metadata)
-    for prefix, keys in _flattened(paths.values()).items():
+    for prefix, keys in flattened_optimizers(paths.values()).items():
         known = frozenset(flattened_names(keys))
         unmatched = {key for key in keys if flattened_parts(key, known) is None}
         for fqn, path in paths.items() if unmatched else ():
@@ -243,7 +245,7 @@ def unmatched_keys(metadata: DcpMetadata) -> Iterator[tuple[str, str]]:
                 yield fqn, step
 
 
-def _flattened(paths: Iterable[Steps]) -> dict[Steps, list[str]]:
+def flattened_optimizers(paths: Iterable[Steps]) -> dict[Steps, list[str]]:
     """Return the keys of each flattened optimizer, by the keys that lead to the dict that it is in."""
     every: dict[Steps, dict[str, None]] = {}
     for path in paths:
@@ -263,7 +265,7 @@ def _state_dicts(
     belongs to the model only with the same wrappers: a script may put its own keys between those of a model.
     """
     model = model_names(metadata)
-    own = {(*prefix, key) for prefix in optimizers for key in (STATE_KEY, GROUPS_KEY)}
+    own = {(*prefix, key) for prefix in optimizers for key in _OPTIMIZER_KEYS}
     tensors: dict[Steps, list[str]] = {}
     others: dict[Steps, list[str]] = {}
     for fqns, found in (
@@ -297,16 +299,17 @@ def name_scope(prefix: Steps, kind: str, steps: Iterable[str | int], *, is_model
 
 
 def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
-    """Return the keys that lead to each optimizer's state dict, a dict with no keys but the two of an optimizer.
+    """Return the keys that lead to each optimizer's state dict: a dict with ``state`` and a list of param groups.
 
-    Scripts use the key ``state`` for other objects too: a dict of models, the state of a sampler. So without a list of
-    groups next to it, ``state`` must contain a dict per key, and the keys must be those of a model, or look like them.
+    Some optimizers have more keys in it, such as a loss scaler. Scripts use the key ``state`` for other objects too: a
+    dict of models, the state of a sampler. So without a list of groups next to it, ``state`` must be the only key and
+    contain a dict per key, and these keys must be those of a model, or look like them.
     """
     every = list(paths)
     found: dict[Steps, list[Steps]] = {}
     for path in every:
-        for depth, step in enumerate(path[:-1]):
-            if step in (STATE_KEY, GROUPS_KEY):
+        for depth, step in enumerate(path):
+            if step == GROUPS_KEY or (step == STATE_KEY and depth < len(path) - 1):
                 found[path[:depth]] = []
     for path in every if found else ():
         for depth in range(len(path)):
@@ -316,18 +319,20 @@ def optimizers_in(paths: Iterable[Steps]) -> tuple[Steps, ...]:
     accepted: dict[Steps, None] = {}
     for prefix in sorted(found, key=len):
         depth, below = len(prefix), found[prefix]
-        if (
-            {path[depth] for path in below} <= {STATE_KEY, GROUPS_KEY}
-            # In an optimizer this key is the name of a parameter.
-            and not any(prefix[:shorter] in accepted for shorter in range(depth))
-            and (_has_groups(below, depth) or known.is_state(below, depth + 1))
-        ):
+        keys = {path[depth] for path in below}
+        if any(prefix[:end] in accepted and prefix[end] in _OPTIMIZER_KEYS for end in range(depth)):
+            continue  # in an optimizer this key is the name of a parameter
+        if has_groups(below, depth):
+            is_optimizer = STATE_KEY in keys or keys == {GROUPS_KEY}
+        else:
+            is_optimizer = keys == {STATE_KEY} and known.is_state(below, depth + 1)
+        if is_optimizer:
             accepted[prefix] = None
     return tuple(prefix for prefix in found if prefix in accepted)
 
 
-def _has_groups(below: Iterable[Steps], depth: int) -> bool:
-    """Return whether a list of groups exists, or one item with all groups."""
+def has_groups(below: Iterable[Steps], depth: int) -> bool:
+    """Return whether the dict at ``depth`` has a list of param groups, or one item with all of them."""
     return any(
         path[depth] == GROUPS_KEY and (len(path) == depth + 1 or type(path[depth + 1]) is int)
         for path in below

@@ -9,18 +9,9 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
 
-from ckptfix.checkpoint.filenames import (
-    TRAINER_STATE,
-    Role,
-    dcp_model_folder,
-    model_file,
-    parse_file_name,
-    random_states_name,
-)
+from ckptfix.checkpoint.filenames import TRAINER_STATE, Role, parse_file_name
 from ckptfix.checkpoint.manifest import usable_manifest
-from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.conversion.migration_plan import (
     MigrationPlan,
     Options,
@@ -31,24 +22,19 @@ from ckptfix.conversion.migration_plan import (
     planned_model,
     source_of,
 )
+from ckptfix.conversion.other_states import into_engine, other_states, out_of_engines
 from ckptfix.conversion.streaming import Source
-from ckptfix.conversion.target_names import LeftOut, OtherFiles, is_lone, other_files, read_config
-from ckptfix.errors import FormatError, OperationError, UnsupportedFormat, UsageError
-from ckptfix.formats.pickle_tree import child
-from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.conversion.target_names import StateNames, is_lone, other_files, read_config
+from ckptfix.conversion.tied_weights import with_lost_ties, with_ties_joined
+from ckptfix.errors import OperationError, UnsupportedFormat, UsageError
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import OpenFiles, open_reader
 from ckptfix.tensors.deepspeed import deepspeed_weights
-from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.joined import Converted
 from ckptfix.tensors.new_files import NewStates
 from ckptfix.tensors.new_optimizers import dcp_optimizer, ddp_optimizer, fsdp_full_optimizer
-from ckptfix.tensors.new_torch_files import Call, Global, torch_file
 from ckptfix.tensors.new_zero import module_dtype, zero_files
-from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue, Strategy
+from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue, Strategy, moments_of
 from ckptfix.tensors.parameter_names import first_out_of_order, ordered_as
 from ckptfix.tensors.parameter_sources import (
     ModelsOfRun,
@@ -58,12 +44,10 @@ from ckptfix.tensors.parameter_sources import (
     run_of,
 )
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
-from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
-_LR_SCHEDULER, _LOSS_SCALER, _SCALER = "lr_scheduler", "loss_scaler", "scaler.pt"
-_ONE_FILE = (Strategy.DDP, Strategy.FSDP_FULL)
 _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
+_WEIGHTS_ALONE = "next: --state weights carries the models alone"
 
 
 def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Options) -> MigrationPlan:
@@ -86,7 +70,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
             f"{command('migrate', path, '', '--to', options.to.value)} {output} writes its models alone"
         )
     source = _with_masters(source, optimizers)
-    names = _Names(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
+    names = StateNames(strategy, is_trainer=(source.root / TRAINER_STATE).exists())
     before = _processes_of(source.root, optimizers)
     processes = options.processes or before
     if processes is None:
@@ -96,7 +80,14 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
     parts: tuple[Planned, ...] = (*models, *states, *planning.extras)
     new = frozenset(file.path for one in parts for file in one.files)
     replaced = {file for one in states for file in one.old_files}
-    others = _others(source.root, other_files(source, new), replaced, names, before, processes)
+    others = other_states(
+        source.root,
+        other_files(source, new),
+        replaced=replaced,
+        names=names,
+        before=before,
+        processes=processes,
+    )
     return MigrationPlan(
         source=source,
         path=path,
@@ -111,7 +102,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
         empty=others.empty,
         left_out=others.left_out,
         not_checked=tuple(planning.assumed(optimizers)),
-        warnings=(*planning.warnings, *_scheduler_words(others.carried, names, before, processes)),
+        warnings=(*planning.warnings, *others.warnings),
     )
 
 
@@ -133,47 +124,6 @@ def _with_masters(source: StoredCheckpoint, optimizers: Sequence[OptimizerState]
     )
 
 
-class _Names(NamedTuple):
-    """The names of the files that the loader of a strategy looks for."""
-
-    strategy: Strategy
-    is_trainer: bool
-
-    def model_stem(self, index: int) -> str:
-        """Return the name of a model's file without its suffix, or of its folder."""
-        if self.strategy is Strategy.FSDP:
-            return str(dcp_model_folder(index))
-        if self.strategy is Strategy.FSDP_FULL:
-            return str(dcp_model_folder(0).at(index)) if index else dcp_model_folder(0).stem
-        return str(model_file(".safetensors", index)).removesuffix(".safetensors")
-
-    def optimizer(self, index: int) -> PurePosixPath:
-        """Return the path of an optimizer's file or folder."""
-        if self.strategy is Strategy.FSDP:
-            return PurePosixPath(f"optimizer_{index}")
-        if self.is_trainer and self.strategy is Strategy.DDP:
-            return PurePosixPath("optimizer.pt")
-        return PurePosixPath(f"optimizer_{index}.bin" if index else "optimizer.bin")
-
-    def engine(self, index: int, root: Path) -> PurePosixPath:
-        """Return the folder of a model and its optimizer of DeepSpeed."""
-        if self.is_trainer:
-            return PurePosixPath(f"global_step{trainer_step(root)}")
-        return PurePosixPath(f"pytorch_model_{index}" if index else "pytorch_model")
-
-    def scheduler(self, index: int) -> str:
-        """Return the name of a scheduler's file."""
-        if self.is_trainer:
-            return "scheduler.pt"
-        return f"scheduler_{index}.bin" if index else "scheduler.bin"
-
-    def random_states(self, processes: int) -> list[str]:
-        """Return the names of the files in which each rank looks for its random states."""
-        if not self.is_trainer:
-            return [random_states_name(rank) for rank in range(processes)]
-        return ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
-
-
 class _Planning:
     """The models and optimizers of one plan. ``warnings``: what is said of them, in words. ``extras``: other files."""
 
@@ -182,7 +132,7 @@ class _Planning:
         source: StoredCheckpoint,
         options: Options,
         strategy: Strategy,
-        names: _Names,
+        names: StateNames,
         processes: int,
     ) -> None:
         self._source, self._options, self._strategy, self._names = source, options, strategy, names
@@ -198,6 +148,7 @@ class _Planning:
     ) -> tuple[tuple[PlannedModel, ...], tuple[PlannedState, ...]]:
         """Plan the models, and the optimizers whose files change."""
         changed = [one for one in optimizers if not self._is_kept(one)]
+        _ensure_listed(changed)
         named: Sequence[OptimizerState] = changed
         if self._strategy is not Strategy.DDP:
             named = name_optimizers(
@@ -214,14 +165,18 @@ class _Planning:
             named = [self._in_order(one) for one in named]
         if self._strategy is not Strategy.DDP:
             ties = self._built.ties if self._built is not None else ()
-            self._weights = tuple(_with_lost_ties(one, ties) for one in self._weights)
+            self._weights = tuple(with_lost_ties(one, ties) for one in self._weights)
         if self._strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
-            self._weights = tuple(self._tied(one, named) for one in self._weights)
+            known = self._built.ties if self._built is not None else None
+            joined = [with_ties_joined(one, named, known) for one in self._weights]
+            self._weights = tuple(weights for weights, _ in joined)
+            self.warnings += [words for _, words in joined if words]
         if self._strategy not in BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
-        self._take_schedulers(changed)
-        self._take_scaler(changed)
+        moved = out_of_engines(self._source.root, changed, self._names, self._processes)
+        self.extras += moved.extras
+        self.warnings += moved.warnings
         config = read_config(self._source, PurePosixPath())
         suffix = ".bin" if self._strategy is Strategy.FSDP_FULL else ""
         models = tuple(
@@ -267,28 +222,6 @@ class _Planning:
                 "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the new run"
             )
         return state
-
-    def _tied(self, weights: Weights, named: Sequence[OptimizerState]) -> Weights:
-        """Return weights in which ties are one tensor again, and say where no model shows that they are ties."""
-        trained = {
-            name
-            for one in named
-            if one.model in (None, weights.index)
-            for group in one.groups
-            for name in group.names
-        }
-        if self._built is not None:
-            return _with_ties(weights, _equal(weights, trained, self._built.ties))
-        found = {
-            name: kept for name, kept in _equal(weights, trained).items() if not _is_constant(weights, name)
-        }
-        if found:
-            self.warnings.append(
-                f"{weights.label}: {list_names(sorted(found))}: in no optimizer, and equal in every byte to "
-                f"{list_names(sorted(set(found.values())))}: written once, as a tie; next, where the script does not "
-                "tie them: --model MODULE:FACTORY"
-            )
-        return _with_ties(weights, found)
 
     def _is_kept(self, state: OptimizerState) -> bool:
         """Return whether the files of an optimizer are those that the new loader looks for."""
@@ -367,13 +300,8 @@ class _Planning:
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
         )
         folder = self._names.engine(weights.index, self._source.root)
-        inside = state.extra.get(MODEL_STATES, {})
-        if inside.get(_LR_SCHEDULER) is None:  # an engine that has a scheduler looks for it in its own files
-            inside = {**inside, _LR_SCHEDULER: self._small(self._names.scheduler(weights.index))}
-        scaler = {} if _LOSS_SCALER in state.extra else self._loss_scaler()
-        if scaler:
-            inside = {**inside, DTYPE: "F16"}
-        state = replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside})
+        scheduler = self._names.scheduler(weights.index)
+        state = into_engine(self._source.root, state, scheduler, self._options.dtype)
         try:
             new = zero_files(
                 self._strategy,
@@ -438,82 +366,24 @@ class _Planning:
             )
         return found & {name for group in state.groups for name in group.names}
 
-    def _take_schedulers(self, optimizers: Sequence[OptimizerState]) -> None:
-        """Plan files of the schedulers that only DeepSpeed's files have."""
-        for state in optimizers:
-            held = state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER)
-            name = self._names.scheduler(state.index)
-            if held is None or (self._source.root / name).exists():
-                continue
-            if isinstance(held, dict) and "last_epoch" in held and not _has(held, (Unread, StoredTensor)):
-                files = (torch_file(PurePosixPath(name), held),)
-                self.extras.append(PlannedExtra(files=files, old_files=state.files[:1]))
-                continue
-            shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
-            self.warnings.append(
-                f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no scheduler of torch "
-                "takes it; next: let the script's scheduler begin at this step"
-            )
-
-    def _take_scaler(self, optimizers: Sequence[OptimizerState]) -> None:
-        """Plan ``scaler.pt``, without which ``load_state`` of a run in fp16 fails, from DeepSpeed's loss scaler."""
-        held = next((one.extra.get(_LOSS_SCALER) for one in optimizers), None)
-        state = held.state if isinstance(held, Call) else None
-        if not isinstance(state, dict) or not state.get("dynamic") or (self._source.root / _SCALER).exists():
-            return
-        try:
-            window = int(state["scale_window"])
-            content = {
-                "scale": float(state["cur_scale"]),
-                "growth_factor": float(state["scale_factor"]),
-                "backoff_factor": 1 / float(state["scale_factor"]),
-                "growth_interval": window,
-                "_growth_tracker": (int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1) % window,
-            }
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            return
-        files = (torch_file(PurePosixPath(_SCALER), content),)
-        self.extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
-
-    def _loss_scaler(self) -> dict[str, Any]:
-        """Return what DeepSpeed keeps about the scale of the loss in fp16, from ``scaler.pt``."""
-        saved = self._small(_SCALER)
-        if self._options.dtype != "F16" or not isinstance(saved, dict) or "scale" not in saved:
-            return {}
-        state = {
-            "cur_scale": saved["scale"],
-            "dynamic": True,
-            "cur_iter": saved.get("_growth_tracker", 0),
-            "last_overflow_iter": -1,
-            "scale_factor": saved.get("growth_factor", 2.0),
-            "scale_window": saved.get("growth_interval", 2000),
-            "min_scale": 1,
-            "delayed_shift": 1,
-            "cur_hysteresis": 1,
-            "consecutive_hysteresis": False,
-            "raise_error_at_min_scale": True,
-            "dtype": Global("torch", "float16"),
-        }
-        function = Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
-        return {_LOSS_SCALER: Call(function=function, state=state, new=True), "dynamic_loss_scale": True}
-
-    def _small(self, name: str) -> Any:
-        """Return the plain values in a file of torch, None where there are others, or no such file."""
-        path = self._source.root / name
-        try:
-            with open_reader(path) as reader:
-                file = read_torch_file(reader)
-            value = PickledValues(path, file).value(file.tree.root)
-        except (FormatError, OperationError, OSError):
-            return None
-        return None if _has(value, (Unread,)) else value
-
 
 _WRITERS = {
     Strategy.DDP: ddp_optimizer,
     Strategy.FSDP: dcp_optimizer,
     Strategy.FSDP_FULL: fsdp_full_optimizer,
 }
+
+
+def _ensure_listed(optimizers: Iterable[OptimizerState]) -> None:
+    """Raise OperationError for moments of a parameter in no param group: no loader takes them."""
+    for one in optimizers:
+        listed = {name for group in one.groups for name in group.names}
+        if strays := [name for name in one.states if name not in listed]:
+            names = list_names(strays if one.is_named else [f"parameter {name}" for name in strays])
+            raise OperationError(
+                f"{one.label}: {names}: moments of a parameter that is in no param group, so no optimizer would take "
+                f"them; {_WEIGHTS_ALONE}"
+            )
 
 
 def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
@@ -526,98 +396,14 @@ def _ensure_own_model(optimizers: Iterable[OptimizerState]) -> None:
             )
 
 
-def _with_lost_ties(weights: Weights, ties: Sequence[tuple[int, str, str]]) -> Weights:
-    """Return weights with the names of tied tensors that safetensors files leave out, which FSDP and ZeRO look for."""
-    held = weights.named()
-    kept = {tensor.fqn for tensor in weights.tensors}
-    lost = {}
-    for model, *pair in ties:
-        there = [name for name in pair if name in held]
-        if model == weights.index and len(there) == 1:
-            lost[next(name for name in pair if name not in held)] = (
-                there[0] if there[0] in kept else weights.ties[there[0]]
-            )
-    return replace(weights, ties={**weights.ties, **lost}) if lost else weights
-
-
-def _equal(
-    weights: Weights, trained: Collection[str], ties: Sequence[tuple[int, str, str]] | None = None
-) -> dict[str, str]:
-    """Return the names that may be ties of trained parameters -> those, with equal bytes.
-
-    FSDP saves each tie twice, and optimizers have one of the two names. ``ties``: those of the run's model, which
-    decide where they are known.
-    """
-    pairs = {frozenset(pair) for model, *pair in ties or () if model == weights.index}
-    candidates: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = {}
-    for tensor in weights.tensors:
-        if tensor.fqn in trained and tensor.nbytes:
-            candidates.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
-    doubtful = [
-        tensor
-        for tensor in weights.tensors
-        if tensor.fqn not in trained
-        and (ties is None or any(tensor.fqn in pair for pair in pairs))
-        and (tensor.dtype, tensor.shape) in candidates
-    ]
-    kinds = {(tensor.dtype, tensor.shape) for tensor in doubtful}
-    others = [tensor for kind in kinds for tensor in candidates[kind]]
-    read = hash_all([TensorJob(one) for one in (*doubtful, *others)])
-    digests = [one.digest for one in read]
-    same: dict[str, list[str]] = {}
-    for digest, tensor in zip(digests[len(doubtful) :], others, strict=True):
-        same.setdefault(digest, []).append(tensor.fqn)
-    found = {}
-    for tensor, digest in zip(doubtful, digests, strict=False):
-        equal = same.get(digest, []) if digest else []
-        if ties is not None:
-            equal = [name for name in equal if frozenset((name, tensor.fqn)) in pairs]
-        if equal:
-            found[tensor.fqn] = equal[0]
-    return found
-
-
-def _is_constant(weights: Weights, name: str) -> bool:
-    """Return whether all elements of a tensor are the same, as in norms and biases that no step changed yet."""
-    tensor = weights.named()[name]
-    width = max(DTYPE_BITS[tensor.dtype] // 8, 1)
-    first = b""
-    with OpenFiles() as files:
-        for block in tensor.blocks(files, memoryview(bytearray(1 << 16))):
-            first = first or bytes(block[:width])
-            if bytes(block) != first * (len(block) // width):
-                return False
-    return True
-
-
-def _with_ties(weights: Weights, found: Mapping[str, str]) -> Weights:
-    """Return weights in which each of these names is a tie of its other name, and no tensor."""
-    if not found:
-        return weights
-    return replace(
-        weights,
-        tensors=tuple(tensor for tensor in weights.tensors if tensor.fqn not in found),
-        ties={**{other: found.get(kept, kept) for other, kept in weights.ties.items()}, **found},
-    )
-
-
-def _has(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return whether a value of one of these types is in a value."""
-    if isinstance(value, kinds):
-        return True
-    inner = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else ()
-    return any(_has(one, kinds) for one in inner)
-
-
 def _as_kept(
     state: OptimizerState, tensors: Mapping[str, StoredTensor], frozen: Collection[str]
 ) -> OptimizerState:
     """Return the state that DeepSpeed keeps: moments of every trained parameter, and masters, all in fp32."""
+    moments = moments_of(state, {name: tensor.shape for name, tensor in tensors.items()})
 
     def in_fp32(value: StateValue, key: str) -> StateValue:
-        if not isinstance(value, StoredTensor) or key == STEP or value.dtype == "F32" or not value.shape:
-            return value
-        return value._replace(dtype="F32", layout=Converted(value.layout, value.dtype, "F32"))
+        return _in_fp32(value) if isinstance(value, StoredTensor) and key in moments else value
 
     groups = tuple(
         replace(group, names=tuple(name for name in group.names if name not in frozen))
@@ -633,13 +419,18 @@ def _as_kept(
                 found = {**found, STEP: shared[STEP]}  # ZeRO keeps one for a group
             states[name] = {key: in_fp32(value, key) for key, value in found.items()}
     masters = {name: state.masters.get(name, tensors[name]) for group in groups for name in group.names}
-    fp32 = {name: in_fp32(tensor, "") for name, tensor in masters.items()}
     return replace(
         state,
         groups=groups,
         states={name: found for name, found in states.items() if found},
-        masters={name: tensor for name, tensor in fp32.items() if isinstance(tensor, StoredTensor)},
+        masters={name: _in_fp32(tensor) for name, tensor in masters.items()},
     )
+
+
+def _in_fp32(tensor: StoredTensor) -> StoredTensor:
+    if tensor.dtype == "F32":
+        return tensor
+    return tensor._replace(dtype="F32", layout=Converted(tensor.layout, tensor.dtype, "F32"))
 
 
 def _data(new: NewStates, state: OptimizerState) -> Mapping[str, Source]:
@@ -651,15 +442,14 @@ def _data(new: NewStates, state: OptimizerState) -> Mapping[str, Source]:
 
 def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise OperationError for states that no other strategy can hold, by name."""
-    weights = "next: --state weights carries the models alone"
     for name, why in state.unfit.items():
         raise OperationError(
-            f"{state.label}: {name}: {why}, which only the optimizer itself can load; {weights}"
+            f"{state.label}: {name}: {why}, which only the optimizer itself can load; {_WEIGHTS_ALONE}"
         )
     for name, values in state.states.items():
         if state.is_named and name not in tensors:
             raise OperationError(
-                f"{state.label}: {name!r} has moments, and no model has such a parameter; {weights}"
+                f"{state.label}: {name!r} has moments, and no model has such a parameter; {_WEIGHTS_ALONE}"
             )
         shape = tensors[name].shape if name in tensors else None
         for key, value in values.items():
@@ -667,90 +457,8 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
                 raise OperationError(
                     f"{state.label}: {key!r} of {name!r} has the shape {list(value.shape)} (expected {list(shape)}, "
                     "as its parameter): states of Adafactor, Shampoo and 8-bit optimizers cannot be cut among ranks; "
-                    f"{weights}"
+                    f"{_WEIGHTS_ALONE}"
                 )
-
-
-class _Others(NamedTuple):
-    """Files without weights and optimizers. ``extras``: those that are made for new ranks."""
-
-    carried: tuple[PurePosixPath, ...]
-    empty: tuple[PurePosixPath, ...]
-    left_out: tuple[LeftOut, ...]
-    extras: tuple[PlannedExtra, ...] = ()
-
-
-def _others(
-    root: Path,
-    found: OtherFiles,
-    replaced: set[PurePosixPath],
-    names: _Names,
-    before: int | None,
-    processes: int,
-) -> _Others:
-    """Sort the files that are neither weights nor optimizers. ``replaced``: files of optimizers that change."""
-    wanted = names.random_states(processes)
-    carried: list[PurePosixPath] = []
-    left = [one for one in found.left_out if PurePosixPath(one.what) not in replaced]
-    had: list[str] = []
-    for path in found.carried:
-        parsed = parse_file_name(str(path))
-        if path in replaced:
-            continue
-        why = ""
-        if parsed is not None and parsed.role is Role.RNG_STATE:
-            had.append(str(path))
-            why = "" if str(path) in wanted else f"no rank of {count_of(processes, 'process')} looks for it"
-        elif parsed is not None and parsed.role is Role.RUN_STATE and (parsed.rank or 0) >= processes:
-            why = f"no rank of {count_of(processes, 'process')} looks for it"
-        elif parsed is not None and parsed.role is Role.DATALOADER and before != processes:
-            why = f"it counts the batches of one of {before} processes; the epoch begins anew"
-        if why:
-            left.append(LeftOut(str(path), why))
-        else:
-            carried.append(path)
-    extras: tuple[PlannedExtra, ...] = ()
-    lacking = [name for name in wanted if name not in had] if had else []
-    if lacking:
-        step = None if names.is_trainer else _step(root / had[0])
-        if step is not None:
-            files = tuple(torch_file(PurePosixPath(name), {"step": step}) for name in lacking)
-            extras = (PlannedExtra(files=files, old_files=(PurePosixPath(had[0]),)),)
-        only = f": only accelerator.step, {step}, is in it" if extras else ""
-        left.append(
-            LeftOut(
-                f"random states in {list_names(lacking)}",
-                f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
-            )
-        )
-    return _Others(tuple(carried), found.empty, tuple(left), extras)
-
-
-def _step(path: Path) -> int | None:
-    """Return ``accelerator.step`` from a file of random states, None where it has none."""
-    try:
-        with open_reader(path) as reader:
-            step = child(read_torch_file(reader).tree.root, "step")
-    except (FormatError, OSError):
-        return None
-    return step if type(step) is int else None
-
-
-def _scheduler_words(
-    carried: Sequence[PurePosixPath], names: _Names, before: int | None, processes: int
-) -> Iterator[str]:
-    """Yield the sentence about schedulers that count every process."""
-    found = [
-        str(path)
-        for path in carried
-        if (parsed := parse_file_name(str(path))) is not None and parsed.role is Role.SCHEDULER
-    ]
-    if found and before not in (None, processes) and not names.is_trainer:
-        yield (
-            f"{list_names(found)}: copied unchanged; Accelerate advances a scheduler once per process at each step "
-            f"(by {before} so far, by {processes} from now on), unless the script has split_batches=True or "
-            "step_scheduler_with_optimizer=False"
-        )
 
 
 def _processes_of(root: Path, optimizers: Sequence[OptimizerState]) -> int | None:

@@ -24,12 +24,15 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
     parse_folder_name,
     parse_rank_file_name,
+    random_states_name,
 )
+from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
 from ckptfix.storage.paths import JOURNAL, RECEIPT, list_folder
 from ckptfix.storage.reading import read_start
+from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
 
 SUFFIXES = {
@@ -393,3 +396,44 @@ def json_object(path: Path) -> tuple[bytes, dict[str, Any]] | None:
     except (ValueError, RecursionError):
         return None
     return (data, values) if isinstance(values, dict) else None
+
+
+class StateNames(NamedTuple):
+    """Names of the files of a complete state that the loader of a strategy looks for."""
+
+    strategy: Strategy
+    is_trainer: bool
+
+    def model_stem(self, index: int) -> str:
+        """Return the name of a model's file without its suffix, or of its folder."""
+        if self.strategy is Strategy.FSDP:
+            return str(dcp_model_folder(index))
+        if self.strategy is Strategy.FSDP_FULL:
+            return str(dcp_model_folder(0).at(index)) if index else dcp_model_folder(0).stem
+        return str(model_file(".safetensors", index)).removesuffix(".safetensors")
+
+    def optimizer(self, index: int) -> PurePosixPath:
+        """Return the path of an optimizer's file or folder."""
+        if self.strategy is Strategy.FSDP:
+            return PurePosixPath(f"optimizer_{index}")
+        if self.is_trainer and self.strategy is Strategy.DDP:
+            return PurePosixPath("optimizer.pt")
+        return PurePosixPath(f"optimizer_{index}.bin" if index else "optimizer.bin")
+
+    def engine(self, index: int, root: Path) -> PurePosixPath:
+        """Return the folder of a model and its optimizer of DeepSpeed."""
+        if self.is_trainer:
+            return PurePosixPath(f"global_step{trainer_step(root)}")
+        return PurePosixPath(f"pytorch_model_{index}" if index else "pytorch_model")
+
+    def scheduler(self, index: int) -> str:
+        """Return the name of a scheduler's file."""
+        if self.is_trainer:
+            return "scheduler.pt"
+        return f"scheduler_{index}.bin" if index else "scheduler.bin"
+
+    def random_states(self, processes: int) -> list[str]:
+        """Return the names of the files in which each rank looks for its random states."""
+        if not self.is_trainer:
+            return [random_states_name(rank) for rank in range(processes)]
+        return ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ckptfix.checkpoint.dcp import flattened_optimizers, has_groups, optimizers_in
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.dcp_items import dcp_problems, read_item
 from ckptfix.formats.dcp_metadata import (
@@ -31,7 +32,6 @@ from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, STATE, PickledValues
 from ckptfix.tensors.optimizers import OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor
 
-_DEEPEST = 4
 _SMALL = 1 << 13  # bytes of an item that is remembered: those of one value are equal in every byte
 
 
@@ -44,7 +44,8 @@ def dcp_optimizers(root: Path, where: PurePosixPath, index: int) -> tuple[Optimi
     folder = root / where
     metadata = read_metadata_of(folder)
     paths = paths_of(metadata)
-    prefixes = list(_optimizers_in(paths.values(), ()))
+    prefixes = [prefix for prefix in optimizers_in(paths.values()) if _is_complete(paths.values(), prefix)]
+    prefixes += [prefix for prefix in flattened_optimizers(paths.values()) if prefix not in prefixes]
     found = []
     for number, prefix in enumerate(prefixes):
         mine = dict(_below(paths, prefix))
@@ -52,17 +53,10 @@ def dcp_optimizers(root: Path, where: PurePosixPath, index: int) -> tuple[Optimi
     return tuple(found)
 
 
-def _optimizers_in(paths: Iterable[Steps], prefix: Steps) -> Iterator[Steps]:
-    """Yield the steps to each optimizer's state dict."""
-    below: dict[str | int, list[Steps]] = {}
-    for path in paths:
-        if len(path) > len(prefix):
-            below.setdefault(path[len(prefix)], []).append(path)
-    if GROUPS in below or flattened_keys(below):
-        yield prefix
-    elif len(prefix) < _DEEPEST:
-        for step, inside in below.items():
-            yield from _optimizers_in(inside, (*prefix, step))
+def _is_complete(paths: Iterable[Steps], prefix: Steps) -> bool:
+    """Return whether an optimizer has param groups: no loader takes moments alone."""
+    depth = len(prefix)
+    return has_groups((path for path in paths if len(path) > depth and path[:depth] == prefix), depth)
 
 
 def _below(paths: Mapping[str, Steps], prefix: Steps) -> Iterator[tuple[str, Steps]]:

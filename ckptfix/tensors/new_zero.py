@@ -12,7 +12,6 @@ default ``sub_group_size``. ``clip_grad`` is left out on purpose: DeepSpeed woul
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import PurePosixPath
-from struct import unpack
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import LATEST, LATEST_UNIVERSAL, UNIVERSAL
@@ -33,6 +32,8 @@ from ckptfix.tensors.optimizers import (
     ParamGroup,
     StateValue,
     Strategy,
+    moments_of,
+    number_in,
 )
 from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, Weights
 from ckptfix.tensors.universal import GLOBAL_STATE, WEIGHT
@@ -56,24 +57,6 @@ _SCALER = Call(
     state={"cur_scale": 1.0, "dynamic": False},
     new=True,
 )
-_FP16_SCALER = Call(  # as a configuration that says nothing about it makes it
-    function=Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-    state={
-        "cur_scale": 65536,
-        "dynamic": True,
-        "cur_iter": 0,
-        "last_overflow_iter": -1,
-        "scale_factor": 2.0,
-        "scale_window": 1000,
-        "min_scale": 1,
-        "delayed_shift": 2,
-        "cur_hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": True,
-        "dtype": Global("torch", "float16"),
-    },
-    new=True,
-)
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 _OF_THE_SAVE = frozenset(
     [
@@ -87,9 +70,35 @@ _OF_THE_SAVE = frozenset(
         "random_ltd",
     ]
 )
-_SCALERS = ("loss_scaler", "dynamic_loss_scale")
-_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+LOSS_SCALER, DYNAMIC_SCALE = _SCALERS = "loss_scaler", "dynamic_loss_scale"
+"""The entries of an optimizer's file of DeepSpeed about the scale of the loss."""
+
 Shape = tuple[int, ...]
+
+
+def dynamic_scaler(
+    scale: float = 65536, *, done: int = 0, factor: float = 2.0, window: int = 1000, hysteresis: int = 2
+) -> Call:
+    """Return DeepSpeed's scaler of the loss in fp16, by default as a configuration that says nothing makes it.
+
+    ``done``: steps since the scale changed; after ``window`` of them it grows by ``factor``.
+    """
+    state = {
+        "cur_scale": scale,
+        "dynamic": True,
+        "cur_iter": done,
+        "last_overflow_iter": -1,
+        "scale_factor": factor,
+        "scale_window": window,
+        "min_scale": 1,
+        "delayed_shift": hysteresis,
+        "cur_hysteresis": hysteresis,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dtype": Global("torch", "float16"),
+    }
+    function = Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+    return Call(function=function, state=state, new=True)
 
 
 def zero_files(
@@ -171,9 +180,9 @@ class _Plan:
         self._ranks = processes
         self._model_states = state.extra.get(MODEL_STATES, {})
         self._named = weights.named()
-        self._groups = [
-            self._group(number, group, frozen) for number, group in enumerate(self._ensured_groups())
-        ]
+        groups = self._ensured_groups()
+        self._moments = moments_of(state, {name: tensor.shape for name, tensor in self._named.items()})
+        self._groups = [self._group(number, group, frozen) for number, group in enumerate(groups)]
         self._trained = {name: shape for group in self._groups for name, shape in group.shapes.items()}
         self._ties = self._tied()
         self._dtype = dtype or self._model_states.get(DTYPE) or self._dtype_of_weights()
@@ -211,13 +220,18 @@ class _Plan:
         shapes = {name: self._named[name].shape for name in names}
         held = {name: dict(self._state.states.get(name, {})) for name in names}
         keys = dict.fromkeys(key for states in held.values() for key in states)
-        moments = [key for key in keys if any(self._is_moment(name, key, held[name]) for name in names)]
+        moments = [key for key in keys if key in self._moments]
         shared: dict[str, StateValue] = {}
         for key in keys:
             if key in moments:
                 self._ensure_moments(key, held, shapes)
             else:
                 shared[key] = self._common(number, key, held)
+        if self._strategy is Strategy.UNIVERSAL and (homeless := sorted(shared.keys() - {STEP})):
+            raise OperationError(
+                f"{self._state.label}: {list_names(homeless)}: one number for a whole parameter, and a universal "
+                "checkpoint has a place for none but step; next: --to zero1, zero2, zero3, ddp, fsdp or fsdp-full"
+            )
         without = [name for name in names if keys and not held[name]]
         if without:
             self.notes.append(
@@ -231,14 +245,6 @@ class _Plan:
                 "does not start; next: --to zero3, or leave the group out of the script"
             )
         return _Group(options=group.options, shapes=shapes, moments=tuple(moments), shared=shared)
-
-    def _is_moment(self, name: str, key: str, states: Mapping[str, StateValue]) -> bool:
-        value = states.get(key)
-        return (
-            key != STEP
-            and isinstance(value, StoredTensor)
-            and (value.shape != () or self._named[name].shape == ())
-        )
 
     def _ensure_moments(
         self, key: str, held: Mapping[str, Mapping[str, StateValue]], shapes: Mapping[str, Shape]
@@ -517,9 +523,9 @@ class _Plan:
             scaler = {key: self._placed(extra[key], key) for key in _SCALERS}
         elif self._dtype == "F16":
             self.notes.append(f"{self._state.label}: fp16 begins with a new loss scale, of 65536")
-            scaler = {"loss_scaler": _FP16_SCALER, "dynamic_loss_scale": True}
+            scaler = {LOSS_SCALER: dynamic_scaler(), DYNAMIC_SCALE: True}
         else:
-            scaler = {"loss_scaler": _SCALER, "dynamic_loss_scale": False}
+            scaler = {LOSS_SCALER: _SCALER, DYNAMIC_SCALE: False}
         return {**scaler, "overflow": False}
 
     def _universal(self) -> Iterator[OutputFile]:
@@ -582,9 +588,7 @@ class _Plan:
         """Return the number in a tensor of no dimension; any other value as it is."""
         if not isinstance(value, StoredTensor) or value.shape != ():
             return value
-        data = b"".join(bytes(block) for block in value.blocks(self._opened, memoryview(bytearray(1 << 16))))
-        form = _SCALARS.get(value.dtype)
-        return unpack(form, data)[0] if form else (value.dtype, data)
+        return number_in(value, self._opened)
 
     # Tensors in the pickles
 

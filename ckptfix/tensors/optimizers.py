@@ -36,6 +36,9 @@ class Strategy(Enum):
 STEP = "step"
 """The state that counts the steps of a parameter."""
 
+_COUNTS = frozenset((STEP, "mu_product", "eta", "mu"))
+"""States of which torch's optimizers have one number for a parameter: the step, and those of NAdam and ASGD."""
+
 ZERO_AT_FIRST = frozenset(
     f"{STEP} exp_avg exp_avg_sq max_exp_avg_sq exp_inf square_avg momentum_buffer grad_avg acc_delta".split()
 )
@@ -99,16 +102,16 @@ class OptimizerState:
         return sum(tensor.nbytes for tensor in tensors)
 
     def named(self, names: Mapping[str, str]) -> "OptimizerState":
-        """Return the same state under fqns. ``names``: number as text -> fqn, one for every parameter."""
+        """Return the same state under fqns. ``names``: number as text -> fqn, of every parameter in a param group."""
         return replace(
             self,
             is_named=True,
             groups=tuple(
                 replace(group, names=tuple(names[name] for name in group.names)) for group in self.groups
             ),
-            states={names[name]: state for name, state in self.states.items()},
-            masters={names[name]: tensor for name, tensor in self.masters.items()},
-            shapes={names[name]: shape for name, shape in self.shapes.items()},
+            states={names.get(name, name): state for name, state in self.states.items()},
+            masters={names.get(name, name): tensor for name, tensor in self.masters.items()},
+            shapes={names.get(name, name): shape for name, shape in self.shapes.items()},
         )
 
     def started(self, shapes: Mapping[str, tuple[int, ...]]) -> "OptimizerState":
@@ -131,6 +134,26 @@ class OptimizerState:
             name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()} for name in lacking
         }
         return replace(self, states={**self.states, **started})
+
+
+def moments_of(state: OptimizerState, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Return the states that have a number for each element of a parameter; the others have one for all elements.
+
+    ``shapes``: of the parameters. In a parameter of no dimension both look the same: the other parameters decide, else
+    the names that torch gives.
+    """
+    found: dict[str, bool] = {}
+    unclear: set[str] = set()
+    for name, values in state.states.items():
+        for key, value in values.items():
+            shape = value.shape if isinstance(value, StoredTensor) else None
+            if key != STEP and shape == shapes.get(name) == ():
+                unclear.add(key)
+            else:
+                found[key] = found.get(key, False) or (key != STEP and bool(shape))
+    return frozenset(
+        {key for key, is_moment in found.items() if is_moment} | (unclear - found.keys() - _COUNTS)
+    )
 
 
 def _zero(like: StateValue, shape: tuple[int, ...]) -> StateValue:

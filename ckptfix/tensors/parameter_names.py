@@ -74,12 +74,16 @@ class Assignments:
 
 
 def name_parameters(
-    state: OptimizerState, parameters: Sequence[Parameter], frozen: re.Pattern[str] | None = None
+    state: OptimizerState,
+    parameters: Sequence[Parameter],
+    frozen: re.Pattern[str] | None = None,
+    *,
+    is_of_one_model: bool = False,
 ) -> OptimizerState:
     """Return an optimizer's state under the names of the model's parameters.
 
     ``parameters``: of all models in their order, tied ones once. ``frozen``: matches the names of parameters that the
-    optimizer does not have, or has without moments.
+    optimizer does not have, or has without moments. ``is_of_one_model``: no assignment has parameters of several.
 
     Raises OperationError unless exactly one assignment agrees with order and shapes, with the option that decides;
     UsageError when ``frozen`` matches no name.
@@ -94,13 +98,30 @@ def name_parameters(
         twice = next(number for number, count in Counter(numbers).items() if count > 1)
         raise OperationError(f"{state.label}: two param groups have parameter {twice}")
     shapes = [[shape_of(state.states.get(number, {})) for number in group.names] for group in state.groups]
-    found = assignments(shapes, left)
-    if found.count == 0 and frozen is not None:  # the optimizer lists frozen parameters, too, without moments
+    fitting = _fitting(shapes, left, by_model=is_of_one_model)
+    if not fitting and frozen is not None:  # the optimizer lists frozen parameters, too, without moments
         left = [one._replace(trainable=False) if frozen.search(one.name) else one for one in parameters]
-        found = assignments(shapes, left)
+        fitting = _fitting(shapes, left, by_model=is_of_one_model)
+    if len(fitting) > 1:
+        models = ", ".join(str(own[0].model) for own, _ in fitting)
+        raise OperationError(
+            f"{state.label}: its parameters agree with those of models {models} in order and shapes; help: --model "
+            "MODULE:FACTORY with a factory that returns the models and their optimizers"
+        )
+    own, found = fitting[0] if fitting else (left, assignments(shapes, left))
     if found.count != 1:
-        raise OperationError(f"{state.label}: {_refused(found, shapes, left, is_told=frozen is not None)}")
-    return named_as(state, [[left[place] for place in places] for places in found.places])
+        raise OperationError(f"{state.label}: {_refused(found, shapes, own, is_told=frozen is not None)}")
+    return named_as(state, [[own[place] for place in places] for places in found.places])
+
+
+def _fitting(
+    shapes: Sequence[Sequence[Shape | None]], parameters: Sequence[Parameter], *, by_model: bool
+) -> list[tuple[Sequence[Parameter], Assignments]]:
+    """Return the parameters that an optimizer can be of, all or those of one model, with the assignments to them."""
+    models = dict.fromkeys(one.model for one in parameters) if by_model else ()
+    candidates = [[one for one in parameters if one.model == model] for model in models] or [[*parameters]]
+    counted = [(own, assignments(shapes, own)) for own in candidates]
+    return [(own, found) for own, found in counted if found.count != 0]
 
 
 def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -> OptimizerState:

@@ -81,7 +81,10 @@ def name_optimizers(
     keys = _Keys(weights)
 
     built = run or run_of(root, weights, model)
-    return tuple(state if state.is_named else _named(root, state, keys, built, pattern) for state in states)
+    return tuple(
+        state if state.is_named else _named(root, state, keys, built, pattern, len(states))
+        for state in states
+    )
 
 
 def run_of(root: Path, weights: Sequence[Weights], model: str | Factory | None) -> Callable[[], ModelsOfRun]:
@@ -255,17 +258,22 @@ def _named(
     keys: "_Keys",
     built: Callable[[], ModelsOfRun],
     frozen: re.Pattern[str] | None,
+    count: int,
 ) -> OptimizerState:
+    """Return one optimizer under names. ``count``: of the optimizers that are named; of two models each has one."""
     recorded = recorded_names(root, state)
     if recorded is not None:
         with suppress(OperationError):  # the names are of other weights
             return named_as(state, _of_recorded(recorded, state, keys))
     run = built()
     if not run.optimizers:
-        return name_parameters(state, run.parameters, frozen)
+        models = {parameter.model for parameter in run.parameters}
+        return name_parameters(state, run.parameters, frozen, is_of_one_model=1 < count == len(models))
     if state.index >= len(run.optimizers):
-        count = count_of(len(run.optimizers), "optimizer")
-        raise UsageError(f"{state.label}: {run.source} returned {count}, and this is optimizer {state.index}")
+        returned = count_of(len(run.optimizers), "optimizer")
+        raise UsageError(
+            f"{state.label}: {run.source} returned {returned}, and this is optimizer {state.index}"
+        )
     return named_as(state, run.optimizers[state.index])
 
 

@@ -23,6 +23,7 @@ from ckptfix.tensors.numbers import Tolerance, has_numbers, numbers_in
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import OptimizerState, StateValue
+from ckptfix.tensors.parameter_names import shape_of
 from ckptfix.tensors.parameter_sources import name_optimizers, recorded_names
 from ckptfix.tensors.stored import Contiguous, StoredCheckpoint, StoredTensor, Weights, tensor_digest
 from ckptfix.verification.matching import Matched, match_names
@@ -176,9 +177,32 @@ def _named(
         both = a.is_named or b.is_named
         return _with_names(one, a, model, may_build=both), _with_names(other, b, model, may_build=both), ""
     except OperationError:
-        if a.is_named or b.is_named:
+        if not (a.is_named or b.is_named):
+            return a, b, "parameters matched by number, as nothing names them"
+        named, numbered = (a, b) if a.is_named else (b, a)
+        if (ordered := _in_order_of(named, numbered)) is None:
             raise
-        return a, b, "parameters matched by number, as nothing names them"
+        words = "parameters matched by their order, as one side numbers them; next, to be sure: --model MODULE:FACTORY"
+        return (a, ordered, words) if a.is_named else (ordered, b, words)
+
+
+def _in_order_of(named: OptimizerState, numbered: OptimizerState) -> OptimizerState | None:
+    """Return an optimizer under the names of another one, param group by param group in their order.
+
+    None where the groups have other numbers of parameters, or moments of other shapes.
+    """
+    if [len(group.names) for group in named.groups] != [len(group.names) for group in numbered.groups]:
+        return None
+    names = {
+        number: name
+        for own, group in zip(numbered.groups, named.groups, strict=True)
+        for number, name in zip(own.names, group.names, strict=True)
+    }
+    for number, name in names.items():
+        shapes = [shape_of(one.states.get(key, {})) for one, key in ((numbered, number), (named, name))]
+        if None not in shapes and shapes[0] != shapes[1]:
+            return None
+    return numbered.named(names)
 
 
 def _with_names(

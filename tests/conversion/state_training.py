@@ -545,7 +545,7 @@ def prove(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_trainer(name: str, job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(import_module("tests.conversion.state_trainer"), name)(job)
+    found: dict[str, Any] = getattr(import_module("tests.conversion.trainer_jobs"), name)(job)
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ckptfix import migrate
 from tests import sampling
-from tests.conversion import state_trainer
+from tests.conversion import trainer_jobs
 from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove, run_jobs
 from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, SOURCES, STRATEGIES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
@@ -52,7 +52,7 @@ def test_the_trainer_goes_on_from_the_state_of_the_source(tmp_path: Path) -> Non
         for one in sources
     ]
     jobs: list[dict[str, Any]] = []
-    for source, target in product(sources, state_trainer.STRATEGIES):
+    for source, target in product(sources, trainer_jobs.STRATEGIES):
         if source == target or (not sampling.is_exhaustive() and target == "zero1"):
             continue
         jobs.append(
@@ -68,7 +68,7 @@ def test_the_trainer_goes_on_from_the_state_of_the_source(tmp_path: Path) -> Non
         )
     assert [one.get("error") for one in run_jobs(1, made)] == [None] * len(made)
     for job in jobs:
-        saved = tmp_path / Path(job["expected"]).stem / state_trainer.SAVED
+        saved = tmp_path / Path(job["expected"]).stem / trainer_jobs.SAVED
         migrate(
             saved, job["checkpoint"], to=job["strategy"], state="all", processes=1, model=FACTORIES["bert"]
         )

@@ -14,107 +14,18 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from tests.tensors.dcp_making import load, save
-from tests.tensors.writing import raw
-
-STRATEGIES = ("ddp", "fsdp", "fsdp-full")
-Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
-
-
-def net() -> torch.nn.Module:
-    """Return a model with two layers of one shape, so that only their order tells them apart."""
-    torch.manual_seed(4)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 2)
-    )
-
-
-def trained(*, seed: int = 0, skipped: str = "") -> Trained:
-    """Return a model and its optimizer after three steps; ``skipped``: a parameter that never gets a gradient."""
-    model = net()
-    parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [one for one in parameters.values() if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in parameters.values() if one.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=0.01 + seed,
-    )
-    torch.manual_seed(seed)
-    for _ in range(3):
-        model(torch.randn(4, 6)).square().sum().backward()
-        if skipped:
-            parameters[skipped].grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def save_state(root: Path, strategy: str, *runs: Trained, processes: int = 2) -> Path:
-    """Save as ``save_state`` does with a strategy. Its schedulers, random states and other objects are stand-ins."""
-    root.mkdir()
-    for index, (model, optimizer) in enumerate(runs):
-        end = f"_{index}" if index else ""
-        weights = {name: one.detach().clone() for name, one in model.state_dict().items()}
-        named = get_optimizer_state_dict(model, optimizer)
-        if strategy == "ddp":
-            save_file(weights, root / f"model{end}.safetensors", {"format": "pt"})
-            torch.save(optimizer.state_dict(), root / f"optimizer{end}.bin")
-        elif strategy == "fsdp-full":
-            torch.save(weights, root / f"pytorch_model_fsdp{end}.bin")
-            torch.save(named, root / f"optimizer{end}.bin")
-        else:
-            save(root / f"pytorch_model_fsdp_{index}", {"model": weights})
-            save(root / f"optimizer_{index}", {"optimizer": named})
-        torch.save({"last_epoch": 6, "_step_count": 7}, root / f"scheduler{end}.bin")
-    torch.save({"count": 5}, root / "custom_checkpoint_0.pkl")
-    for rank in range(processes):
-        state = {"step": 3, "random_state": (3, tuple(range(rank, rank + 625)), None)}
-        torch.save(state, root / f"random_states_{rank}.pkl")
-    return root
-
-
-def assert_loads(root: Path, strategy: str, *runs: Trained) -> None:
-    """Load as the loader of a strategy does, and compare weights and optimizers bit for bit."""
-    for index, (model, optimizer) in enumerate(runs):
-        end = f"_{index}" if index else ""
-        weights, named = model.state_dict(), get_optimizer_state_dict(model, optimizer)
-        if strategy == "ddp":
-            assert_same(load_file(root / f"model{end}.safetensors"), dict(weights))
-            fresh = torch.optim.AdamW(
-                [{"params": group["params"]} for group in optimizer.param_groups], lr=9.0
-            )
-            fresh.load_state_dict(torch.load(root / f"optimizer{end}.bin", weights_only=True))
-            assert_same(fresh.state_dict(), optimizer.state_dict())
-        elif strategy == "fsdp-full":
-            assert_same(
-                dict(torch.load(root / f"pytorch_model_fsdp{end}.bin", weights_only=True)), dict(weights)
-            )
-            assert_same(torch.load(root / f"optimizer{end}.bin", weights_only=True), named)
-        else:
-            there = {"model": {name: torch.zeros_like(one) for name, one in weights.items()}}
-            load(root / f"pytorch_model_fsdp_{index}", there)
-            assert_same(there["model"], dict(weights))
-            state = {"optimizer": get_optimizer_state_dict(*trained(seed=5))}
-            load(root / f"optimizer_{index}", state)
-            assert_same(state["optimizer"], named)
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Compare two values, tensors by dtype, shape and bytes, dicts in any order."""
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert raw(found) == raw(expected), where
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}/{number}")
-    else:
-        assert found == expected, where
+from ckptfix.tensors.stored import StoredTensor
+from tests.conversion.state_making import (
+    STRATEGIES,
+    Trained,
+    assert_loads,
+    assert_same,
+    net,
+    of_trainer,
+    save_state,
+    trained,
+)
+from tests.tensors.dcp_making import load
 
 
 @pytest.mark.parametrize("before", STRATEGIES)
@@ -209,6 +120,57 @@ def test_a_frozen_parameter_in_a_param_group_is_in_no_partition(
         assert "--frozen REGEX" in words
 
 
+class Scaled(torch.nn.Module):  # type: ignore[misc]
+    """A model with a parameter of no dimension, as the temperature of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.inner = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.scale * self.inner(x)
+        return result
+
+
+@pytest.mark.parametrize("between", ["zero1", "zero3", "universal"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "alone"])
+def test_a_parameter_of_no_dimension_goes_to_deepspeed_and_back(
+    tmp_path: Path, between: str, kind: str
+) -> None:
+    """Its moments look like the numbers that NAdam and ASGD have for a parameter."""
+    model = Scaled()
+    parameters = [model.scale] if kind == "alone" else list(model.parameters())
+    optimizer = getattr(torch.optim, "NAdam" if kind == "alone" else kind)(parameters, lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    if between == "universal" and kind != "AdamW":
+        with pytest.raises(OperationError, match="a universal checkpoint has a place for none but step"):
+            ckptfix.migrate(source, tmp_path / "between", to=between, state="all")
+        return
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all", processes=3)
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", processes=2)
+    found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
+    assert_same(found["state"], get_optimizer_state_dict(model, optimizer)["state"])
+    assert found["state"].keys() == {"scale", "inner.weight", "inner.bias"} or kind == "alone"
+
+
+def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(tmp_path: Path) -> None:
+    model = Scaled().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3).bfloat16()).square().sum().backward()
+    optimizer.step()
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all")
+    assert receipt.verified
+    (state,) = open_optimizers(tmp_path / "new")
+    moment = state.states["scale"]["exp_avg"]
+    assert isinstance(moment, StoredTensor)
+    assert (moment.dtype, moment.shape, state.masters["scale"].dtype) == ("F32", (), "F32")
+
+
 def test_two_engines_of_deepspeed(tmp_path: Path) -> None:
     runs = trained(), trained(seed=1)
     source = save_state(tmp_path / "source", "fsdp", *runs)
@@ -256,49 +218,6 @@ def test_what_is_frozen_is_in_the_dtype_of_training(tmp_path: Path, between: str
     assert {one.fqn: one.dtype for one in open_checkpoint(tmp_path / "between").weights[0].tensors} == {
         name: "BF16" if name.startswith("frozen") else "F32" for name in model.state_dict()
     }
-
-
-@pytest.mark.parametrize("after", ["ddp", "zero2"])
-def test_a_tie_that_fsdp_saved_twice_is_one_tensor_again(tmp_path: Path, after: str) -> None:
-    run = trained()
-    source = save_state(tmp_path / "source", "fsdp-full", run)
-    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
-    weights |= {"head.weight": weights["2.weight"].clone(), "frozen.weight": weights["2.weight"] + 1}
-    torch.save(weights, source / "pytorch_model_fsdp.bin")
-    ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
-    (opened,) = open_checkpoint(tmp_path / "new").weights
-    assert opened.ties == {"head.weight": "2.weight"}
-    assert "frozen.weight" in {tensor.fqn for tensor in opened.tensors}
-
-
-@pytest.mark.parametrize("after", ["ddp", "zero3"])
-def test_equal_constants_are_not_taken_for_a_tie(tmp_path: Path, after: str) -> None:
-    source = save_state(tmp_path / "source", "fsdp-full", trained())
-    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
-    ones = torch.ones(6)  # norms in bf16 keep their ones at small learning rates
-    torch.save(weights | {"1.weight": ones, "frozen.weight": ones.clone()}, source / "pytorch_model_fsdp.bin")
-    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
-    (opened,) = open_checkpoint(tmp_path / "new").weights
-    assert not opened.ties
-    assert not any("tie" in words for words in receipt.warnings)
-
-
-def test_the_model_decides_what_is_tied(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
-    weights = torch.load(source / "pytorch_model_fsdp.bin", weights_only=True)
-    copies = {
-        f"target.{name}": value.clone() for name, value in weights.items()
-    }  # synchronized before the save
-    torch.save(weights | copies, source / "pytorch_model_fsdp.bin")
-    receipt = ckptfix.migrate(source, tmp_path / "guessed", to="ddp", state="all")
-    assert "equal in every byte to '0.bias', '0.weight'" in receipt.warnings[0]
-    model.target = net().requires_grad_(False)
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", model=lambda: model)
-    assert not receipt.warnings
-    (opened,) = open_checkpoint(tmp_path / "new").weights
-    assert not opened.ties
-    assert len(opened.tensors) == 2 * len(weights)
 
 
 @pytest.mark.parametrize("after", ["ddp", "fsdp", "fsdp-full"])
@@ -487,26 +406,6 @@ def test_it_stays_without_states_where_the_loader_does_not_ask_for_them(tmp_path
     assert_loads(tmp_path / "new", "ddp", run)
 
 
-def test_fewer_processes(tmp_path: Path) -> None:
-    source = save_state(tmp_path / "source", "fsdp", trained(), processes=4)
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all", processes=2)
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert {"random_states_0.pkl", "random_states_1.pkl"} <= names
-    assert not {"random_states_2.pkl", "random_states_3.pkl"} & names
-    assert [one.what for one in receipt.left_out] == ["random_states_2.pkl", "random_states_3.pkl"]
-    assert "by 4 so far, by 2 from now on" in receipt.warnings[0]
-
-
-def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None:
-    source = save_state(tmp_path / "source", "ddp", trained())
-    (source / "dl_state_dict.bin").write_bytes((source / "custom_checkpoint_0.pkl").read_bytes())
-    receipt = ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=3, model=net)
-    found = torch.load(tmp_path / "new" / "random_states_2.pkl", weights_only=True)
-    assert found == {"step": 3}, "accelerator.step must not differ between ranks"
-    assert not (tmp_path / "new" / "dl_state_dict.bin").exists()
-    assert [one.what.split("'")[0] for one in receipt.left_out] == ["dl_state_dict.bin", "random states in "]
-
-
 def test_the_manifest_of_a_guarded_save_is_of_the_new_files(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "ddp", trained())
     ckptfix.seal(source)
@@ -515,20 +414,6 @@ def test_the_manifest_of_a_guarded_save_is_of_the_new_files(tmp_path: Path) -> N
     assert (
         json.loads((tmp_path / "new" / MANIFEST).read_text())["models"][0]["file"] == "pytorch_model_fsdp_0"
     )
-
-
-def of_trainer(root: Path, run: Trained, *, processes: int = 2) -> Path:
-    """Save as the Trainer does under DDP; its files of random states are stand-ins."""
-    model, optimizer = run
-    root.mkdir()
-    save_file(dict(model.state_dict()), root / "model.safetensors", {"format": "pt"})
-    torch.save(optimizer.state_dict(), root / "optimizer.pt")
-    torch.save({"last_epoch": 3, "_last_lr": [0.1, 0.1]}, root / "scheduler.pt")
-    (root / "trainer_state.json").write_text('{"global_step": 3}')
-    for rank in range(processes):
-        name = f"rng_state_{rank}.pth" if processes > 1 else "rng_state.pth"
-        torch.save({"cpu": torch.arange(rank + 1)}, root / name)
-    return root
 
 
 @pytest.mark.parametrize("between", ["fsdp", "fsdp-full", "zero2", "zero3"])
@@ -553,33 +438,6 @@ def test_checkpoints_of_the_trainer_keep_its_names(tmp_path: Path, between: str)
     left = [one.what.split("'")[0] for one in receipt.left_out if "rng" in one.what or "random" in one.what]
     assert left == ["rng_state_0.pth", "rng_state_1.pth", "random states in "]
     assert not receipt.warnings
-
-
-def test_a_scheduler_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) -> None:
-    source = save_state(tmp_path / "source", "fsdp", trained())
-    ckptfix.migrate(source, tmp_path / "between", to="zero1", state="all")
-    states = tmp_path / "between" / "pytorch_model" / "mp_rank_00_model_states.pt"
-    content = torch.load(states, weights_only=False)
-    assert content["lr_scheduler"] == {"last_epoch": 6, "_step_count": 7}
-    (tmp_path / "between" / "scheduler.bin").unlink()
-    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all")
-    found = torch.load(tmp_path / "new" / "scheduler.bin", weights_only=True)
-    assert found == {"last_epoch": 6, "_step_count": 7}
-    torch.save(content | {"lr_scheduler": {"last_batch_iteration": 4}}, states)
-    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "other", to="ddp", state="all")
-    assert "{'last_batch_iteration': 4} is left out: no scheduler of torch" in receipt.warnings[0]
-
-
-def test_the_scale_of_the_loss_goes_into_deepspeeds_files_and_out_of_them(tmp_path: Path) -> None:
-    source = save_state(tmp_path / "source", "fsdp", trained())
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    scaler._growth_tracker += 3
-    torch.save(scaler.state_dict(), source / "scaler.pt")
-    ckptfix.migrate(source, tmp_path / "between", to="zero2", state="all", dtype="fp16")
-    (tmp_path / "between" / "scaler.pt").unlink()
-    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="ddp", state="all")
-    assert torch.load(tmp_path / "new" / "scaler.pt", weights_only=True) == scaler.state_dict()
 
 
 def test_masters_that_are_rounded_are_said_to_be(tmp_path: Path) -> None:
@@ -655,6 +513,54 @@ def test_moments_of_no_parameter_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"other": torch.ones(2)}, source / "pytorch_model_fsdp.bin")
     with pytest.raises(OperationError, match=r"'0.weight' has moments, and no model has such a parameter"):
         ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp-full", "ddp"), ("fsdp-full", "zero2")])
+def test_moments_of_no_param_group_are_refused_by_name(tmp_path: Path, before: str, after: str) -> None:
+    source = save_state(tmp_path / "source", before, trained())
+    state = torch.load(source / "optimizer.bin", weights_only=True)
+    lost = state["param_groups"][0]["params"].pop()
+    torch.save(state, source / "optimizer.bin")
+    shown = f"parameter {lost}" if before == "ddp" else lost
+    with pytest.raises(
+        OperationError, match=f"optimizer.bin: '{shown}': moments of a parameter that is in no"
+    ):
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all", model=net)
+    assert not (tmp_path / "new").exists()
+
+
+def other_net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.Linear(7, 6))
+
+
+def one_step(model: torch.nn.Module, width: int) -> Trained:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(4, width)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("after", ["fsdp", "zero2"])
+def test_two_models_without_optimizers_name_both(tmp_path: Path, after: str) -> None:
+    """Some parameters of both have one shape, so all of them together would leave several assignments."""
+    runs = trained(), one_step(other_net(), 3)
+    source = save_state(tmp_path / "source", "ddp", *runs)
+    receipt = ckptfix.migrate(
+        source, tmp_path / "new", to=after, state="all", model=lambda: (net(), other_net())
+    )
+    assert "in the model's order" in receipt.not_checked[0]
+    ckptfix.migrate(tmp_path / "new", tmp_path / "back", to="fsdp-full", state="all")
+    for end, run in zip(("", "_1"), runs, strict=True):
+        found = torch.load(tmp_path / "back" / f"optimizer{end}.bin", weights_only=True)
+        assert_same(found["state"], get_optimizer_state_dict(*run)["state"])
+
+
+def test_two_models_that_are_alike_do_not_name_their_optimizers(tmp_path: Path) -> None:
+    source = save_state(tmp_path / "source", "ddp", trained(), trained(seed=1))
+    with pytest.raises(
+        OperationError, match=r"agree with those of models 0, 1 .*the models and their optimizers"
+    ):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", model=lambda: (net(), net()))
 
 
 def test_an_optimizer_of_the_other_model_is_refused_by_name(tmp_path: Path) -> None:

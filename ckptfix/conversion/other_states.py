@@ -1,0 +1,205 @@
+"""The states of a run next to its models and optimizers: schedulers, scale of the loss, random states, data positions.
+
+Accelerate and the Trainer keep each in a file of its own. DeepSpeed's engine has a scheduler and the scale of the loss
+in its own files, and looks for them there. What belongs to a process goes on only where the same process does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ckptfix.checkpoint.filenames import Role, parse_file_name
+from ckptfix.conversion.migration_plan import PlannedExtra
+from ckptfix.conversion.target_names import LeftOut, OtherFiles, StateNames
+from ckptfix.errors import FormatError, OperationError
+from ckptfix.formats.pickle_tree import child
+from ckptfix.formats.torch_file import read_torch_file
+from ckptfix.storage.reading import open_reader
+from ckptfix.tensors.new_torch_files import Call, torch_file
+from ckptfix.tensors.new_zero import DYNAMIC_SCALE, LOSS_SCALER, dynamic_scaler
+from ckptfix.tensors.optimizer_files import PickledValues, Unread
+from ckptfix.tensors.optimizers import OptimizerState
+from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
+from ckptfix.wording import count_of, list_names
+
+_LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
+_ONCE_PER_PROCESS = "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
+
+
+class OtherStates(NamedTuple):
+    """The files of these states. ``extras``: those that are made; ``warnings``: what goes on otherwise, in words."""
+
+    carried: tuple[PurePosixPath, ...] = ()
+    empty: tuple[PurePosixPath, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    extras: tuple[PlannedExtra, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def other_states(
+    root: Path,
+    found: OtherFiles,
+    *,
+    replaced: set[PurePosixPath],
+    names: StateNames,
+    before: int | None,
+    processes: int,
+) -> OtherStates:
+    """Sort the files that are neither weights nor optimizers, and plan those of new ranks.
+
+    ``replaced``: files of optimizers that change. ``before``: number of the processes that saved, None if unknown.
+    """
+    wanted = names.random_states(processes)
+    carried: list[PurePosixPath] = []
+    left = [one for one in found.left_out if PurePosixPath(one.what) not in replaced]
+    random_states: list[str] = []
+    schedulers: list[str] = []
+    for path in found.carried:
+        if path in replaced:
+            continue
+        parsed = parse_file_name(str(path))
+        role = parsed.role if parsed is not None else None
+        rank = parsed.rank or 0 if parsed is not None else 0
+        why = ""
+        if role is Role.RNG_STATE:
+            random_states.append(str(path))
+        elif role is Role.SCHEDULER:
+            schedulers.append(str(path))
+        if (role is Role.RNG_STATE and str(path) not in wanted) or (
+            role is Role.RUN_STATE and rank >= processes
+        ):
+            why = f"no rank of {count_of(processes, 'process')} looks for it"
+        elif role is Role.DATALOADER and before != processes:
+            why = f"it counts the batches of one of {before} processes; the epoch begins anew"
+        if why:
+            left.append(LeftOut(str(path), why))
+        else:
+            carried.append(path)
+    extras: tuple[PlannedExtra, ...] = ()
+    lacking = [name for name in wanted if name not in random_states] if random_states else []
+    if lacking:
+        step = None if names.is_trainer else _step(root / random_states[0])
+        if step is not None:
+            files = tuple(torch_file(PurePosixPath(name), {"step": step}) for name in lacking)
+            extras = (PlannedExtra(files=files, old_files=(PurePosixPath(random_states[0]),)),)
+        only = f": only accelerator.step, {step}, is in it" if extras else ""
+        left.append(
+            LeftOut(
+                f"random states in {list_names(lacking)}",
+                f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
+            )
+        )
+    warnings: tuple[str, ...] = ()
+    if schedulers and before not in (None, processes) and not names.is_trainer:
+        warnings = (
+            f"{list_names(schedulers)}: copied unchanged; Accelerate advances a scheduler once per process at each "
+            f"step (by {before} so far, by {processes} from now on), {_ONCE_PER_PROCESS}",
+        )
+    return OtherStates(tuple(carried), found.empty, tuple(left), extras, warnings)
+
+
+def _step(path: Path) -> int | None:
+    """Return ``accelerator.step`` from a file of random states, None where it has none."""
+    try:
+        with open_reader(path) as reader:
+            step = child(read_torch_file(reader).tree.root, "step")
+    except (FormatError, OSError):
+        return None
+    return step if type(step) is int else None
+
+
+def out_of_engines(
+    root: Path, optimizers: Sequence[OptimizerState], names: StateNames, processes: int
+) -> OtherStates:
+    """Plan the files of what only DeepSpeed's files have, which others look for in files of their own."""
+    extras: list[PlannedExtra] = []
+    warnings: list[str] = []
+    for state in optimizers:
+        held = state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER)
+        name = names.scheduler(state.index)
+        if held is None or (root / name).exists():
+            continue
+        if isinstance(held, dict) and "last_epoch" in held and not _has(held, (Unread, StoredTensor)):
+            files = (torch_file(PurePosixPath(name), held),)
+            extras.append(PlannedExtra(files=files, old_files=state.files[:1]))
+            if processes > 1 and not names.is_trainer:
+                warnings.append(
+                    f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and Accelerate advances "
+                    f"it once per process, by {processes} from now on, {_ONCE_PER_PROCESS}"
+                )
+            continue
+        shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
+        warnings.append(
+            f"{state.label}: the state of DeepSpeed's own scheduler{shown} is left out: no scheduler of torch "
+            "takes it; next: let the script's scheduler begin at this step"
+        )
+    scaler = _scaler_of(optimizers)
+    if scaler and not (root / _SCALER).exists():
+        files = (torch_file(PurePosixPath(_SCALER), scaler),)
+        extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
+    return OtherStates(extras=tuple(extras), warnings=tuple(warnings))
+
+
+def _scaler_of(optimizers: Sequence[OptimizerState]) -> Mapping[str, Any]:
+    """Return what ``scaler.pt`` has, without which ``load_state`` of a run in fp16 fails; nothing without a scale."""
+    held = next((one.extra.get(LOSS_SCALER) for one in optimizers), None)
+    state = held.state if isinstance(held, Call) else None
+    if not isinstance(state, dict) or not state.get("dynamic"):
+        return {}
+    try:
+        window = int(state["scale_window"])
+        return {
+            "scale": float(state["cur_scale"]),
+            "growth_factor": float(state["scale_factor"]),
+            "backoff_factor": 1 / float(state["scale_factor"]),
+            "growth_interval": window,
+            "_growth_tracker": (int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1) % window,
+        }
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return {}
+
+
+def into_engine(root: Path, state: OptimizerState, scheduler: str, dtype: str | None) -> OptimizerState:
+    """Return an optimizer with what DeepSpeed's engine looks for in its own files.
+
+    ``scheduler``: the name of its file. ``dtype``: of the new training, None for that of the source's.
+    """
+    inside = state.extra.get(MODEL_STATES, {})
+    scaler: dict[str, Any] = {}
+    if inside.get(_LR_SCHEDULER) is None:
+        inside = {**inside, _LR_SCHEDULER: _plain_values(root / scheduler)}
+    saved = _plain_values(root / _SCALER) if dtype == "F16" and LOSS_SCALER not in state.extra else None
+    if isinstance(saved, dict) and "scale" in saved:
+        inside = {**inside, DTYPE: "F16"}
+        scaler = {
+            LOSS_SCALER: dynamic_scaler(
+                saved["scale"],
+                done=saved.get("_growth_tracker", 0),
+                factor=saved.get("growth_factor", 2.0),
+                window=saved.get("growth_interval", 2000),
+                hysteresis=1,
+            ),
+            DYNAMIC_SCALE: True,
+        }
+    return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside})
+
+
+def _plain_values(path: Path) -> Any:
+    """Return the plain values in a file of torch, None where there are others, or no such file."""
+    try:
+        with open_reader(path) as reader:
+            file = read_torch_file(reader)
+        value = PickledValues(path, file).value(file.tree.root)
+    except (FormatError, OperationError, OSError):
+        return None
+    return None if _has(value, (Unread,)) else value
+
+
+def _has(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return whether a value of one of these types is in a value."""
+    if isinstance(value, kinds):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else ()
+    return any(_has(one, kinds) for one in inner)
