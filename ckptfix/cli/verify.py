@@ -15,7 +15,9 @@ from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import UsageError
+from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.paths import shell_path
+from ckptfix.wording import human_size
 
 if TYPE_CHECKING:
     from ckptfix.verification.verify_report import VerifyReport
@@ -31,6 +33,22 @@ def reload(
     """Prove a reload, print it, and return the exit status. ``html``: a file for the page, tried before all else."""
     if html is not None:
         ensure_writable(html, (path,))
+    if looks_like_url(path):  # safetensors and torch open files by themselves
+        with opened(path) as image:
+            from tempfile import gettempdir
+
+            from ckptfix.storage.images import materialised, nbytes_at
+
+            report.message(
+                f"{path}: downloading {human_size(nbytes_at(image))} to {gettempdir()} for the reload"
+            )
+            with (
+                report.progress(f"downloading {path}") as progress,
+                materialised(image, progress=progress) as copy,
+            ):
+                return reload(
+                    report, str(copy), device_map, max_memory, model, repeats, require_transfer_proof, html
+                )
     checked = check(path)
     document: dict[str, Any] = {"path": path, "findings": [one.as_json(path) for one in checked.findings]}
     # Errors stop it. Warnings are said, and are no word about the reload: a Trainer's folder always has one.

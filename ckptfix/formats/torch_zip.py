@@ -8,6 +8,7 @@ record is stored, its data starts on a multiple of 64 bytes, the end records are
 """
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
@@ -277,9 +278,8 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
         )
     located: list[ZipRecord] = list(entries)
     window, window_start = b"", 0
-    is_spared = False
-    if far := reader.fd < 0 and _far_apart(entries, order, limit):
-        is_spared = reader.spares(far)
+    far = _far_apart(entries, order, limit) if reader.fd < 0 else []
+    is_spared = reader.spares(far) if far else False
     following_starts = [*(starts[index] for index in order[1:]), limit]
     unpack, head = LOCAL.unpack_from, LOCAL.size
     for index, following in zip(order, following_starts, strict=False):
@@ -298,6 +298,11 @@ def _locate(reader: FileReader, entries: list[ZipRecord], limit: int) -> tuple[Z
         if not window_start <= offset <= offset + need <= window_start + len(window):
             # Small tensors lie close together: one read for many headers. Large ones: nothing but the header.
             length = need if following - offset > _NEAR else min(_WINDOW, limit - offset)
+            if (
+                far and length != need
+            ):  # what lies behind the header of the next large one would cost a request
+                begin, header = far[min(bisect_right(far, (offset, limit)), len(far) - 1)]
+                length = min(length, begin + header - offset if begin > offset else length)
             window, window_start = reader.read(offset, length), offset
         at = offset - window_start
         signature, _, flags, local_method, *_, name_length, extra_length = unpack(window, at)

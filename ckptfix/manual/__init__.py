@@ -23,6 +23,7 @@ TOPICS = (
     "signing",
     "diff",
     "salvage",
+    "stores",
     "ranks",
     "safety",
     "limits",

@@ -372,6 +372,17 @@ def _remove(top: str) -> None:
             os.rmdir(_session.folder)
 
 
+def nbytes_at(path: Path) -> int:
+    """Return the size of all objects of an image at or below a path."""
+    image = _image_at(os.path.abspath(path))
+    return sum(image.objects[key].size for key in _keys_at(image, path)) if image is not None else 0
+
+
+def _keys_at(image: Image, path: Path) -> list[str]:
+    prefix = image.key_of(os.path.abspath(path))
+    return [key for key in image.objects if prefix == "." or key == prefix or key.startswith(f"{prefix}/")]
+
+
 @contextmanager
 def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Path]:
     """Download all files of an image at or below a path, and yield the path of the copies, which go at the end.
@@ -383,7 +394,7 @@ def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Pa
         yield path
         return
     prefix = image.key_of(os.path.abspath(path))
-    keys = [key for key in image.objects if prefix == "." or key == prefix or key.startswith(f"{prefix}/")]
+    keys = _keys_at(image, path)
     total = sum(image.objects[key].size for key in keys)
     parent = Path(tempfile.gettempdir())
     free = shutil.disk_usage(parent).free

@@ -113,8 +113,8 @@ class Abilities(NamedTuple):
 class Patience(NamedTuple):
     """Limits of what is tried again. The waits in seconds grow twofold, and a part of each is left to chance."""
 
-    attempts: int = 7
-    first_wait: float = 0.2
+    attempts: int = 8
+    first_wait: float = 0.5
     longest_wait: float = 10.0
     connect: float = 10.0
     answer: float = 60.0

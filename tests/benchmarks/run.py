@@ -12,6 +12,7 @@ from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
 from tests.benchmarks.signing import sign
+from tests.benchmarks.storing import store_checks
 from tests.benchmarks.transferring import transfer
 
 
@@ -24,12 +25,26 @@ def main() -> None:
     )
     parser.add_argument(
         "--part",
-        choices=("check", "digests", "migrate", "mix", "states", "rename", "prove", "sign", "transfer"),
+        choices=(
+            "check",
+            "digests",
+            "migrate",
+            "mix",
+            "states",
+            "rename",
+            "prove",
+            "sign",
+            "stores",
+            "transfer",
+        ),  # fmt: skip
         help="one part only",
     )
     options = parser.parse_args()
     if options.part == "transfer":
         transfer()
+        return
+    if options.part == "stores":
+        store_checks(quick=options.quick)
         return
     need = (6 if options.quick else 44) << 30
     if shutil.disk_usage(options.folder).free < need:
@@ -55,6 +70,7 @@ def main() -> None:
             sign(folder, 1 << 30, 3)
     if options.part is None:
         transfer()
+        store_checks(quick=options.quick)
 
 
 if __name__ == "__main__":

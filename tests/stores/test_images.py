@@ -343,3 +343,25 @@ def test_a_migration_reads_from_a_store(url: str, tmp_path: Path) -> None:
     assert all(
         (tmp_path / "far" / name).read_bytes() == (tmp_path / "near" / name).read_bytes() for name in names
     )
+
+
+@pytest.mark.slow
+def test_a_reload_is_proven_of_a_copy_and_says_what_it_downloads(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = CASE.parents[2] / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
+    store = open_store(url)
+    for path in folder.iterdir():
+        store.put(path.name, path.read_bytes())
+    arguments = ["--device-map", "auto", "--model", "tests.devices.reload_models:two_layer", "--json"]
+    status = run(["verify", str(folder), *arguments])
+    wanted = json.loads(capsys.readouterr().out)
+    assert run(["verify", url, *arguments]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["path"] == url
+    assert found["reload"].keys() == wanted["reload"].keys()
+    assert found["findings"] == json.loads(json.dumps(wanted["findings"]).replace(str(folder), url))
+    run(["verify", url, *arguments[:-1]])
+    out, err = capsys.readouterr()
+    assert f"{url}: downloading " in err
+    assert tempfile.gettempdir() not in out
