@@ -46,7 +46,8 @@ class SealReceipt(Printable, Serialized):
     ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
     tensors got none, ``special``: what is not a file and got none, with the reason.
     ``transaction``: its number for ``undo``, in a folder with repairs that can be undone. ``statements``: the names of
-    the statements that were written, ``signed_by``: who signed them, "" where nobody did.
+    the statements that were written, ``signed_by``: who signed them, "" where nobody did; ``trust``: the options of
+    ``verify`` that name the signer.
     """
 
     json_keys: ClassVar = (
@@ -66,6 +67,7 @@ class SealReceipt(Printable, Serialized):
     transaction: int | None = None
     statements: tuple[str, ...] = ()
     signed_by: str = ""
+    trust: str = ""
 
     @property
     def status(self) -> int:
@@ -99,9 +101,11 @@ class SealReceipt(Printable, Serialized):
             yield line(f"to undo this, before any earlier repair: {command('undo', self.path)}")
         yield line(f"next: {command('verify', self.path)}")
         if self.statements:
-            option, who = ("--signature", ["--key", "PUBLIC_KEY"]) if self.signed_by else ("--oms", [])
+            option = "--signature" if self.signed_by else "--oms"
             files = [part for name in self.statements for part in (option, str(self.path / name))]
-            yield line(f"or, without the manifest: {command('verify', self.path, '', *files, *who)}")
+            yield line(
+                f"or, without the manifest: {command('verify', self.path, '', *files)} {self.trust}".strip()
+            )
 
     def _mend(self) -> str:
         """Return the command that mends what is in the way of a seal, or shows it."""
@@ -205,6 +209,7 @@ def seal(
         transaction=number,
         statements=tuple(statements),
         signed_by=sign.by if sign is not None else "",
+        trust=sign.trust if sign is not None else "",
     )
 
 

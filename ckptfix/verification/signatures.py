@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -151,6 +152,8 @@ class Signing(Protocol):
 
     by: str
     """Who signs, in words."""
+    trust: str
+    """The options of ``verify`` that name the signer."""
 
     def sign(self, statements: Sequence[bytes]) -> list[bytes]:
         """Return a bundle for each statement."""
@@ -158,6 +161,8 @@ class Signing(Protocol):
 
 class KeySigning:
     """Signs with a local key on one of the curves that OpenSSF Model Signing knows."""
+
+    trust = _OPTIONS["publicKey"]
 
     def __init__(self, path: str | os.PathLike[str], passphrase: bytes | None = None) -> None:
         """Read the key. Raises UsageError for anything else than a private key that can be used, OSError."""
@@ -191,6 +196,7 @@ class SigstoreSigning:
     """Signs with an identity: of the machine that this runs on, as in a workflow of GitHub, else of a login."""
 
     by = "an identity"
+    trust = _OPTIONS["certificate"]
 
     def __init__(self, trust_config: str | os.PathLike[str] | None = None) -> None:
         """Fetch what Sigstore asks for. Raises OperationError where that cannot be reached, UsageError, OSError."""
@@ -214,6 +220,8 @@ class SigstoreSigning:
         except Exception as error:
             raise _unreachable(error) from error
         self.by = f"{token.identity} at {token.federated_issuer}"
+        words = ("--identity", token.identity, "--identity-provider", token.federated_issuer)
+        self.trust = shlex.join(words)
         return [bundle.to_json().encode() for bundle in bundles]
 
 

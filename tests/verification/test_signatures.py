@@ -557,6 +557,9 @@ def test_sigstore_signs_both_statements_with_one_identity(tmp_path: Path, offlin
         "signature", "tensor-digests",
     ]  # fmt: skip
     assert receipt.signed_by == "name@example.com at https://identity.example"
+    assert f"{folder} --identity name@example.com --identity-provider https://identity.example" in str(
+        receipt
+    )
     assert (folder / FILES).read_text() == '{"signed": true}'
 
 
