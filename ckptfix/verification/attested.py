@@ -24,7 +24,13 @@ from ckptfix.verification.digests import named_results
 from ckptfix.verification.matching import crossed, crossing, match_names, pair_models, unwrapping
 from ckptfix.verification.sha256sums import read_sums
 from ckptfix.verification.signatures import Attestation, Trust, open_statement
-from ckptfix.verification.statements import ALONE, FileStatement, Scheme, TensorStatement
+from ckptfix.verification.statements import (
+    ALONE,
+    FileStatement,
+    Scheme,
+    TensorStatement,
+    uncovered_weights,
+)
 from ckptfix.wording import count_of
 
 _SUMS = "sha256sums"
@@ -141,6 +147,7 @@ class Attested(Recorded):
         self._evidence = evidence
         self._contents = contents
         self._own = {os.path.realpath(one.path) for one in evidence.attestations}
+        self._uncovered = frozenset(uncovered_weights(contents))
         self._of_weights = {str(path) for weights in contents.weights for path in weights.files}
 
     def place(self, hashed: Mapping[str | TensorLocation, Hashed]) -> None:
@@ -158,6 +165,9 @@ class Attested(Recorded):
         files = self._evidence.files
         if os.path.realpath(self._contents.root / name) in self._own:
             return False, "is what the checkpoint was compared with"
+        tensors = self._evidence.tensors
+        if files is None and tensors is not None and name in self._uncovered:
+            return name not in tensors.beside, f"holds weights that {self.tensor_source} does not cover"
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
                 return False, f"is covered by {self.tensor_source} in its tensors alone"

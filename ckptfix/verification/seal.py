@@ -232,7 +232,7 @@ def _statements(
     journals = list_folder(contents.root).journals
     made = [statement_of_files(name, digests, journals, follows_links=follows).to_bytes()]
     if contents.weights:
-        made.append(statement_of_tensors(name, contents.weights, hashed).to_bytes())
+        made.append(statement_of_tensors(name, contents, hashed).to_bytes())
     if sign is None:
         return dict(zip(UNSIGNED, made, strict=False))
     return dict(zip(SIGNED, sign.sign(made), strict=False))

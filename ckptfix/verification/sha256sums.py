@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,8 +45,12 @@ class Listed(NamedTuple):
             yield f"{count_of(self.unread, 'line')} of {name} without a sha256 and the name of a file"
 
 
-def find_sums(root: Path) -> Path | None:
-    """Return the list in a folder, or next to it, with a checksum of anything in the folder; None without one."""
+def find_sums(root: Path, weights: Iterable[str]) -> Path | None:
+    """Return the list in a folder, or next to it, that has a checksum of all its files of weights; None without one.
+
+    A list of other files alone would verify a checkpoint without a look at any weight.
+    """
+    needed = set(weights)
     above = root.parent if root.name not in ("", "..") else Path(os.path.abspath(root)).parent
     for folder in (root, above):
         try:
@@ -56,8 +60,10 @@ def find_sums(root: Path) -> Path | None:
             continue
         for name in names:
             path = folder / name
-            if os.path.isfile(path) and read_sums(path, root).digests:
-                return path
+            if os.path.isfile(path):
+                listed = read_sums(path, root).digests
+                if listed and needed <= listed.keys():
+                    return path
     return None
 
 

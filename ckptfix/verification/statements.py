@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.manifest import is_inside
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.contents import TensorLocation
+from ckptfix.diagnosis.contents import Contents, TensorLocation
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import JOURNAL
@@ -120,18 +120,21 @@ class FileStatement:
 class TensorStatement:
     """The digests of the tensors of a checkpoint. ``name``: of the folder, as a hint.
 
-    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name.
+    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name. ``beside``: files of
+    weights that were there and are not covered, such as those of a second format.
     """
 
     name: str
     models: tuple[Weights, ...] = field(repr=False)
     digests: Mapping[TensorLocation, str] = field(repr=False)
+    beside: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the statement. Its subject is the same whatever files, names and order the tensors have."""
         predicate = {
             "serialization": {"method": "tensors", "hash_type": "sha256"},
             "models": [_model(weights, self.digests) for weights in self.models],
+            "not_covered": list(self.beside),
         }
         return _to_bytes(self.name, self.root, _TENSORS, predicate)
 
@@ -170,17 +173,22 @@ def statement_of_files(
 
 
 def statement_of_tensors(
-    name: str, models: Iterable[Weights], hashed: Mapping[str | TensorLocation, Hashed]
+    name: str, contents: Contents, hashed: Mapping[str | TensorLocation, Hashed]
 ) -> TensorStatement:
     """Return the statement of the tensors of all models."""
-    found = tuple(models)
+    found = contents.weights
     digests = {
         place: hashed[place].digest
         for weights in found
         for tensor in weights.tensors
         for place in (TensorLocation(weights.label, tensor.fqn),)
     }
-    return TensorStatement(name=name, models=found, digests=digests)
+    return TensorStatement(name=name, models=found, digests=digests, beside=uncovered_weights(contents))
+
+
+def uncovered_weights(contents: Contents) -> tuple[str, ...]:
+    """Return the files of weights that are in none of the models, in order: a loader may take them all the same."""
+    return tuple(sorted({*contents.beside(), *contents.unsupported.keys() & contents.files.keys()}))
 
 
 def parse_statement(data: bytes, where: str) -> Statement:
@@ -377,7 +385,10 @@ def _tensors(name: str, predicate: dict[str, Any]) -> TensorStatement:
             raise _Refused(f"the model {_shown(weights.label)} is listed twice")
         models[weights.label] = weights
         digests |= {TensorLocation(weights.label, fqn): digest for fqn, digest in own.items()}
-    return TensorStatement(name=name, models=tuple(models.values()), digests=digests)
+    beside = [
+        _text(path, "a path of not_covered") for path in _get(predicate, "not_covered", _list, default=())
+    ]
+    return TensorStatement(name=name, models=tuple(models.values()), digests=digests, beside=tuple(beside))
 
 
 def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:

@@ -71,7 +71,8 @@ def verify(
     is_attested = bool(signatures or statements or sha256sums or trust)
     manifest = None if against is not None or is_attested else readable_manifest(target.root)
     if not is_attested and against is None and not _has_digests(manifest):
-        sha256sums = [found] if (found := find_sums(target.root)) is not None else []
+        weights = (str(path) for one in contents.weights for path in one.files)
+        sha256sums = [found] if (found := find_sums(target.root, weights)) is not None else []
         is_attested = bool(sha256sums)
     evidence = gather(
         target, signatures=signatures, statements=statements, sha256sums=sha256sums, trust=trust

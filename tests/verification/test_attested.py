@@ -167,6 +167,21 @@ def test_a_copy_that_was_not_signed_is_named(tmp_path: Path) -> None:
     assert f"is not in {tmp_path / TENSORS}" in str(report)
 
 
+def test_weights_in_another_file_are_a_difference_unless_they_were_there(tmp_path: Path) -> None:
+    folder = stated(tmp_path / "c", KINDS["safetensors"])
+    torch.save(state(), folder / "pytorch_model.bin")
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert wrong(report)["pytorch_model.bin"][0] == "extra"
+    assert f"pytorch_model.bin: holds weights that {folder / TENSORS} does not cover" in str(report)
+    assert seal(folder, force=True, oms=True).status == 0
+    report = compared(folder, folder / TENSORS)
+    assert "pytorch_model.bin" not in differing(report)
+    assert f"not checked: pytorch_model.bin: holds weights that {folder / TENSORS} does not cover" in str(
+        report
+    )
+
+
 def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 

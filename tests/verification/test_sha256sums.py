@@ -189,6 +189,18 @@ def test_a_list_about_other_files_verifies_nothing(tmp_path: Path) -> None:
         verify(tmp_path, sha256sums=[sums])
 
 
+def test_a_list_without_the_weights_is_not_taken_by_itself(tmp_path: Path) -> None:
+    KINDS["sharded"](tmp_path)
+    (tmp_path / "README.md").write_text("x")
+    sums = listed(tmp_path)
+    assert verify(tmp_path).status == 0
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "-00002-of" not in line))
+    assert "nothing was verified: there is no manifest" in str(verify(tmp_path))
+    report = verify(tmp_path, sha256sums=[sums])
+    assert report.status == 0
+    assert f"not checked: model-00002-of-00002.safetensors: is not covered by {sums}" in str(report)
+
+
 def test_one_file_is_compared_with_its_line(tmp_path: Path) -> None:
     KINDS["sharded"](tmp_path)
     sums = listed(tmp_path)
