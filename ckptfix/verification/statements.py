@@ -120,21 +120,21 @@ class FileStatement:
 class TensorStatement:
     """The digests of the tensors of a checkpoint. ``name``: of the folder, as a hint.
 
-    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name. ``beside``: files of
+    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name. ``uncovered``: files of
     weights that were there and are not covered, such as those of a second format.
     """
 
     name: str
     models: tuple[Weights, ...] = field(repr=False)
     digests: Mapping[TensorLocation, str] = field(repr=False)
-    beside: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the statement. Its subject is the same whatever files, names and order the tensors have."""
         predicate = {
             "serialization": {"method": "tensors", "hash_type": "sha256"},
             "models": [_model(weights, self.digests) for weights in self.models],
-            "not_covered": list(self.beside),
+            "not_covered": list(self.uncovered),
         }
         return _to_bytes(self.name, self.root, _TENSORS, predicate)
 
@@ -183,7 +183,7 @@ def statement_of_tensors(
         for tensor in weights.tensors
         for place in (TensorLocation(weights.label, tensor.fqn),)
     }
-    return TensorStatement(name=name, models=found, digests=digests, beside=uncovered_weights(contents))
+    return TensorStatement(name=name, models=found, digests=digests, uncovered=uncovered_weights(contents))
 
 
 def uncovered_weights(contents: Contents) -> tuple[str, ...]:
@@ -388,7 +388,9 @@ def _tensors(name: str, predicate: dict[str, Any]) -> TensorStatement:
     beside = [
         _text(path, "a path of not_covered") for path in _get(predicate, "not_covered", _list, default=())
     ]
-    return TensorStatement(name=name, models=tuple(models.values()), digests=digests, beside=tuple(beside))
+    return TensorStatement(
+        name=name, models=tuple(models.values()), digests=digests, uncovered=tuple(uncovered)
+    )
 
 
 def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
