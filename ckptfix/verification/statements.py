@@ -120,8 +120,8 @@ class FileStatement:
 class TensorStatement:
     """The digests of the tensors of a checkpoint. ``name``: of the folder, as a hint.
 
-    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name. ``uncovered``: files of
-    weights that were there and are not covered, such as those of a second format.
+    ``models``: as they were, with no bytes to read. ``digests``: of each tensor by its first name.
+    ``uncovered``: files of weights that were there and are not covered, such as those of a second format.
     """
 
     name: str
@@ -385,7 +385,7 @@ def _tensors(name: str, predicate: dict[str, Any]) -> TensorStatement:
             raise _Refused(f"the model {_shown(weights.label)} is listed twice")
         models[weights.label] = weights
         digests |= {TensorLocation(weights.label, fqn): digest for fqn, digest in own.items()}
-    beside = [
+    uncovered = [
         _text(path, "a path of not_covered") for path in _get(predicate, "not_covered", _list, default=())
     ]
     return TensorStatement(
