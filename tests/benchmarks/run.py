@@ -36,7 +36,7 @@ def main() -> None:
             "sign",
             "stores",
             "transfer",
-        ),  # fmt: skip
+        ),
         help="one part only",
     )
     options = parser.parse_args()
