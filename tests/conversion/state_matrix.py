@@ -258,7 +258,7 @@ def judged(cell: Cell, result: dict[str, Any]) -> Proof:
             proof.wrong.append(f"{what}: {len(lines)} differ, first {lines[0]}")
     proof.control = off(result["losses"], result["control"])
     proof.source = off(result["losses"], result["source"])
-    if result["trained"] and not proof.control and not result["unsteady"]:
+    if result["trained"] and not proof.control:
         proof.wrong.append(f"after the steps {len(result['trained'])} differ, first {result['trained'][0]}")
     if proof.control > NEAR:
         proof.wrong.append(
