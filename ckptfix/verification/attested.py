@@ -90,7 +90,7 @@ def gather(
             f"--identity-provider URL; to compare without verifying the signature: {_unsigned(target, first)}"
         )
     if trust is not None:
-        trust.material  # noqa: B018 - it raises for one that names nobody, or two
+        trust.material()  # before anything is read: it raises for one that names nobody, or two
     found: dict[type, FileStatement | TensorStatement] = {}
     attestations = []
     for given, whom in (*((one, trust) for one in signatures), *((one, None) for one in statements)):

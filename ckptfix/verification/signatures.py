@@ -29,6 +29,8 @@ _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _MATERIALS = {"publicKey": "a key", "x509CertificateChain": "certificates", "certificate": "an identity"}
+_SIGN_OTHERWISE = "nothing was written; next: run it with a network, or with a key of your own"
+_VERIFY_OTHERWISE = "nothing was verified; next: run it with a network, or --trust-config FILE"
 _OPTIONS = {
     "publicKey": "--key PUBLIC_KEY",
     "x509CertificateChain": "--certificate-chain CA.pem",
@@ -50,9 +52,8 @@ class Trust:
     identity_provider: str | None = None
     trust_config: str | os.PathLike[str] | None = None
 
-    @property
     def material(self) -> str:
-        """The part of a bundle that belongs to it. Raises UsageError unless exactly one kind is named."""
+        """Return the part of a bundle that belongs to it. Raises UsageError unless exactly one kind is named."""
         named = [self.key is not None, bool(self.certificates), self.identity is not None]
         if sum(named) != 1:
             raise UsageError("name who must have signed, by one of: " + "; ".join(_OPTIONS.values()))
@@ -304,9 +305,9 @@ def _bundle(data: bytes, path: Path) -> _Bundle | None:
 
 def _verified(bundle: _Bundle, trust: Trust, notes: StringIO) -> bytes:
     """Return the payload whose signature is right. Raises _Invalid for any other, UsageError for a key that is none."""
-    if bundle.material != trust.material:
+    if bundle.material != trust.material():
         raise _Invalid(
-            f"is signed by {_MATERIALS[bundle.material]}, expected {_MATERIALS[trust.material]}; "
+            f"is signed by {_MATERIALS[bundle.material]}, expected {_MATERIALS[trust.material()]}; "
             f"next: name the signer by {_OPTIONS[bundle.material]}"
         )
     verifying = _imported("model_signing.verifying")
@@ -365,7 +366,7 @@ def _use_identity(config: Any, trust: Trust) -> None:
             identity=trust.identity, oidc_issuer=trust.identity_provider, trust_config=path
         )
     except Exception as error:
-        raise _unreachable(error) from error
+        raise _unreachable(error, _VERIFY_OTHERWISE) from error
 
 
 def _signer(bundle: _Bundle, trust: Trust) -> str:
@@ -388,12 +389,9 @@ def _trust_config(models: Any, path: str | os.PathLike[str] | None) -> Any:
         raise _unreachable(error) from error
 
 
-def _unreachable(error: Exception) -> OperationError:
+def _unreachable(error: Exception, next_step: str = _SIGN_OTHERWISE) -> OperationError:
     said = str(error).split("\n")[0][:200] or type(error).__name__
-    return OperationError(
-        f"Sigstore could not be used: {said}; nothing was written; next: run it with a network and an identity, or "
-        "with a key of your own, which needs neither"
-    )
+    return OperationError(f"Sigstore could not be used: {said}; {next_step}")
 
 
 def _public_key(path: Path) -> Any:

@@ -374,6 +374,21 @@ def test_a_signature_of_tensors_survives(tmp_path: Path, keys: Keys, change: str
 SECRET = b"correct horse battery staple"
 
 
+def test_blake3_without_the_extra_names_it(
+    tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    hashing = model_signing.hashing.Config().use_file_serialization(hashing_algorithm="blake3")
+    signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.private)
+    signing.set_hashing_config(hashing).sign(folder, tmp_path / "blake3.sig")
+    assert verify(folder, statements=[tmp_path / "blake3.sig"]).status == 0
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(UsageError, match="blake3 digests need the extra"):
+        verify(folder, statements=[tmp_path / "blake3.sig"])
+
+
 def test_a_passphrase_is_asked_for_and_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -583,8 +598,22 @@ def test_without_a_network_sigstore_says_so(tmp_path: Path, monkeypatch: pytest.
         raise ConnectionError("no route")
 
     monkeypatch.setattr(sigstore.models.ClientTrustConfig, "production", staticmethod(unreachable))
-    with pytest.raises(OperationError, match="Sigstore could not be used: no route"):
+    with pytest.raises(OperationError, match="Sigstore could not be used: no route; nothing was written"):
         SigstoreSigning()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    KINDS["safetensors"](folder)
+    assert seal(folder, sign=KeySigning(Keys(tmp_path, "key").private)).status == 0
+    edited(
+        folder / FILES,
+        lambda bundle: bundle.update(verificationMaterial={"certificate": {"rawBytes": "QQ=="}}),
+    )
+    trust = Trust(identity="name@example.com", identity_provider="https://identity.example")
+    with pytest.raises(OperationError, match="no route; nothing was verified; next: run it with a network"):
+        verify(folder, signatures=[folder / FILES], trust=trust)
+    assert "expected an identity; next: name the signer by --key" in str(
+        verify(folder, signatures=[folder / TENSORS], trust=trust)
+    )
     odd = tmp_path / "trust.json"
     odd.write_text("{}")
     with pytest.raises(UsageError, match="not a trust configuration of Sigstore"):
