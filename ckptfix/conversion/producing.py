@@ -173,17 +173,23 @@ def _parts(
     plan: MigrationPlan, work: "_Work", digests: Digests, checksums: Checksums, *, shares: bool
 ) -> Iterator[_Part]:
     """Yield all that there is to do: large files first, so that no thread is left alone with one at the end."""
-    sized = [(file, planned) for planned in plan.planned for file in planned.files]
-    for file, planned in sorted(sized, key=lambda one: -one[0].size):
+    sized = [
+        (file, planned.data, mode)
+        for planned in plan.planned
+        for mode in ([_mode_of(plan, planned)] if planned.files else [])
+        for file in planned.files
+    ]
+    for file, sources, mode in sorted(sized, key=lambda one: -one[0].size):
         new = NewFile(
             work.folder / file.path,
             file,
-            planned.data,
+            sources,
             digests,
             checksums,
             with_sha256=work.sha256 is not None,
             shares=shares,
-            when_done=partial(work.keep, file, planned),
+            mode=mode,
+            when_done=partial(work.keep, file),
         )
         yield _Part(
             str(file.path), None, file.size, tuple(partial(Writer.write, job=job) for job in new.jobs())
@@ -285,9 +291,8 @@ class _Work:
             if source.convert is not None
         }
 
-    def keep(self, file: OutputFile, planned: Planned, new: NewFile) -> None:
-        """Give a complete file its permissions, and note its sha256."""
-        os.chmod(new.path, _mode_of(self.plan, planned))
+    def keep(self, file: OutputFile, new: NewFile) -> None:
+        """Note the sha256 of a complete file."""
         if self.sha256 is not None:
             self.sha256[str(file.path)] = new.sha256
 

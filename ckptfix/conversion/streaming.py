@@ -77,8 +77,8 @@ class NewFile:
     """A new file while threads write it. ``sources``: by the names in the parts of ``file``.
 
     ``with_sha256``: hash the complete file, too, for which one thread writes it all. ``shares``: the disk can share
-    blocks between files, which is used where a tensor has the same alignment as in its old file. ``when_done``: called
-    by the thread that completes it.
+    blocks between files, which is used where a tensor has the same alignment as in its old file. ``mode``: its
+    permissions. ``when_done``: called by the thread that completes it.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class NewFile:
         *,
         with_sha256: bool = False,
         shares: bool = False,
+        mode: int = 0o600,
         when_done: Callable[["NewFile"], object] | None = None,
     ) -> None:
         self.path, self.parts, self.sources = path, file.parts, sources
@@ -100,7 +101,7 @@ class NewFile:
         self.block = 0
         self.fd: int | None = None
         self.sha256 = ""
-        self._shares, self._when_done = shares, when_done
+        self._shares, self._mode, self._when_done = shares, mode, when_done
         self.whole = hashlib.sha256() if with_sha256 else None
         self._put_off: list[tuple[int, Computed]] = []
         self._left = 0
@@ -123,7 +124,6 @@ class NewFile:
         """Create the file, unless another thread did, and return its descriptor."""
         with self._lock:
             if self.fd is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.fd = pacer.create(self.path)
                 self.block = os.fstatvfs(self.fd).f_bsize if self._shares else 0
             return self.fd
@@ -151,6 +151,7 @@ class NewFile:
             control.advance(part.length)
         if self.whole is not None:
             self.sha256 = self.whole.hexdigest()
+        os.fchmod(self.fd, self._mode)
         if self._when_done is not None:
             self._when_done(self)
         pacer.ended(self.fd)

@@ -160,8 +160,16 @@ class Pacer:
             os.close(self._open.pop())
 
     def create(self, path: Path) -> int:
-        """Create a file and return its descriptor, which stays the pacer's. Raises FileExistsError, OSError."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """Create a file, and the folders above it, and return its descriptor, which stays the pacer's.
+
+        Raises FileExistsError, OSError.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, flags, 0o600)
         self._open.add(fd)
         return fd
 

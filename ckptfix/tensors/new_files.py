@@ -54,15 +54,14 @@ Part = Literal | Data | Computed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """A file to be written: its path relative to the new checkpoint, and its parts in order."""
+    """A file to be written: its path relative to the new checkpoint, its parts in order, and its size in bytes."""
 
     path: PurePosixPath
     parts: tuple[Part, ...]
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Its size in bytes."""
-        return sum(part.length for part in self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(part.length for part in self.parts))
 
     @property
     def needs_crc(self) -> bool:

@@ -45,6 +45,8 @@ from ckptfix.tensors.new_files import (
 
 _IN_DESCRIPTOR = 0x8
 _MADE_BY = 0x031E  # as miniz puts it into the end record: Unix, version 3.0
+_MOST_JOINED = 64 << 10
+"""Bytes of a record that are copied next to what lies around them, to be one part with it."""
 
 
 class NewRecord(NamedTuple):
@@ -55,52 +57,69 @@ class NewRecord(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """A record with the offset of its local header in the archive."""
+    """A record with the offset of its local header in the archive.
+
+    ``zip64``: the ZIP64 field, empty where all numbers are small; the same in the local header and in the directory.
+    ``known``: its CRC-32, None where that is known when its bytes are.
+    """
 
     name: bytes
     content: Part
+    length: int
     offset: int
+    zip64: bytes
+    known: int | None
 
     @property
     def flags(self) -> int:
-        return IN_UTF8 | (_IN_DESCRIPTOR if self.content.length else 0)
-
-    @property
-    def zip64(self) -> bytes:
-        """The ZIP64 field, empty where all numbers are small; the same in the local header and in the directory."""
-        size, offset = self.content.length, self.offset
-        values = pack("<QQ", size, size) if size >= U32 else b""
-        values += pack("<Q", offset) if offset >= U32 else b""
-        return pack("<HH", 1, len(values)) + values if values else b""
+        return IN_UTF8 | (_IN_DESCRIPTOR if self.length else 0)
 
     def crc(self, crcs: Mapping[str, int]) -> int:
         """The CRC-32 of its bytes."""
-        match self.content:
-            case Data(fqn, length):
-                return crcs[fqn] if length else 0
-            case Literal(data):
-                return zlib.crc32(data)
-            case Computed(_, make):
-                return zlib.crc32(make(crcs))
+        if self.known is not None:
+            return self.known
+        if isinstance(self.content, Data):
+            return crcs[self.content.fqn]
+        assert isinstance(self.content, Computed)
+        return zlib.crc32(self.content.make(crcs))
+
+
+def _placed(name: str, content: Part, offset: int) -> _Placed:
+    size = content.length
+    values = pack("<QQ", size, size) if size >= U32 else b""
+    values += pack("<Q", offset) if offset >= U32 else b""
+    wide = pack("<HH", 1, len(values)) + values if values else b""
+    known = zlib.crc32(content.data) if isinstance(content, Literal) else None if size else 0
+    return _Placed(name.encode(), content, size, offset, wide, known)
 
 
 def zip_parts(records: Iterable[NewRecord]) -> Iterator[Part]:
-    """Yield the parts of an archive of these records, in their order."""
+    """Yield the parts of an archive of these records, in their order; few, as there may be 100,000 archives."""
     placed: list[_Placed] = []
     offset = 0
+    before = bytearray()  # what is known already, and goes before the next part
     for name, content in records:
-        record = _Placed(name.encode(), content, offset)
+        record = _placed(name, content, offset)
         placed.append(record)
         header = _local_header(record)
-        yield Literal(header)
-        if content.length:
+        before += header
+        if isinstance(content, Literal) and record.length <= _MOST_JOINED:
+            before += content.data
+        elif record.length:
+            yield Literal(bytes(before))
             yield content
-            if isinstance(content, Literal):
-                yield Literal(_descriptor(record, {}))
-            else:
-                of = content.fqn if isinstance(content, Data) else None
-                yield Computed(_descriptor_size(record), partial(_descriptor, record), of)
-        offset += len(header) + content.length + (_descriptor_size(record) if content.length else 0)
+            before.clear()
+        if not record.length:
+            offset += len(header)
+            continue
+        if isinstance(content, Literal):
+            before += _descriptor(record, {})
+        else:
+            of = content.fqn if isinstance(content, Data) else None
+            yield Computed(_descriptor_size(record), partial(_descriptor, record), of)
+        offset += len(header) + record.length + _descriptor_size(record)
+    if before:
+        yield Literal(bytes(before))
     size = sum(ENTRY.size + len(record.name) + len(record.zip64) for record in placed)
     end = end_records(offset, size, len(placed), _MADE_BY)
     yield Computed(size + len(end), lambda crcs: _directory(placed, crcs) + end)
@@ -121,7 +140,7 @@ def _descriptor_size(record: _Placed) -> int:
 
 def _descriptor(record: _Placed, crcs: Mapping[str, int]) -> bytes:
     """Return the bytes after the data of a record."""
-    size = record.content.length
+    size = record.length
     return b"PK\7\x08" + pack("<IQQ" if record.zip64 else "<III", record.crc(crcs), size, size)
 
 
@@ -129,7 +148,7 @@ def _directory(placed: Iterable[_Placed], crcs: Mapping[str, int]) -> bytes:
     """Return the central directory."""
     directory = bytearray()
     for record in placed:
-        size, offset = min(record.content.length, U32), min(record.offset, U32)
+        size, offset = min(record.length, U32), min(record.offset, U32)
         wide = record.zip64
         lengths = (len(record.name), len(wide), 0, 0, 0, 0)
         numbers = (0, 0, record.flags, STORED, 0, 0, record.crc(crcs), size, size)
