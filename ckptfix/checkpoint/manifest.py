@@ -66,7 +66,8 @@ class Manifest:
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
     ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the Hugging Face hub gives it for
     large files; "" for one that a repair changed since. A manifest that ``seal`` wrote has digests alone: no
-    ``files``, and 0 for ``world_size`` and ``step``.
+    ``files``, and 0 for ``world_size`` and ``step``. ``digests_of_save``: the save
+    itself took the ``sha256``; a file that came later does not count as a difference then.
     """
 
     versions: Mapping[str, str]
@@ -79,6 +80,7 @@ class Manifest:
     custom: tuple[ManifestEntry, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     sha256: Mapping[str, str] = field(default_factory=dict)
+    digests_of_save: bool = False
 
     @property
     def is_of_a_save(self) -> bool:
@@ -90,6 +92,8 @@ class Manifest:
         document = asdict(self)
         if not self.sha256:
             del document["sha256"]
+        if not self.digests_of_save:
+            del document["digests_of_save"]
         for entry in (entry for kind in _KINDS for entry in document[kind]):
             for link in _LINKS:
                 if entry[link] in ((), None):
@@ -209,6 +213,8 @@ def _entry(value: Any) -> ManifestEntry:
 
 
 def _check(manifest: Manifest) -> None:
+    if type(manifest.digests_of_save) is not bool:
+        raise TypeError("digests_of_save is true or false")
     if type(manifest.world_size) is not int or type(manifest.step) is not int:
         raise TypeError("world_size and step are numbers")
     if not 0 <= manifest.world_size <= _MOST_PROCESSES or manifest.step < 0:

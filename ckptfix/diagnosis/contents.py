@@ -233,7 +233,7 @@ class Recorded:
 
     def __init__(self, manifest: Manifest | None, target: Target) -> None:
         self.manifest = manifest
-        self.is_sealed = manifest is not None and bool(manifest.sha256)
+        self.is_sealed = manifest is not None and bool(manifest.sha256) and not manifest.digests_of_save
         models = manifest.models if manifest is not None else ()
         entries = [entry for entry in models if not _is_state(entry.file)]
         self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}

@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Takes what the stock one takes, and ``on_reprepare`` ("warn", "raise" or "allow"): what to do with an object that it
     holds already. ``check_backward``: warn when gradients came from ``loss.backward()`` although gradients are
-    accumulated or scaled. ``tensor_digests``: record a sha256 of every tensor in the manifest of each save.
+    accumulated or scaled. ``tensor_digests``: record the sha256 of tensors and files of each save.
     ``save_together``: every process calls ``save_state``, and all of them save as one, or none does; False for a script
     that calls it on the main process alone. ``save_timeout``: seconds after which a save that waits for other processes
     ends with OperationError; by default what CKPTFIX_SAVE_TIMEOUT says, else 540.

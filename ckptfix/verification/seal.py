@@ -257,6 +257,7 @@ def _sealed(
     others = (replace(entry, digests={}) for entry in old.models if entry.file not in models)
     return replace(
         old,
+        digests_of_save=False,
         models=tuple(sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))),
         files={name: contents.files[name].size for name in old.files if name in contents.files},
         sha256={name: hashed[name].digest for name in sorted({*contents.files, *statements})},

@@ -11,6 +11,7 @@ from tests.benchmarks.migrating import migrate, migrate_mix
 from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
+from tests.benchmarks.sharing import share
 from tests.benchmarks.signing import sign
 from tests.benchmarks.storing import store_checks
 from tests.benchmarks.transferring import transfer
@@ -33,6 +34,7 @@ def main() -> None:
             "states",
             "rename",
             "prove",
+            "ranks",
             "sign",
             "stores",
             "transfer",
@@ -64,6 +66,8 @@ def main() -> None:
             migrate_mix(folder, (2 if options.quick else 20) << 30)
         if options.part in (None, "states"):
             migrate_states(folder, (1 if options.quick else 4) << 28, 2 if options.quick else 3)
+        if options.part in (None, "ranks"):
+            share(folder, (1 if options.quick else 4) << 30, 3 if options.quick else 5)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
         if options.part in (None, "sign"):

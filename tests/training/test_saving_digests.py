@@ -1,6 +1,10 @@
 """A guarded save that records digests can be verified, sealed, repaired, and saved over."""
 
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,13 +54,19 @@ def test_a_save_with_digests_verifies(tmp_path: Path, safetensors: bool) -> None
     assert report.status == 0
     tensors = report.count(Kind.TENSOR)
     assert tensors == {Outcome.MATCH: 5, Outcome.DIFFER: 0, Outcome.NOT_CHECKED: 0}
-    assert report.count(Kind.FILE)[Outcome.MATCH] == 0, "only their sizes are known"
     manifest = read_manifest(folder)
     assert manifest is not None
+    assert report.count(Kind.FILE) == {
+        Outcome.MATCH: len(manifest.files),
+        Outcome.DIFFER: 0,
+        Outcome.NOT_CHECKED: 0,
+    }
+    assert report.is_verified
     keys = manifest.models[0].keys
     assert seal(folder).status == 0
     sealed = read_manifest(folder)
     assert sealed is not None
+    assert sealed == replace(manifest, digests_of_save=False), "it was born sealed"
     assert sealed.models[0].keys == keys, "a tolerant load believes the entry by its keys"
     assert sealed.models[0].aliases == manifest.models[0].aliases
     assert sealed.optimizers == manifest.optimizers
@@ -80,6 +90,26 @@ def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(
     assert wrong(report)["optimizer_1.bin"] == ("extra", None)
 
 
+@pytest.mark.slow
+def test_a_save_of_two_processes_is_born_sealed(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    script = Path(__file__).with_name("digests_ranks.py")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
+        f"--master_port={random.randrange(30000, 60000)}", str(script), str(folder),
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert {"random_states_0.pkl", "random_states_1.pkl", "model.safetensors"} <= manifest.files.keys()
+    assert manifest.sha256.keys() == manifest.files.keys()
+    report = verify(folder)
+    assert report.status == 0
+    assert report.count(Kind.FILE)[Outcome.MATCH] == len(manifest.files)
+    assert not [path.name for path in folder.rglob(".ckptfix-digests-*")]
+
+
 def test_a_save_into_a_sealed_folder_keeps_what_is_the_users(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     accelerator = save(folder, safetensors=True)
@@ -89,7 +119,8 @@ def test_a_save_into_a_sealed_folder_keeps_what_is_the_users(tmp_path: Path) -> 
     assert (folder / "notes.txt").read_text() == "mine"
     manifest = read_manifest(folder)
     assert manifest is not None
-    assert manifest.sha256 == {}
+    assert manifest.sha256.keys() == manifest.files.keys()
+    assert verify(folder).status == 0
     other = tmp_path / "checkpoints" / "checkpoint_0"
     other.mkdir(parents=True)
     (other / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

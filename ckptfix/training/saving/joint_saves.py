@@ -16,7 +16,7 @@ class JointSave:
     """One save. Every process makes one, with the same ``what``, the name of the call in messages.
 
     ``write`` writes the files of this process. On each disk one process then calls ``describe``, which completes the
-    staging folder and returns its manifest (None: nothing was written on this disk, so it gets no checkpoint), and
+    staging folder and returns its manifest, as ``commit`` takes it (None: nothing was written on this disk), and
     ``rotate``, when the new checkpoint is in its place. ``undo`` is called on every process when the save has failed.
     """
 
@@ -26,7 +26,7 @@ class JointSave:
         what: str,
         *,
         write: Callable[[StagedSave], object],
-        describe: Callable[[StagedSave], bytes | None],
+        describe: Callable[[StagedSave], bytes | Callable[[], bytes] | None],
         rotate: Callable[[StagedSave], object],
         undo: Callable[[], object],
     ) -> None:

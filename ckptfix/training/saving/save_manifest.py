@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,79 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+class SavedDigests:
+    """Digests of what one process saves, taken in threads while it writes: of its tensors, then of its files.
+
+    hashlib lets the thread that writes go on meanwhile. The digests of files go to the process that writes the manifest
+    through a file next to them.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2, "ckptfix-digests")
+        self._tensors: dict[int, list[tuple[str, Future[str]]]] = {}
+        self._files: dict[str, Future[str]] = {}
+
+    def hash_tensors(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Begin to hash the tensors of a model; nobody may change them until ``close``."""
+        submit = self._pool.submit
+        self._tensors[index] = [(name, submit(tensor_digest, value)) for name, value in tensors.items()]
+
+    def hash_files(self, folder: Path, names: Iterable[str]) -> None:
+        """Begin to hash complete files of a staging folder, the largest first."""
+        sizes = {name: (folder / name).stat().st_size for name in names}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            self._files[name] = self._pool.submit(_file_digest, folder / name)
+
+    def leave_for_others(self, folder: Path, rank: int) -> None:
+        """Leave the digests of this process's files for the process that writes the manifest."""
+        digests = {name: one.result() for name, one in self._files.items()}
+        (folder / f"{_LEFT}{rank}").write_text(json.dumps(digests))
+
+    def complete(self, entries: Iterable[ManifestEntry]) -> tuple[ManifestEntry, ...]:
+        """Return entries with the digests of their tensors. Raises what a thread raised."""
+        return tuple(
+            replace(entry, digests={name: one.result() for name, one in self._tensors.get(entry.index, [])})
+            for entry in entries
+        )
+
+    def files(self) -> dict[str, str]:
+        """Return the sha256 of the files that were hashed here. Raises what a thread raised."""
+        return {name: one.result() for name, one in self._files.items()}
+
+    def close(self) -> None:
+        """End the threads, with what is left undone."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+_BLOCK = 1 << 20
+_LEFT = ".ckptfix-digests-"
+"""Beginning of the names of the files with the digests of other processes."""
+
+
+def take_left(folder: Path) -> dict[str, str]:
+    """Return the digests that all processes have left in a staging folder, and remove their files."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob(f"{_LEFT}*")):
+        found |= json.loads(path.read_text())
+        path.unlink()
+    return found
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        return digest.hexdigest()
+
+
 def model_entries(
     accelerator: Accelerator, models: Sequence[Any], weights: Sequence[Mapping[str, Any]], *, safetensors: bool,
-    digests: bool,
+    digests: SavedDigests | None,
 ) -> tuple[ManifestEntry, ...]:  # fmt: skip
     """Return the manifest's entries for the models; ``weights`` is empty where accelerate shards them itself.
+
+    ``digests``: begins to hash their tensors.
 
     A hook that took some of the weights leaves unknown which model each of the others is of.
     """
@@ -76,6 +145,8 @@ def model_entries(
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and name not in aliases
         }
+        if digests is not None:
+            digests.hash_tensors(index, written)
         entries.append(
             ManifestEntry(
                 index=index,
@@ -87,14 +158,18 @@ def model_entries(
                 if state
                 else "",
                 aliases=aliases,
-                digests={name: tensor_digest(value) for name, value in written.items()} if digests else {},
             )
         )
     return tuple(entries)
 
 
-def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[ManifestEntry, ...]) -> Manifest:
-    """Return the manifest of what lies in a staging folder."""
+def make_manifest(
+    accelerator: Accelerator,
+    folder: Path,
+    models: tuple[ManifestEntry, ...],
+    sha256: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Return the manifest of what lies in a staging folder. ``sha256``: of its files, where all of them are known."""
     files = {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -103,6 +178,7 @@ def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[Manifest
     # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
     linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
     packages = (*_PACKAGES, _TRAINERS) if _TRAINERS in sys.modules else _PACKAGES
+    known = {name: sha256[name] for name in files} if sha256 and files.keys() <= sha256.keys() else {}
     return Manifest(
         versions={package: importlib.metadata.version(package) for package in packages}
         | {"python": platform.python_version()},
@@ -114,6 +190,8 @@ def make_manifest(accelerator: Accelerator, folder: Path, models: tuple[Manifest
         dataloaders=_entries(files, Role.SAMPLER, accelerator._dataloaders),
         custom=_entries(files, Role.CUSTOM, accelerator._custom_objects),
         files=files,
+        sha256=known,
+        digests_of_save=bool(known),
     )
 
 

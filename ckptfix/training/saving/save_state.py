@@ -9,12 +9,13 @@ as one.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
+from ckptfix.checkpoint.dcp import rank_of
 from ckptfix.checkpoint.filenames import (
     FileName,
     Role,
@@ -29,8 +30,24 @@ from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
-from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
-from ckptfix.training.saving.staged_saves import StagedSave, abandon, add, begin, commit, plan_staging, rotate
+from ckptfix.training.saving.save_manifest import (
+    SavedDigests,
+    make_manifest,
+    model_entries,
+    separate_views,
+    take_left,
+)
+from ckptfix.training.saving.staged_saves import (
+    StagedSave,
+    abandon,
+    add,
+    begin,
+    commit,
+    files_in,
+    plan_staging,
+    rank_of_states,
+    rotate,
+)
 
 WHAT = "save_state"
 
@@ -60,6 +77,7 @@ def save_state(
             else:
                 name = save.alone(target, safe_serialization).name
         finally:
+            save.end()
             restore(random)  # a save does not change what the run draws next
         if accelerator.project_configuration.automatic_checkpoint_naming:
             return Path(accelerator.project_dir) / "checkpoints" / name
@@ -107,6 +125,7 @@ class _Save:
         self._config = accelerator.project_configuration
         self._iteration = self._config.iteration
         self._models: tuple[ManifestEntry, ...] = ()
+        self._digests = SavedDigests() if guard_of(accelerator).settings.tensor_digests else None
         self._staging: StagedSave
         self._owns = False
 
@@ -136,7 +155,7 @@ class _Save:
             self._owns = begin(self._staging)
             self._write_all(safetensors)
             if leads:
-                commit(self._staging, self._manifest())
+                commit(self._staging, self._manifest(is_whole=accelerator.num_processes == 1))
                 self._rotate()
             else:
                 for name in _of_the_last_writer(accelerator):
@@ -155,6 +174,11 @@ class _Save:
         def write(staging: StagedSave) -> None:
             self._staging = staging
             self._write_all(safetensors)
+            accelerator = self._accelerator
+            if self._digests is not None and accelerator.num_processes > 1:
+                names = (name for name in files_in(staging.folder) if self._is_mine(name))
+                self._digests.hash_files(staging.folder, names)
+                self._digests.leave_for_others(staging.folder, accelerator.process_index)
 
         joint = JointSave(
             self._accelerator,
@@ -180,17 +204,42 @@ class _Save:
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
-            digests = guard_of(self._accelerator).settings.tensor_digests
             self._models = model_entries(
-                self._accelerator, models, weights, safetensors=safetensors, digests=digests
+                self._accelerator, models, weights, safetensors=safetensors, digests=self._digests
             )
 
-    def _manifest(self) -> bytes:
-        """Return the manifest of what is staged, once the files that every process writes are those of this one."""
-        if self._accelerator.num_processes > 1:
+    def _is_mine(self, name: str) -> bool:
+        """Return whether a file bears the rank of this process; others may be written by another one just now."""
+        rank = rank_of_states(name)
+        rank = rank_of(PurePosixPath(name)) if rank is None else rank
+        return rank is not None and rank == int(self._accelerator.process_index)
+
+    def _manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
+        """Complete the files that every process writes, and return what makes the manifest of all that is staged.
+
+        ``is_whole``: no other process adds files later, so that digests of all of them can be known.
+        """
+        folder, digests, several = self._staging.folder, self._digests, self._accelerator.num_processes > 1
+        if several:
             for name, state in _of_the_last_writer(self._accelerator).items():
-                torch.save(state(), self._staging.folder / name)
-        return make_manifest(self._accelerator, self._staging.folder, self._models).to_bytes()
+                torch.save(state(), folder / name)
+        left = take_left(folder) if several else {}
+        if digests is not None and is_whole:
+            digests.hash_files(
+                folder, (name for name in files_in(folder) - left.keys() if (folder / name).is_file())
+            )
+
+        def make() -> bytes:
+            entries = self._models if digests is None else digests.complete(self._models)
+            sha256 = None if digests is None else {**left, **digests.files()}
+            return make_manifest(self._accelerator, folder, entries, sha256).to_bytes()
+
+        return make
+
+    def end(self) -> None:
+        """End the threads that hash what is saved."""
+        if self._digests is not None:
+            self._digests.close()
 
     def _rotate(self) -> None:
         if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -265,14 +265,16 @@ def lift(staging: StagedSave) -> None:
     below.rmdir()
 
 
-def commit(staging: StagedSave, manifest: bytes) -> None:
+def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
     """Make what was staged the checkpoint. Durable when it returns; interrupted, the old or the new one is there.
 
+    ``describe``: the manifest, or a function that returns it once the files are durable: digests may come meanwhile.
     INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
     """
     folder, target = staging.folder, staging.target
     _widen_modes(folder)
     sync_tree(folder)
+    manifest = describe() if callable(describe) else describe
     is_in_place = False
     while not is_in_place:
         # Looked at again: files may have come while we were writing, and this may be another disk than the main one's.

@@ -1,0 +1,130 @@
+"""A seal by one process on one core and by two on two, against what the cores themselves do: ``--part ranks``."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from ckptfix.storage.teams import plan_shares
+from tests.benchmarks.digesting import _write_numbers
+from tests.benchmarks.making import drop_from_cache
+from tests.benchmarks.printing import show
+from tests.storage.listings import long_files, saved_by_ranks
+
+_BLOCK = 1 << 20
+_SEAL = """
+import json, os, sys, time
+rank, count, port, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+from contextlib import nullcontext
+from ckptfix.storage import teams
+from ckptfix.training.rendezvous import Launched, join
+from ckptfix.verification.seal import seal
+team = None
+if count > 1:
+    team = teams.JoinedTeam(rank, count, join(Launched(rank, count, count, "127.0.0.1", port), 120))
+    team.told(lambda: "all are here")
+begin, used = time.perf_counter(), time.process_time()
+with teams.working_in(team) if team else nullcontext(), teams.as_one():
+    receipt = seal(path)
+print(json.dumps([time.perf_counter() - begin, time.process_time() - used, receipt.written]))
+sys.stdout.flush()
+if team:
+    team.finish(0)
+os._exit(0)
+"""
+
+
+def share(folder: Path, size: int, rounds: int) -> None:
+    """Print the efficiency of two processes, start-up apart, and the largest share of 64 and 1,024 processes."""
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    for number in range(4):
+        _write_numbers(
+            checkpoint / f"model_{number}.safetensors" if number else checkpoint / "model.safetensors",
+            size // 4,
+        )
+    for cold in (False, True):
+        ratios: list[float] = []
+        speeds: list[float] = []
+        of_cores: list[float] = []
+        for number in range(
+            rounds
+        ):  # ratios of neighbours: a machine that others use changes its speed meanwhile
+            seconds = {count: _sealed(checkpoint, count, 29500 + number, cold=cold) for count in (1, 2)}
+            own = {count: _hashed(count, 2 * size) for count in (1, 2)}
+            ratios.append(seconds[1][0] / seconds[2][0] / (own[1] / own[2]))
+            speeds.append(seconds[1][0] / seconds[2][0])
+            of_cores.append(seconds[1][1] / seconds[2][1] / 2)
+        state = "cold" if cold else "warm"
+        figure = f"{median(ratios):.2f} of the cores' own ({median(speeds):.2f}x faster; {_all(ratios)})"
+        show(
+            f"seal of {size / (1 << 30):.1f} GiB, 1 -> 2 processes, {state}",
+            figure,
+            ">= 0.9",
+            median(ratios) >= 0.9,
+        )
+    shutil.rmtree(checkpoint)
+    for name, units in (
+        ("saved by 1,024 ranks", saved_by_ranks()),
+        ("200 files of 50 GB, by range", long_files(part=10**9)),
+    ):
+        total = sum(unit.size for unit in units)
+        for count in (64, 1024):
+            begin = perf_counter()
+            shares = plan_shares(units, count)
+            largest = max(sum(units[number].size for number in share) for share in shares) * count / total
+            figure = f"{largest:.3f} of the mean, planned in {perf_counter() - begin:.1f} s"
+            show(
+                f"{total / 1e12:.1f} TB to hash, {name}, {count} processes",
+                figure,
+                "<= 1.05",
+                largest <= 1.05,
+            )
+
+
+def _all(ratios: list[float]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
+def _sealed(checkpoint: Path, count: int, port: int, *, cold: bool) -> tuple[float, float]:
+    """Return the seconds of the slowest process, and its CPU seconds, start-up apart."""
+    shutil.rmtree(checkpoint / ".ckptfix", ignore_errors=True)
+    if cold:
+        for path in checkpoint.iterdir():
+            drop_from_cache(path)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SEAL, str(rank), str(count), str(port), str(checkpoint)],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(count)
+    ]
+    answers = [json.loads(process.communicate()[0]) for process in started]
+    assert all(written for _, _, written in answers)
+    return max(seconds for seconds, _, _ in answers), max(used for _, used, _ in answers)
+
+
+def _hash_memory(core: int, size: int) -> None:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
+    block, digest = os.urandom(_BLOCK), hashlib.sha256()
+    for _ in range(size // _BLOCK):
+        digest.update(block)
+
+
+def _hashed(count: int, size: int) -> float:
+    """Return the seconds that so many processes take to hash as many bytes of memory together."""
+    context = get_context("fork")
+    processes = [context.Process(target=_hash_memory, args=(core, size // count)) for core in range(count)]
+    begin = perf_counter()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return perf_counter() - begin
