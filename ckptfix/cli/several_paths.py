@@ -13,9 +13,10 @@ from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import find_target
-from ckptfix.errors import CkptfixError, TeamError
+from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url, opened
+from ckptfix.storage.markers import upload_problem
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -208,6 +209,8 @@ def state_after_seal(path: str) -> Callable[[], str]:
 
 def state_after_writing(source: str, output: str) -> Callable[[], str]:
     """Return what describes the state after an interrupt of a verb that begins now and writes a new ``output``."""
+    if looks_like_url(output):
+        return lambda: f"{source} is unchanged, and {_state_of_upload(output)}"
     before = _identity(Path(output))
 
     def describe() -> str:
@@ -221,6 +224,18 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
         return f"{source} is unchanged, and {what}"
 
     return describe
+
+
+def _state_of_upload(url: str) -> str:
+    """Return in words what is at a URL to which something was to be written."""
+    try:
+        with opened(url, complete=False) as place:
+            problem = upload_problem(place)
+    except UsageError:
+        return f"nothing was written at {url}"
+    except (CkptfixError, OSError) as error:
+        return f"{url} could not be looked at: {error}"
+    return f"{url} is complete" if problem is None else f"{url} is not: {problem}"
 
 
 def _command(verb: str, path: str) -> str:

@@ -36,7 +36,7 @@ from ckptfix.diagnosis.findings.duplicates import IdenticalModels, IdenticalStat
 from ckptfix.diagnosis.output import check_output, copy_checkpoint
 from ckptfix.diagnosis.policy import Policy
 from ckptfix.diagnosis.target import Target, ensure_checkpoint, find_target
-from ckptfix.errors import ChangedError, OperationError
+from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.repairs.manifest_edits import manifest_edits
@@ -95,7 +95,7 @@ class RepairReceipt(Printable, Serialized):
     recovered: bool = False
     finished: bool = False
     dry_run: bool = False
-    output: Path | None = None
+    output: Path | str | None = None
     below: tuple[CheckReport, ...] = ()
 
     @property
@@ -105,7 +105,7 @@ class RepairReceipt(Printable, Serialized):
         return int(status_of(self.left) or bool(self.unplanned) or is_below)
 
     @property
-    def where(self) -> Path:
+    def where(self) -> Path | str:
         """The checkpoint that was checked last: the copy, once it is written."""
         return self.path if self.dry_run else self.output or self.path
 
@@ -147,7 +147,9 @@ class RepairReceipt(Printable, Serialized):
         return [finding.as_json(str(self.output or self.path)) for finding in self.left]
 
     def _unchecked(self) -> tuple[str, ...]:
-        return tuple(with_below(self.not_checked, self.where, self.below))
+        # Of a copy in a store the sub-folders, which nothing changes, were checked at their source.
+        where = self.path if isinstance(self.where, str) else self.where
+        return tuple(with_below(self.not_checked, where, self.below))
 
 
 Receipt = RepairReceipt
@@ -166,7 +168,7 @@ class RepairPlan(Printable):
 
     target: Target
     policy: Policy
-    output: Path | None
+    output: Path | str | None
     diagnosis: Diagnosis
     draft: Plan
     compiled: Compiled
@@ -196,6 +198,9 @@ class RepairPlan(Printable):
         yield from plan_lines(self.path, self.steps, self.unplanned)
         if self.carriage is not None:
             yield line(f"between this machine and the store: {self.carriage}")
+            if self.output is None:
+                copy = f"{command('repair', self.path)} --output URL_OF_A_COPY"
+                yield line(f"names change one after the other; for a checkpoint in use: {copy}")
 
     def preview(self) -> RepairReceipt:
         """Return the receipt of a dry run."""
@@ -217,6 +222,8 @@ class RepairPlan(Printable):
         RolledBackError) when it could not finish: the folder is then as it was.
         """
         with self.image or nullcontext():
+            if isinstance(self.output, str):
+                return self._execute_in_store(self.output, progress, transfer=transfer)
             if self.output is not None:
                 return self._execute_on_copy(self.output, progress)
             root = self.target.root
@@ -244,6 +251,43 @@ class RepairPlan(Printable):
             below=below,
         )
 
+    def _execute_in_store(self, output: str, progress: Progress | None, *, transfer: bool) -> RepairReceipt:
+        """Let the store write a repaired copy below another prefix."""
+        from ckptfix.storage.object_copies import copy_repaired
+
+        store = store_of(self.target.root)
+        assert store is not None
+        edits = (*self.compiled.edits, *self._manifest_edits(self.compiled))
+        after = self.diagnosis
+
+        def verify() -> None:
+            nonlocal after
+            after = self._proven(self.compiled)
+
+        copy_repaired(
+            self.target.root, store.url, output, edits,
+            indexes=self._indexes, verify=verify, transfer=transfer, progress=progress,
+        )  # fmt: skip
+        return replace(self._receipt(after), output=output)
+
+    @property
+    def _indexes(self) -> tuple[PurePosixPath, ...]:
+        """The files that list others and are changed by a step."""
+        return tuple(filter(None, (_listing(step.action) for step in self.steps)))
+
+    def _manifest_edits(self, compiled: Compiled) -> Sequence[Edit]:
+        return manifest_edits(self.draft.folder, compiled.steps, compiled.edits)
+
+    def _proven(self, compiled: Compiled) -> Diagnosis:
+        return prove_repair(
+            self.draft,
+            self.steps,
+            tuple(compiled.edits),
+            self.unplanned,
+            self.policy,
+            self.diagnosis.verdicts,
+        )
+
     def _apply(self, lock: "StoreLock | None", progress: Progress | None, *, transfer: bool) -> RepairReceipt:
         """Do the edits of the steps and of the manifest. The caller holds the lock."""
         root = self.target.root
@@ -253,7 +297,7 @@ class RepairPlan(Printable):
             compiled = compile_plan(self.draft, new_files=True)
         if not compiled.edits:
             return self._receipt(self.diagnosis)
-        edits = (*compiled.edits, *manifest_edits(self.draft.folder, compiled.steps, compiled.edits))
+        edits = (*compiled.edits, *self._manifest_edits(compiled))
         if lock is None:
             _check_space(root, edits, shares_blocks)
         self._check_unchanged()
@@ -261,14 +305,7 @@ class RepairPlan(Printable):
 
         def verify() -> None:
             nonlocal after
-            after = prove_repair(
-                self.draft,
-                self.steps,
-                tuple(compiled.edits),
-                self.unplanned,
-                self.policy,
-                self.diagnosis.verdicts,
-            )
+            after = self._proven(compiled)
 
         number = commit(
             root,
@@ -279,7 +316,7 @@ class RepairPlan(Printable):
             # Digests of the repaired files must go before those files do.
             watched=(PurePosixPath(MANIFEST),),
             digests=self.diagnosis.digests,
-            indexes=tuple(filter(None, (_listing(step.action) for step in self.steps))),
+            indexes=self._indexes,
             lock=lock,
             transfer=transfer,
             progress=progress,
@@ -349,8 +386,9 @@ def plan_repair(
     if output is not None:
         if pending := interrupted(target):
             raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
-        check_output(target, Path(output))  # before every byte of a large model is compared
-        return _plan(target, policy, Path(output), progress)
+        copy = output if isinstance(output, str) and looks_like_url(output) else Path(output)
+        _check_copy(target, copy)  # before every byte of a large model is compared
+        return _plan(target, policy, copy, progress)
     if recover and interrupted(target):
         with folder_lock(target.root, break_lock=break_lock):
             recovered = _recovered(target.root)
@@ -385,6 +423,27 @@ def repair(
     return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
 
 
+def _check_copy(target: Target, output: Path | str) -> None:
+    """Raise UsageError when a repaired copy cannot be written to ``output``."""
+    store = store_of(target.root)
+    if isinstance(output, Path):
+        if store is not None:
+            raise UsageError(
+                f"{output} is not a URL, and a repair of a URL downloads nothing; next: name a prefix of the same "
+                f"bucket, or download the checkpoint"
+            )
+        check_output(target, output)
+    elif store is None:
+        raise UsageError(f"{output} is a URL, and {target.path} is not; next: repair it, then upload it")
+    elif target.only is not None:
+        raise UsageError(f"{target.path} is one object; next: repair it in place, or name its folder")
+    else:
+        from ckptfix.storage.object_copies import check_free, places_of
+
+        places_of(store.url, output)
+        check_free(output)
+
+
 def _recovered(root: Path) -> RecoveryReport | None:
     """Roll back an interrupted run, or finish it in a store; None where there was none. The caller holds the lock."""
     recovered = recover_folder(root)
@@ -398,7 +457,7 @@ def _listing(action: StepAction) -> PurePosixPath | None:
     return action.path if isinstance(action, RewriteNames) and action.path.name == METADATA_NAME else None
 
 
-def _plan(target: Target, policy: Policy, output: Path | None, progress: Progress | None) -> RepairPlan:
+def _plan(target: Target, policy: Policy, output: Path | str | None, progress: Progress | None) -> RepairPlan:
     with paused_gc():
         folder = scan_folder(target.root, target.only)
         if not transactions(target.root):

@@ -58,7 +58,8 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3500
 class Image:
     """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root or one file.
 
-    ``failures``: of the store, while it was read. ``aliases``: names that show the object of another key.
+    ``failures``: of the store, while it was read. ``aliases``: names that show the object of another key; ``stores``:
+    the store of each such key that is in another one.
     """
 
     store: Store
@@ -68,14 +69,28 @@ class Image:
     unheld: tuple[Unheld, ...]
     failures: list[Exception] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    stores: dict[str, tuple[Store, str]] = field(default_factory=dict)
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
         try:
+            if any(one.key in self.stores for one in ranges):
+                return self._read_elsewhere(ranges)
             return self.store.read_many(ranges)
         except Exception as error:
             self.failures.append(error)
             raise
+
+    def _read_elsewhere(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
+        found: list[bytes] = [b""] * len(ranges)
+
+        def take(number: int) -> None:
+            one = ranges[number]
+            store, key = self.stores.get(one.key, (self.store, one.key))
+            found[number] = store.read(key, one.offset, one.length, etag=one.etag or None)
+
+        together(range(len(ranges)), take)
+        return found
 
     def key_of(self, path: str) -> str:
         """Return the key of the object at a path of the image."""
@@ -279,10 +294,11 @@ class Shown(NamedTuple):
 
 
 @contextmanager
-def showing(folder: Path, names: Mapping[str, Shown | None]) -> Iterator[None]:
+def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | None = None) -> Iterator[None]:
     """Let names of an image show other objects, or nothing, until the end of the block.
 
-    Names and keys are relative to the folder. A moved name keeps its file, as a rename in a folder does.
+    Names and keys are relative to the folder, and keys to ``store`` where it is given. A moved name keeps its file, as
+    a rename in a folder does.
     """
     full = os.path.abspath(folder)
     image = _image_at(full)
@@ -314,8 +330,11 @@ def showing(folder: Path, names: Mapping[str, Shown | None]) -> Iterator[None]:
                     with path.open("xb") as file:
                         file.truncate(one.info.size)
                     os.utime(path, ns=(one.info.modified_ns, one.info.modified_ns))
-                objects[f"{start}{one.key}"] = one.info
-                image.aliases[f"{start}{name}"] = f"{start}{one.key}"
+                key = f"{start}{one.key}" if store is None else f"{store.url}/{one.key}"
+                if store is not None:
+                    image.stores[key] = store, one.key
+                objects[key] = one.info
+                image.aliases[f"{start}{name}"] = key
             image.objects = MappingProxyType(objects)
         yield
     finally:
@@ -329,6 +348,7 @@ def showing(folder: Path, names: Mapping[str, Shown | None]) -> Iterator[None]:
                 os.rename(path, image.root / f"{start}{name}")
             aside.rmdir()
         image.objects, image.aliases = before
+        image.stores.clear()
         _cache.forget(_top_of(full) or "")
 
 

@@ -91,15 +91,17 @@ class Carriage(NamedTuple):
         return f"{human_size(self.down)} down and {human_size(self.up)} up{inside}"
 
 
-def carriage_of(store: Store, contents: Iterable[Content]) -> Carriage:
-    """Return the bytes that objects of these contents cost; the journal and headers come on top."""
+def carriage_of(store: Store, contents: Iterable[Content], *, is_placed: bool = True) -> Carriage:
+    """Return the bytes that objects of these contents cost; the journal and headers come on top.
+
+    ``is_placed``: each is made at a key of its own first, and then copied over its name.
+    """
     down = up = copied = 0
     for content in contents:
         size = size_of(content)
         if not store.abilities.composes:
-            down += sum(piece.length for piece in content if isinstance(piece, Source))
-            up += size
-            copied += size  # over its name
+            down += sum(piece.length for piece in content if isinstance(piece, Source)) + is_placed * size
+            up += size + is_placed * size
             continue
         for part in plan_parts(_pieces(content, {}), store.abilities):
             if part.is_copied:
@@ -107,7 +109,7 @@ def carriage_of(store: Store, contents: Iterable[Content]) -> Carriage:
                 continue
             up += part.length
             down += sum(piece.length for piece in part.pieces if isinstance(piece, ObjectRange))
-        copied += size
+        copied += is_placed * size
     return Carriage(down, up, copied)
 
 
@@ -119,7 +121,12 @@ def carriage_of_edits(store: Store, edits: Sequence[Edit], infos: Mapping[str, O
         for path, content in after.by_path.items()
         if content is not None and content != _whole(str(path), infos.get(str(path)))
     ]
-    return carriage_of(store, [*contents, *after.aside.values()])
+    return _total(store, contents, after.aside.values())
+
+
+def _total(store: Store, placed: Iterable[Content], kept: Iterable[Content]) -> Carriage:
+    both = carriage_of(store, placed), carriage_of(store, kept, is_placed=False)
+    return Carriage(*map(sum, zip(*both, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +137,6 @@ class Draft:
     contents: Mapping[int, Content]
     kept: Mapping[int, Content]
     pins: Mapping[str, ObjectInfo]
-
-    @property
-    def carriage(self) -> tuple[Content, ...]:
-        """Every content that is composed."""
-        return (*self.contents.values(), *self.kept.values())
 
 
 def draft_of(
@@ -367,9 +369,10 @@ def _check_carriage(store: Store, draft: Draft, transfer: bool) -> None:
     alone = ", and it overwrites what another program wrote meanwhile: make sure that none writes there"
     if store.abilities.conditions:
         alone = ""
+    travel = _total(store, draft.contents.values(), draft.kept.values())
     raise UsageError(
-        f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: "
-        f"{carriage_of(store, draft.carriage)}{alone}; nothing was changed; next, to let them travel: add --transfer"
+        f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: {travel}{alone}; "
+        "nothing was changed; next, to let them travel: add --transfer"
     )
 
 

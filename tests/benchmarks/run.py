@@ -11,6 +11,7 @@ from tests.benchmarks.migrating import migrate, migrate_mix
 from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
 from tests.benchmarks.renaming import rename, sparse
+from tests.benchmarks.repairing_objects import repair_objects
 from tests.benchmarks.sharing import share
 from tests.benchmarks.signing import sign
 from tests.benchmarks.storing import store_checks
@@ -37,6 +38,7 @@ def main() -> None:
             "ranks",
             "sign",
             "stores",
+            "object-repairs",
             "transfer",
         ),
         help="one part only",
@@ -72,6 +74,8 @@ def main() -> None:
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
         if options.part in (None, "sign"):
             sign(folder, 1 << 30, 3)
+        if options.part in (None, "object-repairs"):
+            repair_objects(folder, (256 << 20) if options.quick else (2 << 30))
     if options.part is None:
         transfer()
         store_checks(quick=options.quick)

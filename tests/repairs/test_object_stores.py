@@ -9,9 +9,12 @@ import pytest
 
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run as cli
+from ckptfix.errors import ChangedError
 from ckptfix.repairs.repair import plan_repair
-from ckptfix.storage import images, stores
+from ckptfix.storage import images, object_copies, stores
+from ckptfix.storage.markers import COMMITTED, UPLOAD
 from tests.sampling import one_of, sampled
+from tests.stores.servers import objects_of, upload_folder
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
 
 __all__ = ["cloud"]
@@ -58,7 +61,7 @@ def files(folder: Path) -> Objects:
 
 @pytest.fixture
 def bucket(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    for module in (stores, images):
+    for module in (stores, images, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     yield cloud
     cloud.strike = lambda method, key, is_after: None
@@ -164,6 +167,87 @@ def test_killed_at_any_request_it_is_old_or_new(bucket: Cloud, name: str, verb: 
     assert ends == {True}
 
 
+COPY = "s3://simulated/run/repaired_7"
+COPIED = "run/repaired_7/"
+
+
+def copied(cloud: Cloud) -> Objects:
+    """Return every object of the copy but the records of its upload."""
+    found = {key.removeprefix(COPIED): one for key, one in cloud.objects.items() if key.startswith(COPIED)}
+    return {key: read(one.body) for key, one in found.items() if key not in (UPLOAD, COMMITTED)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_repaired_copy_is_proven_before_its_marker(bucket: Cloud, tmp_path: Path, name: str) -> None:
+    fixture, policy = SCENARIOS[name]
+    put(bucket, FIXTURES / fixture / "checkpoint")
+    shutil.copytree(FIXTURES / fixture / "checkpoint", tmp_path / "checkpoint_7")
+    here = repair(tmp_path / "checkpoint_7", policy=Policy(atomic=True))
+    before = dict(bucket.objects)
+    receipt = repair(URL, policy=policy, output=COPY)
+    assert receipt.transaction is None
+    assert f"in {COPY}" in str(receipt)
+    assert receipt.status == here.status
+    assert copied(bucket) == files(tmp_path / "checkpoint_7")
+    assert {key: one for key, one in bucket.objects.items() if key.startswith(PREFIX)} == before
+    assert COPIED + COMMITTED in bucket.objects
+    assert check(COPY).status == check(tmp_path / "checkpoint_7").status
+    with pytest.raises(UsageError, match="name a prefix that holds none"):
+        repair(URL, policy=policy, output=COPY)
+
+
+def test_a_copy_that_was_killed_has_no_marker(bucket: Cloud) -> None:
+    folder = FIXTURES / "sharded-gpt2-nested" / "checkpoint"
+    put(bucket, folder)
+    before = bucket.requests
+    repair(URL, output=COPY)
+    complete = copied(bucket)
+    for at in sampled(range(1, bucket.requests - before + 1)):
+        old = put(bucket, folder)
+        bucket.strike = KillAt(at, is_after=bool(at % 2))
+        with suppress(Killed):
+            repair(URL, output=COPY)
+        bucket.strike = lambda method, key, is_after: None
+        assert objects(bucket).items() >= old.items()
+        if COPIED + COMMITTED in bucket.objects:
+            assert copied(bucket) == complete
+        elif copied(bucket):
+            assert COPIED + UPLOAD in bucket.objects
+            with pytest.raises(UsageError, match="aws s3 rm --recursive"):
+                repair(URL, output=COPY)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("s3://other/run/repaired_7", "within one bucket only"),
+        (f"{URL}/inside", "lie in one another"),
+        ("s3://simulated/run", "lie in one another"),
+        ("repaired_7", "is not a URL"),
+    ],
+)
+def test_a_copy_elsewhere_is_refused(bucket: Cloud, output: str, why: str) -> None:
+    put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    before = dict(bucket.objects)
+    with pytest.raises(UsageError, match=why):
+        repair(URL, output=output)
+    assert bucket.objects == before
+
+
+def test_a_copy_whose_source_is_written_meanwhile_is_removed(bucket: Cloud) -> None:
+    old = put(bucket, FIXTURES / "sharded-gpt2-nested" / "checkpoint")
+    name = next(name for name in old if name.endswith(".safetensors"))
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if key == COPIED + UPLOAD and is_after and method == "put_object":
+            bucket.write(PREFIX + name, b"a new save")
+
+    bucket.strike = strike
+    with pytest.raises(ChangedError, match="is empty"):
+        repair(URL, output=COPY)
+    assert not copied(bucket)
+
+
 def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.CaptureFixture[str]) -> None:
     old = put(bucket, FIXTURES / "sharded-gpt2-nested" / "checkpoint")
     names = 0
@@ -186,3 +270,36 @@ def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.
     assert f"ckptfix repair --break-lock {URL}" in said.err
     assert cli(["undo", URL, "--break-lock"]) == 0
     assert objects(bucket) == old
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the URL of a store of fsspec, which cannot compose, and empty it at the end."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    yield "memory://run/checkpoint_7"
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_without_part_copies_the_bytes_travel_where_that_is_asked_for(
+    memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = upload_folder(FIXTURES / "student-teacher-wrapper-safetensors" / "checkpoint", memory)
+    before = objects_of(store)
+    assert cli(["repair", memory]) == 2
+    said = capsys.readouterr()
+    assert "cannot cut parts out of objects" in said.err
+    assert "add --transfer" in said.err
+    assert "make sure that none writes there" in said.err
+    assert objects_of(store) == before
+    assert cli(["repair", memory, "--transfer"]) == 0
+    assert objects_of(store) != before
+    with pytest.raises(UsageError, match="--transfer"):
+        undo(memory)
+    undo(memory, transfer=True)
+    assert objects_of(store) == before
+    copy = "memory://run/repaired_7"
+    with pytest.raises(UsageError, match="--transfer"):
+        repair(memory, output=copy)
+    repair(memory, output=copy, transfer=True)
+    assert not repair(copy).steps
+    assert objects_of(store) == before

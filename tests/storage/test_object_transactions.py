@@ -121,7 +121,7 @@ def recover(store: Store) -> int | None:
 
 @pytest.fixture
 def store(cloud: Cloud) -> SimulatedStore:
-    fill(cloud)
+    anew(cloud)
     return open_simulated(cloud, URL)
 
 
@@ -163,7 +163,9 @@ def test_all_names_change_and_an_undo_restores_every_byte(cloud: Cloud, store: S
     assert cloud.objects[PREFIX + SHARDS[0]].metadata["owner"] == "a user"
 
 
-def test_few_bytes_travel(store: SimulatedStore) -> None:
+def test_few_bytes_travel(cloud: Cloud) -> None:
+    fill(cloud)
+    store = open_simulated(cloud, URL)
     commit(store)
     assert store.traffic.down < 2 * 5.2 * MIB + (1 << 16)  # the first part of each shard has at least 5 MiB
     assert store.traffic.up < 2 * 5.2 * MIB + (1 << 16)
@@ -232,6 +234,7 @@ def points(action: Callable[[SimulatedStore], object], *, undoing: bool) -> Iter
         yield at, True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["repair", "undo"])
 def test_killed_at_any_request_the_next_run_finishes_or_rolls_back(cloud: Cloud, verb: str) -> None:
     undoing = verb == "undo"
@@ -268,6 +271,7 @@ def test_killed_at_any_request_the_next_run_finishes_or_rolls_back(cloud: Cloud,
     assert ends == {True, False}
 
 
+@pytest.mark.slow
 def test_killed_again_while_it_recovers(cloud: Cloud) -> None:
     """Killed in the middle of the names, and again at every request of the run that finishes them."""
     old = old_names()
@@ -327,6 +331,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("times", [1, 99])
 def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: str, times: int) -> None:
@@ -361,6 +366,7 @@ def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: st
         assert finished == len(sampled(range(1, requests + 1))), "a fault that passes must not end the repair"
 
 
+@pytest.mark.slow
 def test_a_lost_answer_is_no_other_writer(cloud: Cloud) -> None:
     """The connection is cut after the server has done its work: at every request, the repair finishes."""
     for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
@@ -384,6 +390,7 @@ def test_a_lost_answer_is_no_other_writer(cloud: Cloud) -> None:
         assert cloud.journal() == []
 
 
+@pytest.mark.slow
 def test_another_writer_stops_the_repair_before_anything_is_changed(cloud: Cloud) -> None:
     """A job saves an object at any request before the commit: its bytes stay, and all others are as they were."""
     old = old_names()
@@ -512,3 +519,66 @@ def test_every_exhaustive_point_is_one_request() -> None:
     assert 60 < requests_of(commit, undoing=False) < 200
     assert isinstance(is_exhaustive(), bool)
     assert issubclass(LockedError, CkptfixError)
+
+
+def test_an_index_follows_its_files_and_the_manifest_everything(cloud: Cloud, store: SimulatedStore) -> None:
+    order: list[str] = []
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        is_name = "/.ckptfix/" not in key or key.endswith("manifest.json")
+        if is_after and is_name and method in ("complete_multipart_upload", "delete_object"):
+            order.append(key.removeprefix(PREFIX))
+
+    def ranks(names: list[str]) -> list[int]:
+        late = {str(INDEX): 1, "states/.metadata": 1, "optimizer_2.bin": 2, ".ckptfix/manifest.json": 3}
+        return [late.get(name, 0) for name in names]
+
+    cloud.strike = strike
+    commit(store)
+    assert len(order) == 8
+    assert ranks(order) == sorted(ranks(order))
+    order.clear()
+    undo(store)
+    back = {"states/__ckptfix_0.distcp": 2, "optimizer_2.bin": 0, str(INDEX): 1, "states/.metadata": 1}
+    found = [3 if name.endswith("manifest.json") else back.get(name, 0) for name in order]
+    assert found == sorted(found)
+
+
+def test_a_writer_during_the_proof_stops_the_repair_before_the_commit(
+    cloud: Cloud, store: SimulatedStore
+) -> None:
+    before = cloud.names()
+    with pytest.raises(ChangedError, match="nothing was changed"):
+        commit(store, verify=lambda: cloud.write(PREFIX + SHARDS[1], b"a new save"))
+    assert cloud.names() == {**before, PREFIX + SHARDS[1]: digest((b"a new save",))}
+    assert cloud.journal() == []
+
+
+@pytest.mark.parametrize(
+    "name", [SHARDS[0], "optimizer_1.bin", "optimizer_2.bin", "states/__ckptfix_0.distcp"]
+)
+def test_an_object_that_another_program_wrote_after_the_commit_is_left_alone(
+    cloud: Cloud, store: SimulatedStore, name: str
+) -> None:
+    """Killed right after the commit; then a job writes an object of the very size that the new one has."""
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if is_after and stage_of(open_simulated(quiet, URL), 1) == "commit":
+            raise Killed
+
+    quiet = Cloud()
+    quiet.objects = cloud.objects
+    cloud.strike = strike
+    with suppress(Killed):
+        commit(store)
+    cloud.strike = lambda method, key, is_after: None
+    assert cloud.names() == old_names()
+    sizes = {SHARDS[0]: len(NEW_HEAD) + 40 * MIB, "optimizer_1.bin": 12, "states/__ckptfix_0.distcp": 9}
+    cloud.write(PREFIX + name, (Stretch(99, 0, sizes.get(name, 12)),))
+    foreign = cloud.names()[PREFIX + name]
+    for _ in range(2):
+        with pytest.raises(JournalError, match="another program wrote this object") as caught:
+            recover(store)
+        assert name in str(caught.value)
+        assert "aws s3 rm --recursive" in str(caught.value)
+        assert cloud.names()[PREFIX + name] == foreign

@@ -1,0 +1,162 @@
+"""The two records of an upload: ``upload.json``, written first, and the commit marker ``committed.json``, written last.
+
+No store has a rename, and neither has a mount of one. So a checkpoint that ckptfix writes there counts when its commit
+marker is there, as Orbax has it with ``commit_success.txt``. The record that is written first tells an upload that was
+cut short from a folder that somebody copied with other tools, which has neither. Both carry the number of their upload:
+the marker of an older one commits nothing. They lie in ``.ckptfix/``, which no loader looks at.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptfix.errors import FormatError
+from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import open_reader
+from ckptfix.wording import count_of, human_size
+
+UPLOAD = f"{JOURNAL}/upload.json"
+"""Path of the record of the upload that began last, relative to the checkpoint. It stays when the upload has ended."""
+
+COMMITTED = f"{JOURNAL}/committed.json"
+"""Path of the commit marker, relative to the checkpoint."""
+
+NEEDED = f"{JOURNAL}/needed-while"
+"""Path of the file in a staging folder that names the sign of ``staged.keep_while``, relative to the folder."""
+
+DESTINATION = f"{JOURNAL}/upload-to"
+"""Path of the file in a complete staging folder that names its place in a store, relative to the folder."""
+
+NEVER_UPLOADED = (UPLOAD, COMMITTED, NEEDED, DESTINATION)
+"""Files of a folder on a disk that are about the folder itself."""
+
+_VERSION = 1
+_LONGEST = 256 << 20
+"""Longest record that is read, in bytes; an object takes about 200."""
+
+
+class Uploaded(NamedTuple):
+    """An object as it was uploaded: bytes, sha256 of the bytes, and the ETag that the store gave it ("" on a mount)."""
+
+    size: int
+    sha256: str
+    etag: str = ""
+
+
+class Begun(NamedTuple):
+    """The record of an upload that has begun: its number, when and where, and the files that it will write."""
+
+    upload: str
+    started: float
+    host: str
+    pid: int
+    files: Mapping[str, int]
+
+    def to_bytes(self) -> bytes:
+        """Return the record as it is stored."""
+        return _stored(self._asdict())
+
+
+class Commit(NamedTuple):
+    """The commit marker: the number of the upload, when it ended, and every object that it wrote."""
+
+    upload: str
+    ended: float
+    objects: Mapping[str, Uploaded]
+
+    def to_bytes(self) -> bytes:
+        """Return the marker as it is stored."""
+        return _stored(self._asdict())
+
+
+def begun_now(upload: str, files: Mapping[str, int]) -> Begun:
+    """Return the record of an upload that this process begins."""
+    return Begun(upload, time.time(), os.uname().nodename, os.getpid(), dict(files))
+
+
+def parse_begun(data: bytes) -> Begun:
+    """Return the record of an upload that has begun. Raises FormatError."""
+    fields = _fields(data)
+    try:
+        files = {str(name): int(size) for name, size in fields["files"].items()}
+        return Begun(
+            str(fields["upload"]), float(fields["started"]), str(fields["host"]), int(fields["pid"]), files
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"the record of an upload cannot be understood: {error!r}") from None
+
+
+def parse_commit(data: bytes) -> Commit:
+    """Return a commit marker. Raises FormatError."""
+    fields = _fields(data)
+    try:
+        objects = {
+            str(name): Uploaded(int(size), str(sha256), str(etag))
+            for name, (size, sha256, etag) in fields["objects"].items()
+        }
+        return Commit(str(fields["upload"]), float(fields["ended"]), objects)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"the commit marker cannot be understood: {error!r}") from None
+
+
+def read_commit(folder: Path) -> Commit | None:
+    """Return the commit marker of a folder, None without one. Raises FormatError, OSError."""
+    data = _read(folder / COMMITTED)
+    return None if data is None else parse_commit(data)
+
+
+def read_begun(folder: Path) -> Begun | None:
+    """Return the record of the upload that began last in a folder, None without one. Raises FormatError, OSError."""
+    data = _read(folder / UPLOAD)
+    return None if data is None else parse_begun(data)
+
+
+def upload_problem(folder: Path) -> str | None:
+    """Return why the upload of a folder is not complete; None for a committed one, and for one that was not uploaded.
+
+    Raises FormatError for a record that cannot be understood, OSError.
+    """
+    begun = read_begun(folder)
+    if begun is None:
+        return None
+    commit = read_commit(folder)
+    if commit is not None and commit.upload == begun.upload:
+        return None
+    there = {name: size for name, size in begun.files.items() if _size(folder / name) == size}
+    arrived = f"{len(there)} of {count_of(len(begun.files), 'file')}"
+    total = f"{human_size(sum(there.values()))} of {human_size(sum(begun.files.values()))}"
+    return f"its upload was cut short: there is no commit marker ({COMMITTED}); {arrived} arrived, {total}"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _stored(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps({"version": _VERSION, **fields}, indent=1) + "\n").encode()
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"a record of an upload is not JSON: {error}") from None
+    if not isinstance(fields, dict) or fields.get("version") != _VERSION:
+        raise FormatError(f"a record of an upload is of another version than {_VERSION}")
+    return fields
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with open_reader(path) as reader:
+            if reader.size > _LONGEST:
+                raise FormatError(f"{path} has more than {human_size(_LONGEST)}")
+            return reader.read(0, reader.size)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,187 @@
+"""A repaired copy of a checkpoint below another prefix of its bucket, for checkpoints that a job is reading.
+
+The store composes every object, also those that stay as they are. The record of the upload is written first and the
+commit marker last, so that nobody takes a copy that was cut short for a checkpoint.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from ckptfix.errors import ChangedError, CkptfixError, OperationError, UsageError
+from ckptfix.storage.edits import Edit
+from ckptfix.storage.images import Shown, objects_at, showing
+from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now
+from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
+from ckptfix.storage.object_transactions import carriage_of
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
+from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, open_store, together
+from ckptfix.wording import count_of, escape
+
+_AT_ONCE = 8
+
+
+class Places(NamedTuple):
+    """The bucket, and the prefixes of the checkpoint and of its copy in it; each ends in a slash unless it is ""."""
+
+    bucket: Store
+    source: str
+    copy: str
+
+
+def places_of(source: str, output: str) -> Places:
+    """Return the places of a copy. Raises UsageError when the store cannot copy from one URL to the other."""
+    output = output.rstrip("/")
+    (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
+    if (scheme, bucket) != (to_scheme, to_bucket):
+        raise UsageError(
+            f"{escape(output)}: a store copies within one bucket only (expected {scheme}://{bucket}/...); next: name "
+            f"another prefix of {scheme}://{bucket}, or copy the checkpoint there and repair the copy"
+        )
+    prefixes = [f"{one}/" if one else "" for one in (path, to_path)]
+    if prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0]):
+        raise UsageError(
+            f"{escape(output)} and {escape(source)} lie in one another; next: name a prefix next to it"
+        )
+    return Places(open_store(f"{scheme}://{bucket}"), prefixes[0], prefixes[1])
+
+
+def check_free(output: str) -> None:
+    """Raise UsageError when there is any object below the URL of a copy."""
+    store = open_store(output.rstrip("/"))
+    if there := store.list():
+        cut = (
+            " of a copy or an upload that was cut short" if UPLOAD in there and COMMITTED not in there else ""
+        )
+        where = f"{store.url}/"
+        rm = f"aws s3 rm --recursive {shell_path(where)}" if where.startswith("s3") else f"delete {where}"
+        raise UsageError(
+            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none, or: {rm}"
+        )
+
+
+def copy_repaired(
+    root: Path,
+    source: str,
+    output: str,
+    edits: Sequence[Edit],
+    *,
+    indexes: Iterable[PurePosixPath],
+    verify: Callable[[], None],
+    transfer: bool = False,
+    progress: Progress | None = None,
+) -> None:
+    """Write the checkpoint of an image below ``output`` as it is after the edits; ``verify`` proves the new objects.
+
+    Raises UsageError when objects are there, ChangedError when an object of the source is another one than the image
+    has, OperationError when it could not finish. Then no object of the copy is left, or no commit marker.
+    """
+    places = places_of(source, output)
+    infos = objects_at(root)
+    after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
+    contents: dict[str, Content] = {
+        key: joined((Source(key, 0, info.size),))
+        for key, info in infos.items()
+        if key == MANIFEST or not key.startswith(f"{JOURNAL}/")
+    }
+    for path, content in after.items():
+        contents.pop(str(path), None)
+        if content is not None:
+            contents[str(path)] = content
+    if not (places.bucket.abilities.composes or transfer):
+        travel = carriage_of(places.bucket, contents.values(), is_placed=False)
+        raise UsageError(
+            f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must travel: {travel}; "
+            "nothing was written; next, to let them travel: add --transfer"
+        )
+    check_free(output)
+    number = secrets.token_hex(8)
+    files = {name: size_of(content) for name, content in contents.items()}
+    made: dict[str, ObjectInfo] = {}
+
+    def put(name: str, data: bytes) -> None:
+        made[name] = places.bucket.put(f"{places.copy}{name}", data, expected=ABSENT)
+
+    def compose(name: str) -> None:
+        made[name] = _composed(places, name, contents[name], infos)
+        if progress is not None:
+            progress(files[name])
+
+    late = {str(path) for path in indexes}
+    try:
+        put(UPLOAD, begun_now(number, files).to_bytes())
+        together(sorted(contents.keys() - late - {MANIFEST}), compose, _AT_ONCE)
+        together(sorted(contents.keys() & late - {MANIFEST}), compose, _AT_ONCE)
+        if MANIFEST in contents:
+            compose(MANIFEST)
+        with _shown(root, output, after, made):
+            verify()
+        put(COMMITTED, Commit(number, time.time(), {}).to_bytes())
+    except BaseException as error:
+        words = _deleted(places, made)
+        if isinstance(error, ChangedError):
+            raise ChangedError(f"{error}; {words}") from error
+        if isinstance(error, CkptfixError):
+            raise OperationError(f"{error}; {words}") from error
+        raise
+
+
+def _composed(places: Places, name: str, content: Content, infos: Mapping[str, ObjectInfo]) -> ObjectInfo:
+    pieces: list[Piece] = [
+        piece
+        if isinstance(piece, bytes)
+        else ObjectRange(f"{places.source}{piece.key}", piece.offset, piece.length, infos[piece.key].etag)
+        for piece in content
+    ]
+    likes = [piece for piece in content if isinstance(piece, Source)]
+    like = max(likes, key=lambda piece: piece.length).key if likes else name if name in infos else None
+    return places.bucket.compose(
+        f"{places.copy}{name}",
+        pieces or [b""],
+        expected=ABSENT,
+        like=None if like is None else f"{places.source}{like}",
+    )
+
+
+def _shown(
+    root: Path, output: str, after: Mapping[PurePosixPath, Content | None], made: Mapping[str, ObjectInfo]
+) -> AbstractContextManager[None]:
+    """Show the new objects of the copy at the changed names; all others have the bytes of the source."""
+    names: dict[str, Shown | None] = {}
+    for path, content in after.items():
+        name = str(path)
+        moved = None
+        if content is not None and len(content) == 1 and isinstance(content[0], Source):
+            whole = objects_at(root).get(content[0].key)
+            if whole is not None and content[0] == Source(content[0].key, 0, whole.size):
+                moved = content[0].key
+        names[name] = Shown(name, made[name], moved) if content is not None else None
+    return showing(root, names, store=open_store(output.rstrip("/")))
+
+
+def _deleted(places: Places, made: Mapping[str, ObjectInfo]) -> str:
+    """Delete what was written of a copy, its record last, and say what is left."""
+    left = 0
+    for name in sorted(made, key=lambda name: name == UPLOAD):
+        try:
+            places.bucket.delete(f"{places.copy}{name}", expected=made[name].etag)
+        except CkptfixError:
+            left += 1
+    where = f"{places.bucket.name(places.copy)}"
+    with suppress(CkptfixError):
+        left = len(places.bucket.list(places.copy))
+    return (
+        f"{count_of(left, 'object')} without a commit marker stay below {where}"
+        if left
+        else f"{where} is empty"
+    )
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    return scheme, bucket, path.strip("/")
