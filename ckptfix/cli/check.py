@@ -1,16 +1,17 @@
 """``ckptfix check``."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 
 from ckptfix.checkpoint.folder import PLAIN_FOLDER
 from ckptfix.cli.annotations import Annotation
-from ckptfix.cli.report import FAILURES, Form, Report
+from ckptfix.cli.report import FAILURES, INTERRUPTED, Form, Report
 from ckptfix.cli.several_paths import visit
 from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CheckReport, check
@@ -18,14 +19,17 @@ from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.target import find_checkpoints
+from ckptfix.storage import teams
 from ckptfix.storage.doors import opened, watched
 from ckptfix.storage.paths import command
-from ckptfix.storage.reading import Unheld, unheld_below
+from ckptfix.storage.reading import unheld_below
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
 _DAMAGED, _WARNED, _UNFINISHED, _STAGING, _CLEAN = _ORDER = (
     "damaged", "with warnings", "not finished", "staging", "clean",
 )  # fmt: skip
+
+_THREADS = 4
 
 
 @click.command(
@@ -62,57 +66,66 @@ def check_command(paths: tuple[str, ...], data: bool, recursive: bool, null: boo
 def _check_all(
     paths: tuple[str, ...], data: bool, recursive: bool, null: bool, report: Report, images: ExitStack
 ) -> int:
-    targets: list[str] = []
     failures: dict[str, Exception] = {}
-    unheld: list[Unheld] = []
-    for path in paths:
+    places: dict[str, Path] = {}
+    for path in paths if recursive else ():
         try:
-            if recursive:
-                place = images.enter_context(opened(path, complete=False, watches=False))
-                found = find_checkpoints(place)
-                targets += map(str, found)
-                unheld += _of_no_checkpoint(place, found)
-            else:
-                targets.append(path)
+            places[path] = images.enter_context(opened(path, complete=False, watches=False))
         except FAILURES as error:
             if len(paths) == 1:
                 raise
-            targets.append(path)
             failures[path] = error
+    unheld = [one for place in places.values() for one in unheld_below(place) if one.size]
 
-    siblings = Siblings(targets if recursive else ())
+    def targets() -> Iterator[str]:
+        for path in paths:
+            if path not in places:
+                yield path
+                continue
+            try:
+                for place in find_checkpoints(places[path]):
+                    unheld[:] = (
+                        one for one in unheld if not one.home.is_relative_to(place)
+                    )  # it reports them
+                    yield str(place)
+            except FAILURES as error:
+                failures[path] = error
+                yield path
+
+    siblings = Siblings(places.values(), is_recursive=True)
 
     def work(path: str) -> CheckReport:
         if path in failures:
-            raise failures[path]
-        with report.progress(f"reading {path}") as progress, watched(path):
+            raise failures.pop(path)
+        with watched(path):
             result = check(path, data=data, siblings=siblings, progress=progress)
         if recursive:  # models below have a report of their own
             result = replace(result, not_checked=tuple(_unless_below(result)), below=())
         return result
 
-    def lines(result: CheckReport) -> Iterator[Line]:
+    def lines(result: CheckReport, is_alone: bool) -> Iterator[Line]:
         if not report.quiet:
-            yield from (
-                _in_one_line(result) if len(targets) > 1 and _word(result) == _CLEAN else result.lines()
-            )
+            yield from result.lines() if is_alone or _word(result) != _CLEAN else _in_one_line(result)
         elif result.status:
             report.path(result.path, null=null)
 
-    batch = visit(report, targets, work, word=_word, lines=lines, annotations=_annotations)
+    try:
+        with report.progress(f"reading {' '.join(paths)}") as progress:
+            batch = visit(
+                report, targets(), work, word=_word, keep=partial(report.element, "checkpoints"), lines=lines,
+                annotations=_annotations, threads=1 if teams.current() is not None else _THREADS,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        if not report.has_begun:
+            raise
+        return report.finish({"error": "interrupted: nothing was changed"}, INTERRUPTED)
     for one in unheld:
         report.message(f"ckptfix: {one.home}: could not finish: {one.key!r}: {one}")
         batch.status = max(batch.status, 3)
-    if len(targets) > 1:
+    if batch.is_of_many:
         report.show(batch.lines(_ORDER))
-    return report.finish({"checkpoints": batch.documents}, batch.status)
-
-
-def _of_no_checkpoint(place: Path, found: Iterable[Path]) -> Iterator[Unheld]:
-    """Yield the objects of a store that no folder can hold, where no checkpoint is that reports them."""
-    for one in unheld_below(place):
-        if one.size and not any(one.home.is_relative_to(folder) for folder in found):
-            yield one
+    summary = {"summary": batch.summary(_ORDER)} if report.form is Form.JSONL else {"checkpoints": ()}
+    return report.finish(summary, batch.status)
 
 
 def _annotations(result: CheckReport) -> Iterator[Annotation]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import click
@@ -110,6 +111,7 @@ class Form(Enum):
 
     TEXT = "text"
     JSON = "json"
+    JSONL = "jsonl"
     SARIF = "sarif"
     GITHUB = "github"
 
@@ -124,11 +126,12 @@ class Report:
         self.form = form
         self.quiet = quiet
         self._annotations: list[Annotation] = []
+        self._list = ""  # the key of the list whose elements are printed as they come
 
     @property
     def as_json(self) -> bool:
-        """Return whether stdout gets one JSON object and nothing else."""
-        return self.form is Form.JSON
+        """Return whether stdout gets JSON and nothing else: one object, or one a line."""
+        return self.form in (Form.JSON, Form.JSONL)
 
     @property
     def is_annotated(self) -> bool:
@@ -148,7 +151,7 @@ class Report:
 
         Where annotations are asked for, only what was not checked is taken from them.
         """
-        if self.quiet or self.form is Form.JSON:
+        if self.quiet or self.as_json:
             return
         if self.is_annotated:
             self.annotate(Annotation(Severity.NOTE, str(one)) for one in lines if one.unchecked)
@@ -183,12 +186,35 @@ class Report:
         if self.form is Form.TEXT:
             put(escape(text), err=True)
 
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a part of the document was printed, which only ``finish`` can complete."""
+        return bool(self._list)
+
+    def element(self, key: str, document: Mapping[str, object]) -> None:
+        """Print one element of the list ``key`` of the document, or a line of its own, as soon as it is there.
+
+        ``finish`` prints the rest of the document. So nobody holds the results of 100,000 checkpoints.
+        """
+        if self.form is Form.JSONL:
+            put(json_text(document))
+        elif self.form is Form.JSON:
+            head = ", " if self._list else f'{{"version": {JSON_VERSION}, {json_text(key)}: ['
+            put(head + json_text(document), newline=False)
+            self._list = key
+
     def finish(self, document: Serialized | Mapping[str, object], status: int) -> int:
         """Print the document that was asked for, and return the exit status.
 
-        A list of reports in it becomes text one by one: the values of 100,000 tensors together take 90 MB.
+        A list of reports in it becomes text one by one: the values of 100,000 tensors together take 90 MB. The key
+        of a list whose elements were printed before is left out.
         """
-        if self.as_json:
+        if self._list:
+            pairs = document.items() if isinstance(document, Mapping) else document.json_items()
+            rest = {key: one for key, one in pairs if key != self._list}
+            put("]" + "".join(_json_object({**rest, "status": status}.items(), "")).replace("{", ", ", 1))
+            self._list = ""
+        elif self.as_json:
             at = str(getattr(document, "path", ""))
             pairs = document.json_items(at) if isinstance(document, Serialized) else document.items()
             text = ""
@@ -209,14 +235,16 @@ class Report:
             yield lambda count: None
             return
         bar: Any = None
+        lock = Lock()  # several checkpoints are read at once
 
         def advance(count: int) -> None:
             nonlocal bar
-            if bar is None:
-                from tqdm import tqdm
+            with lock:
+                if bar is None:
+                    from tqdm import tqdm
 
-                bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False)
-            bar.update(count)
+                    bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc=what, leave=False)
+                bar.update(count)
 
         try:
             yield advance

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.markers import upload_problem
+from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -52,67 +54,90 @@ StateAfter = Callable[[str], Callable[[], str]]
 class Batch:
     """The results of a verb. ``status``: the worst of all paths, which is the highest: 130, then 3, 2, 1, 0.
 
-    ``words``: how many paths came to what. ``unchecked``: path -> what was not checked there.
+    ``words``: how many paths came to what. ``unchecked``: what was not checked.
     """
 
-    documents: list[Mapping[str, object]] = field(default_factory=list)
     status: int = 0
     words: Counter[str] = field(default_factory=Counter)
-    unchecked: dict[str, list[str]] = field(default_factory=dict)
+    unchecked: "Unchecked" = field(default_factory=lambda: Unchecked())
 
-    def add(self, document: Mapping[str, object], status: int, word: str) -> None:
+    def add(self, status: int, word: str) -> None:
         """Add the result of one path. ``word``: what became of it, for the summary."""
-        self.documents.append(document)
         self.status = max(self.status, status)
         self.words[word] += 1
 
+    @property
+    def is_of_many(self) -> bool:
+        """Return whether there was more than one path."""
+        return self.words.total() > 1
+
+    def summary(self, order: Sequence[str]) -> dict[str, int]:
+        """Return the number of paths, then how many came to what, in this order."""
+        words = [word for word in (*order, _FAILED, _NOT_REACHED) if self.words[word]]
+        return {"checkpoints": self.words.total(), **{word: self.words[word] for word in words}}
+
     def lines(self, order: Sequence[str]) -> Iterator[Line]:
         """Yield what was not checked, and how many paths came to what, in this order."""
-        yield from map(unchecked_line, folded(self.unchecked))
-        words = [word for word in (*order, _FAILED, _NOT_REACHED) if self.words[word]]
-        counts = ", ".join(f"{self.words[word]} {word}" for word in words)
-        total = count_of(self.words.total(), "checkpoint")
-        yield line(f"{total}: {counts}", colour="red" if self.status else "green", bold=True)
+        yield from self.unchecked.lines()
+        total, *words = self.summary(order).items()
+        counts = ", ".join(f"{count} {word}" for word, count in words)
+        colour = "red" if self.status else "green"
+        yield line(f"{count_of(total[1], 'checkpoint')}: {counts}", colour=colour, bold=True)
 
 
 def visit(
     report: Report,
-    paths: Sequence[str],
+    paths: Iterable[str],
     work: Callable[[str], R],
     *,
     word: Callable[[R], str],
-    lines: Callable[[R], Iterable[Line]] | None = None,
+    keep: Callable[[Mapping[str, object]], object],
+    lines: Callable[[R, bool], Iterable[Line]] = lambda result, is_alone: result.lines(),
     annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
+    threads: int = 1,
 ) -> Batch:
     """Do the work on each path, and print its lines or annotations. After a failure the next path follows.
 
-    Of a lone path, a failure is raised. An interrupt ends the work on all of them.
+    Of a lone path, a failure is raised. An interrupt ends the work on all of them. ``keep`` is called with the JSON
+    values of each, ``lines`` with a result and whether it is the only one. Several threads work on paths ahead of the
+    one that is printed.
     """
     batch = Batch()
-    for number, path in enumerate(paths):
+    left = iter(paths)
+    first = [*islice(left, 2)]
+    left, is_alone = chain(first, left), len(first) == 1
+
+    def attempt(path: str) -> R | Exception:
         try:
-            with interruptible(state_after(path)) if state_after is not None else nullcontext():
-                with teams.as_one():
-                    result = work(path)
-                if report.is_annotated:
-                    report.annotate(annotations(result))
-                for one in result.lines() if lines is None else lines(result):
-                    if one.unchecked and len(paths) > 1:
-                        batch.unchecked.setdefault(path, []).append(one.unchecked)
-                    else:
-                        report.show([one])
+            around = interruptible(state_after(path)) if state_after is not None else nullcontext()
+            with around, teams.as_one():
+                return work(path)
         except FAILURES as error:
-            if len(paths) == 1 or isinstance(error, TeamError):
-                raise
-            message, status = ending_of(error)
+            return error
+
+    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads):
+        if isinstance(result, Exception):
+            if is_alone or isinstance(result, TeamError):
+                raise result
+            message, status = ending_of(result)
             report.message(f"ckptfix: {message}")
-            batch.add({"path": path, "status": status, "error": message}, status, _FAILED)
-            if isinstance(error, Interrupted):
-                batch.words[_NOT_REACHED] = len(paths) - number - 1
+            keep({"path": path, "status": status, "error": message})
+            batch.add(status, _FAILED)
+            if isinstance(result, Interrupted):
+                batch.words[_NOT_REACHED] = sum(1 for _ in left)
                 break
-        else:
-            batch.add(result.as_json() if report.as_json else {}, result.status, word(result))
+            continue
+        if report.is_annotated:
+            report.annotate(annotations(result))
+        for one in lines(result, is_alone):
+            if one.unchecked and not is_alone:
+                batch.unchecked.add(path, one.unchecked)
+            else:
+                report.show([one])
+        if report.as_json:
+            keep(result.as_json())
+        batch.add(result.status, word(result))
     return batch
 
 
@@ -131,35 +156,69 @@ def run_each(
 
     The JSON object is that of the path; of several, its ``reports`` are those of all.
     """
+    documents: list[Mapping[str, object]] = []
     batch = visit(
-        report, paths, work, word=word, lines=lines, annotations=annotations, state_after=state_after
-    )
+        report, paths, work, word=word, keep=documents.append, annotations=annotations, state_after=state_after,
+        lines=lambda result, is_alone: result.lines() if lines is None else lines(result),
+    )  # fmt: skip
     if len(paths) == 1:
-        return report.finish(batch.documents[0], batch.status)
+        return report.finish(documents[0] if documents else {}, batch.status)
     report.show(batch.lines(order))
-    return report.finish({"reports": batch.documents}, batch.status)
+    return report.finish({"reports": documents}, batch.status)
 
 
-def folded(unchecked: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield what was not checked, once for all paths: words that differ in a number, a path or names are one."""
-    groups: dict[object, dict[str, str]] = {}
-    for path, every in unchecked.items():
-        for words in every:
-            counted = _COUNTED.fullmatch(words)
-            about, _, pasted = words.partition("ckptfix ")
-            general = about + pasted.replace(shell_path(path if looks_like_url(path) else Path(path)), "")
-            key = counted.groups()[1:] if counted else _NAMES.sub("", general)
-            groups.setdefault(key, {})[path] = words
-    for same in groups.values():
-        first, *others = same.values()
-        counted = _COUNTED.fullmatch(first)
-        if others and counted is not None:
-            total = sum(int(words.split()[0]) for words in same.values())
-            yield f"{count_of(total, counted[2])}{counted[3]}"
-        elif any(words != first for words in others):
-            yield f"{first} (and {count_of(len(others), 'more checkpoint')})"
+_MOST_SENTENCES = 200
+
+
+class Unchecked:
+    """Sentences about what was not checked, each once: those that differ in a number, a path or names are one."""
+
+    def __init__(self) -> None:
+        self._sentences: dict[object, _Sentence] = {}
+        self._others = 0
+
+    def add(self, path: str, words: str) -> None:
+        """Add a sentence about a path."""
+        counted = _COUNTED.fullmatch(words)
+        about, _, pasted = words.partition("ckptfix ")
+        general = about + pasted.replace(shell_path(path if looks_like_url(path) else Path(path)), "")
+        key = counted.groups()[1:] if counted else _NAMES.sub("", general)
+        if key not in self._sentences and len(self._sentences) >= _MOST_SENTENCES:
+            self._others += 1
         else:
-            yield first
+            self._sentences.setdefault(key, _Sentence(words, counted)).add(path, words)
+
+    def lines(self) -> Iterator[Line]:
+        """Yield a line for each sentence."""
+        yield from map(unchecked_line, map(str, self._sentences.values()))
+        if self._others:
+            others = count_of(self._others, "other sentence")
+            yield unchecked_line(f"{others} of this kind; --json lists all")
+
+
+class _Sentence:
+    """A sentence about several paths. A path that has it twice, with other numbers, counts once."""
+
+    def __init__(self, words: str, counted: "re.Match[str] | None") -> None:
+        self._first, self._counted = words, counted
+        self._paths, self._total, self._differs = 0, 0, False
+        self._last = ("", 0)  # the path that came last, and its number
+
+    def add(self, path: str, words: str) -> None:
+        number = int(words.split()[0]) if self._counted else 0
+        is_again = path == self._last[0]
+        self._total += number - (self._last[1] if is_again else 0)
+        self._paths += not is_again
+        self._first = words if self._paths == 1 else self._first
+        self._differs |= words != self._first
+        self._last = (path, number)
+
+    def __str__(self) -> str:
+        if self._paths > 1 and self._counted is not None:
+            return f"{count_of(self._total, self._counted[2])}{self._counted[3]}"
+        if self._differs:
+            return f"{self._first} (and {count_of(self._paths - 1, 'more checkpoint')})"
+        return self._first
 
 
 # The state in which an interrupt left a folder: looked up once the cleaning up is done, never guessed.

@@ -124,7 +124,7 @@ def _unfit(params: Mapping[str, Any]) -> str:
     "verify",
     cls=Verb,
     shared=lambda params: _unfit(params),
-    forms=list(Form),
+    forms=[form for form in Form if form is not Form.JSONL],
     examples=[
         ("ckptfix verify CHECKPOINT", "Compare every file and tensor with the manifest."),
         ("ckptfix verify CHECKPOINT --data", "Look for NaN, Inf and lost pages in the values, too."),

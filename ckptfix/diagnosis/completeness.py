@@ -3,9 +3,11 @@
 import os
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import NamedTuple
 
 from ckptfix.checkpoint.dcp import METADATA_UNFINISHED, DcpFolder, belongs
@@ -180,7 +182,7 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
 
 class _Sibling(NamedTuple):
     number: int
-    path: Path
+    name: str
     parts: dict[Part, str]
 
 
@@ -193,31 +195,64 @@ class _Run:
     examples: dict[Part, str]
 
 
+_MOST_RUNS = 32
+"""Runs that are remembered, those used last: the checkpoints of one follow each other in a listing."""
+
+
 class Siblings:
     """Checkpoints grouped by run: those of a run lie in one folder, and differ in one number of the name.
 
-    Each folder is listed once, when the first checkpoint of its run is compared.
+    ``paths``: the checkpoints, or with ``is_recursive`` the folders below which each is one. Each folder is listed
+    once, when the first checkpoint of its run is compared. Several threads may ask.
     """
 
-    def __init__(self, paths: Iterable[str | os.PathLike[str]] = ()) -> None:
-        self._paths: defaultdict[tuple[Path, str], list[tuple[int, Path]]] = defaultdict(list)
-        for path in dict.fromkeys(map(Path, paths)):
+    def __init__(self, paths: Iterable[str | os.PathLike[str]] = (), *, is_recursive: bool = False) -> None:
+        self._paths: defaultdict[tuple[Path, str], list[tuple[int, str]]] = defaultdict(list)
+        given = dict.fromkeys(map(Path, paths))
+        for path in given:
             if match := _NUMBERED.fullmatch(path.name):
-                self._paths[path.parent, match[1]].append((int(match[2]), path))
-        self._runs: dict[tuple[Path, str], _Run] = {}
+                self._paths[path.parent, match[1]].append((int(match[2]), path.name))
+        self._above = frozenset(given) if is_recursive else frozenset()
+        self._runs: OrderedDict[tuple[Path, str], _Run] = OrderedDict()
+        self._lock = Lock()
 
     def of(self, folder: Path, name: str) -> _Run:
         """Return the run of a checkpoint. ``name``: that of its folder up to the number."""
         key = folder.parent, name
-        if key not in self._runs:
-            listed = (
-                _Sibling(number, path, _parts(_names(path))) for number, path in sorted(self._paths[key])
-            )
-            saves = tuple(one for one in listed if _is_save(one.parts))
-            having = Counter(part for one in saves for part in one.parts)
-            examples = {part: file for one in saves for part, file in one.parts.items()}
-            self._runs[key] = _Run(saves, having, examples)
-        return self._runs[key]
+        with self._lock:
+            run = self._runs.pop(key, None) or self._listed(*key)
+            self._runs[key] = run
+            if len(self._runs) > _MOST_RUNS:
+                self._runs.popitem(last=False)
+        return run
+
+    def _listed(self, parent: Path, name: str) -> _Run:
+        # Most checkpoints of a run have equal names: 100,000 of them share one dict.
+        alike: dict[tuple[PurePosixPath, ...], dict[Part, str]] = {}
+        saves = []
+        for number, one in sorted(self._names(parent, name)):
+            names = tuple(_names(parent / one))
+            parts = alike.get(names)
+            if parts is None:
+                parts = alike[names] = _parts(names)
+            if _is_save(parts):
+                saves.append(_Sibling(number, one, parts))
+        having = Counter(part for save in saves for part in save.parts)
+        examples = {part: file for save in saves for part, file in save.parts.items()}
+        return _Run(tuple(saves), having, examples)
+
+    def _names(self, parent: Path, name: str) -> Iterable[tuple[int, str]]:
+        """Return number and name of each checkpoint of a run."""
+        if self._above.isdisjoint((parent, *parent.parents)):
+            return self._paths[parent, name]
+        with suppress(OSError), os.scandir(parent) as listing:
+            return [
+                (int(match[2]), entry.name)
+                for entry in listing
+                if (match := _NUMBERED.fullmatch(entry.name)) and match[1] == name
+                if entry.is_dir(follow_symlinks=False)
+            ]
+        return ()
 
 
 def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterator[Finding]:
@@ -231,14 +266,14 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     if name is None or (manifest is not None and manifest.is_of_a_save):
         return
     run, number = siblings.of(folder, name[1]), int(name[2])
-    own = next((one.parts for one in run.saves if one.path == folder), None)
+    before = bisect_left(run.saves, number, key=lambda one: one.number)
+    after = bisect_right(run.saves, number, key=lambda one: one.number)
+    own = next((one.parts for one in run.saves[before:after] if one.name == folder.name), None)
     others = len(run.saves) - (own is not None)
     if not others:
         return
     if own is None:
         own = _parts(_names(folder))
-    before = bisect_left(run.saves, number, key=lambda one: one.number)
-    after = bisect_right(run.saves, number, key=lambda one: one.number)
     around = (*run.saves[max(before - 1, 0) : before], *run.saves[after : after + 1])
     missing = [
         part

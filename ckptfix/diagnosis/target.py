@@ -1,6 +1,7 @@
 """Target of a command: a folder, or one file in it."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from ckptfix.checkpoint.dcp import belongs, holds_dcp
@@ -76,34 +77,43 @@ def _listed(root: Path) -> int:
     return len({*manifest.files, *manifest.sha256}) if manifest is not None else 0
 
 
-def find_checkpoints(path: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Return every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
+def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield every folder at or below ``path`` that holds a component or is a DCP folder, parents first.
 
+    Each is yielded while the others are still being listed: there may be 100,000 of them.
     Accelerate's DCP and DeepSpeed folders belong to the checkpoint around them, and so does a folder that
-    DeepSpeed's ``latest`` names. Staging folders of guarded saves are returned, and not searched. Raises
-    UsageError when ``path`` is not a folder, or holds no checkpoint.
+    DeepSpeed's ``latest`` names. Staging folders of guarded saves are yielded, and not searched. Raises
+    UsageError when ``path`` is not a folder, or, at the end, when it holds no checkpoint.
     """
     if not existing(path).is_dir():
         raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
-    found: list[Path] = []
+    around: list[Path] = []  # the checkpoints that the present folder lies in
+    refused: list[Path] = []
+    is_empty = True
 
-    def refused(error: OSError) -> None:
+    def refuse(error: OSError) -> None:
         folder = Path(os.fsdecode(error.filename))
-        if describe_folder_name(folder.name) is None or folder.parent not in found:
-            found.append(folder)  # check reports why it cannot be read
+        if describe_folder_name(folder.name) is None or folder.parent not in around:
+            refused.append(folder)  # check reports why it cannot be read
 
-    for root, folders, files in os.walk(path, onerror=refused):
-        staging = [name for name in folders if is_temporary(name)]
-        found += sorted(Path(root, name) for name in staging)
-        folders[:] = sorted(name for name in folders if name != JOURNAL and name not in staging)
-        sharded = [
-            name for name in folders if parse_folder_name(name) is not None and holds_dcp(Path(root, name))
-        ]
-        below = deepspeed_below(Path(root), [PurePosixPath(name) for name in folders])
-        sharded += (str(where) for _, where in below if where.parts)
+    for root, folders, files in os.walk(path, onerror=refuse):
+        here = Path(root)
+        while around and around[-1] not in here.parents:
+            around.pop()
+        staging = sorted(here / name for name in folders if is_temporary(name))
+        temporary = {one.name for one in staging}
+        folders[:] = sorted(name for name in folders if name != JOURNAL and name not in temporary)
+        sharded = {name for name in folders if parse_folder_name(name) is not None and holds_dcp(here / name)}
+        below = deepspeed_below(here, [PurePosixPath(name) for name in folders])
+        sharded.update(str(where) for _, where in below if where.parts)
         folders[:] = [name for name in folders if name not in sharded]
+        found = [*refused, *staging]
+        refused.clear()
         if sharded or any(parse_file_name(name) is not None or belongs(name) for name in files):
-            found.append(Path(root))
-    if not found:
+            around.append(here)
+            found.append(here)
+        is_empty &= not found
+        yield from found
+    yield from refused
+    if is_empty and not refused:
         raise UsageError(f"no checkpoint found in or below {path}")
-    return tuple(found)

@@ -62,11 +62,10 @@ def _is_list(value: Any) -> bool:
 def watched(path: str | Path) -> Iterator[None]:
     """Raise a failure of the store at the end even where it was caught on its way: what was not read is not ok."""
     images = sys.modules.get("ckptfix.storage.images")
-    if images is not None:
-        images.forget_failures(path)
+    before = images.count_failures(path) if images is not None else 0
     yield
     if images is not None:
-        images.raise_failure(path)
+        images.raise_failure(path, since=before)
 
 
 @contextmanager

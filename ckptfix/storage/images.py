@@ -268,11 +268,10 @@ def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
     return image.objects.get(image.key_of(full)) if image is not None else None
 
 
-def forget_failures(path: str | Path) -> None:
-    """Forget the failures of the store that were reported already."""
+def count_failures(path: str | Path) -> int:
+    """Return the number of failures of the store so far."""
     image = _image_at(os.path.abspath(path))
-    if image is not None:
-        image.failures.clear()
+    return len(image.failures) if image is not None else 0
 
 
 def objects_at(folder: Path) -> dict[str, ObjectInfo]:
@@ -366,11 +365,14 @@ def refresh(folder: Path) -> None:
         _session.images[top] = _made(image.store, listed, image.root, only)
 
 
-def raise_failure(path: str | Path) -> None:
-    """Raise the first failure of the store while an image was read."""
+def raise_failure(path: str | Path, *, since: int = 0) -> None:
+    """Raise the first failure of the store after the first ``since`` ones.
+
+    It may be one that another thread met, which reads another checkpoint of the same prefix at the same time.
+    """
     image = _image_at(os.path.abspath(path))
-    if image is not None and image.failures:
-        raise image.failures[0]
+    if image is not None and len(image.failures) > since:
+        raise image.failures[since]
 
 
 def release(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ Progress = Callable[[int], None]
 """Called with a number of bytes since the last call, never by two threads at once."""
 
 _Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 _MOST_THREADS = 8
 _END = object()
 
@@ -88,6 +90,34 @@ def run_all(
                 thread.join()
     if control.error is not None:
         raise control.error
+
+
+def in_turn(
+    tasks: Iterable[_Task], work: Callable[[_Task], _Result], *, threads: int
+) -> Iterator[tuple[_Task, _Result]]:
+    """Yield each task with its result, in the order of the tasks, while several threads work ahead.
+
+    ``work`` must not raise. Tasks are taken as they are needed, and at most two for each thread wait to be yielded.
+    """
+    if threads < 2:
+        for task in tasks:
+            yield task, work(task)
+        return
+    from concurrent.futures import Future, ThreadPoolExecutor  # a lone checkpoint does without
+
+    ahead: deque[tuple[_Task, Future[_Result]]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for task in tasks:
+            ahead.append((task, pool.submit(work, task)))
+            if len(ahead) >= 2 * threads:
+                first, result = ahead.popleft()
+                yield first, result.result()
+        while ahead:
+            first, result = ahead.popleft()
+            yield first, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _processes = 1

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfix import check
 from ckptfix.cli import run
-from ckptfix.cli.several_paths import folded
+from ckptfix.cli.several_paths import Unchecked
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.transactions import State, transactions
 from tests.repairs.builders import snapshot, write_safetensors
@@ -251,23 +251,21 @@ def interrupt_at(point: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+SENTENCES = {
+    "a": ["1 comparison read samples only", "values", "see: ckptfix verify a", "files: 'x', 'y'"],
+    "b b": ["2 comparisons read samples only", "values", "see: ckptfix verify 'b b'", "files: 'z'"],
+    "c": ["values", "optimizer.bin: cut at 5", "other"],
+    "d": ["optimizer.bin: cut at 7"],
+    "values": ["values"],
+}
+
+
 def test_what_was_not_checked_is_folded() -> None:
-    assert list(
-        folded(
-            {
-                "a": ["1 comparison read samples only", "values", "see: ckptfix verify a", "files: 'x', 'y'"],
-                "b b": [
-                    "2 comparisons read samples only",
-                    "values",
-                    "see: ckptfix verify 'b b'",
-                    "files: 'z'",
-                ],
-                "c": ["values", "optimizer.bin: cut at 5", "other"],
-                "d": ["optimizer.bin: cut at 7"],
-                "values": ["values"],
-            }
-        )
-    ) == [
+    unchecked = Unchecked()
+    for path, sentences in SENTENCES.items():
+        for words in sentences:
+            unchecked.add(path, words)
+    assert [one.unchecked for one in unchecked.lines()] == [
         "3 comparisons read samples only",
         "values",
         "see: ckptfix verify a (and 1 more checkpoint)",
@@ -275,3 +273,78 @@ def test_what_was_not_checked_is_folded() -> None:
         "optimizer.bin: cut at 5 (and 1 more checkpoint)",
         "other",
     ]
+
+
+def test_sentences_without_end_are_counted() -> None:
+    unchecked = Unchecked()
+    for number in range(1000):
+        unchecked.add("a", "x" * number)
+    *_, last = unchecked.lines()
+    assert last.unchecked == "800 other sentences of this kind; --json lists all"
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_results_are_printed_as_they_come(
+    form: str, runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(["check", "-r", str(runs), "--json"])
+    expected = printed(capsys)["checkpoints"]
+    monkeypatch.setattr("ckptfix.cli.check._THREADS", 1)
+    seen: list[str] = []
+    real = check
+
+    def watching(path: str, **options: Any) -> Any:
+        seen.append(capsys.readouterr().out)
+        return real(path, **options)
+
+    monkeypatch.setattr("ckptfix.cli.check.check", watching)
+    assert run(["check", "-r", str(runs), "--format", form]) == 1
+    parts = [*seen[1:], capsys.readouterr().out]
+    assert seen[0] == ""
+    if form == "json":
+        assert json.loads("".join(parts)) == {"version": 1, "checkpoints": expected, "status": 1}
+        assert all(path in part for path, part in zip("124", parts, strict=False))
+        return
+    *ones, summary = map(json.loads, "".join(parts).splitlines())
+    assert ones == expected
+    assert [len(part.splitlines()) for part in parts] == [1, 1, 1, 2]
+    assert summary == {
+        "version": 1,
+        "summary": {"checkpoints": 4, "damaged": 3, "clean": 1},
+        "status": 1,
+    }
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_an_interrupt_leaves_documents_that_can_be_read(
+    form: str, runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptfix.cli.check._THREADS", 1)
+    real = check
+
+    def interrupted(path: str, **options: Any) -> Any:
+        if path.endswith("2"):
+            raise KeyboardInterrupt
+        return real(path, **options)
+
+    monkeypatch.setattr("ckptfix.cli.check.check", interrupted)
+    assert run(["check", "-r", str(runs), "--format", form]) == 130
+    first, *others = capsys.readouterr().out.splitlines()
+    last = json.loads(others[0] if others else first)
+    assert (last["error"], last["status"]) == ("interrupted: nothing was changed", 130)
+    done = [json.loads(first)] if others else last["checkpoints"]
+    assert [one["path"] for one in done] == [str(runs / "1")]
+
+
+def test_threads_print_in_the_order_of_the_paths(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        shutil.copytree(runs / "1", runs / f"more-{number:02}")
+    outputs = []
+    for threads in (1, 4):
+        monkeypatch.setattr("ckptfix.cli.check._THREADS", threads)
+        assert run(["check", "-r", str(runs)]) == 1
+        outputs.append(capsys.readouterr())
+    assert outputs[0] == outputs[1]
+    assert outputs[0].out.splitlines()[-1] == "24 checkpoints: 3 damaged, 21 clean"

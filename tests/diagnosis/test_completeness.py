@@ -3,12 +3,13 @@
 import json
 import shutil
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from ckptfix import check, seal
 from ckptfix.cli import run
+from ckptfix.diagnosis import completeness
 
 FIXTURES = Path("fixtures/accelerate-1.15.0")
 
@@ -112,6 +113,46 @@ def test_a_sibling_has_it(tmp_path: Path, lost: str, capsys: pytest.CaptureFixtu
         assert finding["code"] == "incomplete-checkpoint"
         assert finding["missing"] == [lost]
         assert "2 of 2 checkpoints next to it have it" in finding["message"]
+
+
+def test_neighbours_outside_of_the_named_folders_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roots = [make(tmp_path / "run" / f"checkpoint_{number}") for number in range(3)]
+    (roots[1] / "optimizer.bin").unlink()
+    (tmp_path / "run" / "checkpoint_3").symlink_to(roots[1])
+    for paths, statuses in (
+        ([roots[1]], [0]),  # a lone checkpoint: its neighbours may be another's work
+        (roots[:2], [0, 1]),
+        ([tmp_path], [0, 1, 0]),
+        ([roots[1], tmp_path / "run"], [1, 0, 1, 0]),
+    ):
+        run(["check", "-r", *map(str, paths), "--json"])
+        documents = json.loads(capsys.readouterr().out)["checkpoints"]
+        assert [document["status"] for document in documents] == statuses
+
+
+def test_each_folder_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = [make(tmp_path / f"checkpoint_{number}") for number in range(5)]
+    listed: list[Path] = []
+    names = completeness._names
+
+    def listing(folder: Path) -> list[PurePosixPath]:
+        listed.append(folder)
+        return names(folder)
+
+    monkeypatch.setattr(completeness, "_names", listing)
+    siblings = completeness.Siblings([tmp_path], is_recursive=True)
+    runs = [siblings.of(root, "checkpoint_") for root in roots]
+    assert sorted(listed) == roots
+    assert len({id(one) for one in runs}) == len({id(save.parts) for save in runs[0].saves}) == 1
+
+
+def test_runs_that_were_compared_are_forgotten(tmp_path: Path) -> None:
+    siblings = completeness.Siblings([tmp_path], is_recursive=True)
+    for number in range(1000):
+        siblings.of(tmp_path / f"run{number}" / "checkpoint_1", "checkpoint_")
+    assert len(siblings._runs) == completeness._MOST_RUNS
 
 
 def test_a_checkpoint_given_twice_counts_once(tmp_path: Path) -> None:

@@ -193,13 +193,13 @@ def test_the_folder_that_latest_names(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step10")
     assert [str(state.path) for state in check(tmp_path).deepspeed] == ["global_step10"]
     assert any(words.startswith("global_step5/") for words in check(tmp_path).not_checked)
-    assert find_checkpoints(tmp_path) == (tmp_path, tmp_path / "global_step5")
+    assert [*find_checkpoints(tmp_path)] == [tmp_path, tmp_path / "global_step5"]
     (tmp_path / "global_step10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     assert [code for code, _ in codes(tmp_path)] == ["missing-rank"]
 
 
 def test_a_folder_of_accelerate_is_one_checkpoint(saved: Path) -> None:
-    assert find_checkpoints(saved.parent) == (saved,)
+    assert [*find_checkpoints(saved.parent)] == [saved]
 
 
 def test_what_only_code_could_load_is_still_told(saved: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from ckptfix.errors import UsageError
-from ckptfix.storage.parallel import Control, Share, Stopped, run_all
+from ckptfix.storage.parallel import Control, Share, Stopped, in_turn, run_all
 
 
 def doing(task: Callable[[Control, int], None]) -> Callable[[Control], object]:
@@ -107,3 +107,32 @@ def test_who_goes_on_counts_bytes_until_another_thread_fails() -> None:
     with pytest.raises(Stopped):
         control.go_on(7)
     assert told == [5]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_turn_while_few_tasks_are_taken_ahead(threads: int) -> None:
+    taken: list[int] = []
+
+    def tasks() -> Iterator[int]:
+        for number in range(50):
+            taken.append(number)
+            yield number
+
+    def work(number: int) -> int:
+        time.sleep(0.002 if number % 5 == 0 else 0)  # others overtake it
+        return -number
+
+    for number, (task, result) in enumerate(in_turn(tasks(), work, threads=threads)):
+        assert (task, result) == (number, -number)
+        assert len(taken) <= number + 2 * threads
+    assert len(taken) == 50
+
+
+def test_who_stops_asking_stops_the_threads() -> None:
+    done: list[int] = []
+    results = in_turn(range(1000), done.append, threads=2)
+    assert next(results) == (0, None)
+    results.close()  # type: ignore[attr-defined]  # a generator
+    count = len(done)
+    time.sleep(0.02)
+    assert len(done) == count <= 5
