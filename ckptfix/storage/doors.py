@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ckptfix.errors import CkptfixError
+from ckptfix.storage.paths import existing
 from ckptfix.wording import shown
 
 _P = ParamSpec("_P")
@@ -75,7 +76,7 @@ def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterato
     An error that passes through names the URL. ``watches``: the block is ``watched``, too.
     """
     if not looks_like_url(path):
-        yield Path(path)
+        yield Path(path) if path else existing(path)  # raises: Path("") would be the current folder
         return
     from ckptfix.storage import images
 
