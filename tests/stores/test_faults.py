@@ -138,7 +138,7 @@ def test_a_stale_listing_is_noticed(proxy: Proxy, url: str, said: Said) -> None:
     key = "model.safetensors"
 
     def choose(number: int, method: str, path: str) -> None:
-        if "list-type" not in path and method == "GET" and not replaced:
+        if key in path and "list-type" not in path and method == "GET" and not replaced:
             replaced.append(path)
             real.put(key, b"another object, of another size")
 
