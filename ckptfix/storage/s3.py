@@ -443,7 +443,7 @@ def plan_parts(pieces: Sequence[Piece], abilities: Abilities) -> list[Part]:
             # to the bytes that travel: up to the smallest part before a range, and up to a full part of new bytes
             wanted = (
                 least - held
-                if isinstance(rest, ObjectRange) and length - (least - held) >= least
+                if isinstance(rest, ObjectRange) and 0 < least - held <= length - least
                 else sent - held
             )
             first, rest = _cut(rest, min(length, wanted))

@@ -9,8 +9,9 @@ import pytest
 
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run as cli
+from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import ChangedError
-from ckptfix.repairs.repair import plan_repair
+from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD
 from tests.sampling import one_of, sampled
@@ -88,6 +89,45 @@ def test_a_repair_in_a_store_is_that_of_the_folder(bucket: Cloud, tmp_path: Path
     assert bucket.journal() == []
     with pytest.raises(UsageError, match="there is no repair to undo"):
         undo(URL)
+
+
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden"
+ALLOWED = {
+    "allow": frozenset({"trailing-bytes", "index-mismatch", "wrapper-prefix", "entry-gap", "shifted-entries"})
+}
+POLICIES = {"plain": {}, "bare": {"keys": Keys.BARE}, "all": ALLOWED}
+
+
+@pytest.mark.parametrize("case", sampled(sorted(path.name for path in GOLDEN.iterdir())))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_golden_folder_is_repaired_as_on_a_disk(
+    bucket: Cloud, tmp_path: Path, case: str, policy: str
+) -> None:
+    """The same objects, findings and words, DCP folders included; or the same refusal; and every byte back."""
+    folder = tmp_path / "checkpoint_7"
+    shutil.copytree(GOLDEN / case / "checkpoint", folder)
+    old = put(bucket, folder)
+    here: object
+    there: object
+    try:
+        here = repair(folder, policy=Policy(atomic=True, **POLICIES[policy]))  # type: ignore[arg-type]
+    except CkptfixError as error:
+        here = type(error)
+    try:
+        there = repair(URL, policy=Policy(**POLICIES[policy]))  # type: ignore[arg-type]
+    except CkptfixError as error:
+        there = type(error)
+    assert objects(bucket) == files(folder)
+    if not isinstance(here, RepairReceipt) or not isinstance(there, RepairReceipt):
+        assert there == here
+        return
+    assert list(map(str, there.steps)) == list(map(str, here.steps))
+    assert sorted(one.code for one in there.left) == sorted(one.code for one in here.left)
+    assert there.status == here.status
+    if here.transaction is not None:
+        undo(URL)
+    assert objects(bucket) == old
+    assert bucket.journal() == [] or here.transaction is None
 
 
 def test_one_object_is_repaired_and_the_manifest_follows(bucket: Cloud) -> None:

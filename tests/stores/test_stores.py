@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage import s3, stores
@@ -203,6 +205,29 @@ def test_parts_keep_the_limits_and_little_travels(pieces: list[Piece], travels: 
     assert sum(part.length for part in parts if not part.is_copied) <= travels
     flat = [piece for part in parts for piece in part.pieces]
     assert _spelled(flat) == _spelled(pieces), "every byte, once and in its order"
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(min_size=0, max_size=40).map(lambda data: data * 3),
+            st.tuples(st.integers(0, 50), st.integers(1, 400)).map(
+                lambda two: ObjectRange("a", two[0] * 1000, two[1], "e")
+            ),
+        ),
+        max_size=12,
+    )
+)
+@example([bytes(120), ObjectRange("a", 0, 30, "e"), b"end"])
+def test_parts_of_any_pieces_keep_the_limits(pieces: list[Piece]) -> None:
+    limits = Abilities(composes=True, least_part=50, most_copied=120, most_parts=10_000)
+    parts = plan_parts(pieces, limits)
+    assert all(part.length >= 50 for part in parts[:-1])
+    assert all(part.length <= 120 for part in parts if part.is_copied)
+    assert all(len(part.pieces) == 1 for part in parts if part.is_copied)
+    flat = [piece for part in parts for piece in part.pieces]
+    assert all(len(one) if isinstance(one, bytes) else one.length > 0 for one in flat)
+    assert _spelled(flat) == _spelled(pieces)
 
 
 def _spelled(pieces: list[Piece]) -> list[Piece]:
