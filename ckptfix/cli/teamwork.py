@@ -90,6 +90,8 @@ def run_shared(
         remedy = (
             "the same command goes on from what was read"
             if results is not None
+            else "run it again"
+            if verb == "migrate"
             else "run it again with --partial FOLDER, to keep what is read, should it fail again"
         )
         raise TeamError(f"{error}; next: {remedy}") from error

@@ -56,11 +56,12 @@ class Digests:
 
     def found(self) -> list[tuple[int, str]]:
         """Return the digests so far, by the number of the tensor among those wanted."""
-        return [(number, digest) for number, digest in enumerate(self._found.values()) if digest]
+        wanted = sorted(self._found, key=_place)
+        return [(number, self._found[one]) for number, one in enumerate(wanted) if self._found[one]]
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
         """Take what another process has found."""
-        wanted = list(self._found)
+        wanted = sorted(self._found, key=_place)
         for number, digest in found:
             self._found[wanted[number]] = digest
 
@@ -94,6 +95,11 @@ class Digests:
                 if not self._found[one] and (begin, end) == (0, one.nbytes):
                     yield Mark(start, start + end, one)
             start += end - begin
+
+
+def _place(tensor: StoredTensor) -> tuple[str, tuple[int, ...], str]:
+    """Return what puts tensors into the same order in every process; dicts that sets went into are in none."""
+    return tensor.dtype, tensor.shape, repr(tensor.layout)
 
 
 class Checksums:
@@ -139,7 +145,7 @@ class Checksums:
         A record that has passed complete has no parts.
         """
         found: list[tuple[int, list[tuple[int, int, int]]]] = []
-        for number, record in enumerate(self._records):
+        for number, record in enumerate(sorted(self._records)):
             if record not in self._left:
                 found.append((number, []))
             elif record in self._parts:
@@ -148,7 +154,7 @@ class Checksums:
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
         """Take what another process has found."""
-        records = list(self._records)
+        records = sorted(self._records)
         for number, parts in found:
             if not parts:
                 self._left.pop(records[number], None)

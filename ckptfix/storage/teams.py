@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -223,6 +224,36 @@ class Store(Protocol):
         """Return whether all of these keys are there."""
 
 
+class _InOrder(ABC):
+    """Processes that bring the units into one order first: a list that came out of a set has another one in each."""
+
+    def share(
+        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+    ) -> list[Any]:
+        """Return the results of all units, as ``Team`` says."""
+        order = sorted(range(len(units)), key=lambda number: (units[number].key, units[number].files))
+
+        def do_in_order(numbers: Sequence[int], done: Done, progress: Progress) -> None:
+            places = {order[place]: place for place in numbers}
+            do(
+                list(places),
+                lambda number, *result, **words: done(places[number], *result, **words),
+                progress,
+            )
+
+        sorted_units = [units[number] for number in order]
+        assumed = None if assume is None else lambda place: assume(order[place])
+        found = self._share(what, sorted_units, do_in_order, assumed, progress)
+        results = dict(zip(order, found, strict=True))
+        return [results[number] for number in range(len(units))]
+
+    @abstractmethod
+    def _share(
+        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
+    ) -> list[Any]:
+        """Return the results of units that are in order."""
+
+
 TIMEOUT = 60.0
 """Seconds without a sign of life after which a process counts as lost; the variable below sets another number."""
 
@@ -237,7 +268,7 @@ _LINGERS = 10.0
 """Seconds that the leader waits for the others at the end: it may be the one that runs the store."""
 
 
-class JoinedTeam:
+class JoinedTeam(_InOrder):
     """Processes that see one store: those of torchrun, accelerate launch or Slurm."""
 
     def __init__(
@@ -266,7 +297,7 @@ class JoinedTeam:
         store.set(f"ckptfix/name/{rank}", self._name.encode())
         self._watch.start()
 
-    def share(
+    def _share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
         """Return the results of all units, as ``Team`` says. Raises TeamError when another process has failed."""
@@ -500,24 +531,24 @@ def _moment(nanoseconds: int) -> str:
     )
 
 
-class LoneShare:
+class LoneShare(_InOrder):
     """One share of a job array: a process that sees no other, and leaves its results for ``merge``."""
 
     leads = False
     here = 1
 
     def __init__(self, share: Share, partial: PartialResults) -> None:
-        self._share, self._partial = share, partial
+        self._mine, self._partial = share, partial
         self.units = self.resumed = self.nbytes = 0
         self.unread = 0
 
-    def share(
+    def _share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
         """Do this share of the units; of the others, return what ``assume`` does."""
         if assume is None:
             return [None] * len(units)
-        mine = plan_shares(units, self._share.total)[self._share.number]
+        mine = plan_shares(units, self._mine.total)[self._mine.number]
         known = self._partial.known(what, [units[number] for number in mine])
         found = {mine[place]: one.result for place, one in known.items() if one.is_final}
         self.units += len(mine)
@@ -540,7 +571,7 @@ class LoneShare:
         """Do nothing: there are no others."""
 
 
-class Merger:
+class Merger(_InOrder):
     """The process that puts the shares of a job array together: it reads nothing that a share should have read."""
 
     leads = True
@@ -549,7 +580,7 @@ class Merger:
     def __init__(self, partial: PartialResults, count: int, command_of: Callable[[Share], str]) -> None:
         self._partial, self._count, self._command_of = partial, count, command_of
 
-    def share(
+    def _share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
         """Return the results of all shares. Raises OperationError that names those that are missing."""
@@ -588,7 +619,7 @@ class Merger:
         """Do nothing: there are no others."""
 
 
-class LoneWorker:
+class LoneWorker(_InOrder):
     """A single process that keeps partial results, for a run that may be interrupted."""
 
     leads = True
@@ -597,7 +628,7 @@ class LoneWorker:
     def __init__(self, partial: PartialResults, say: Callable[[str], None]) -> None:
         self.partial, self._say = partial, say
 
-    def share(
+    def _share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
         """Do what no earlier run has done."""

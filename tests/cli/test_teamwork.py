@@ -198,6 +198,19 @@ def test_two_processes_migrate_as_one_does(tmp_path: Path, options: tuple[str, .
     assert run("verify", tmp_path / "b" / "new").returncode == 0
 
 
+def test_two_processes_migrate_a_complete_state_as_one_does(tmp_path: Path) -> None:
+    source = ROOT / "fixtures" / "deepspeed-0.18.2" / "accelerate-zero2" / "checkpoint"
+    options = ("--state", "all", "--to", "fsdp", "--processes", "2")
+    one = run("migrate", source, tmp_path / "a", *options)
+    two = ranks("migrate", source, tmp_path / "b", *options)
+    assert [process.returncode for process in two] == [0, 0], two[0].stderr
+    assert two[0].stdout == one.stdout.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+    mine, theirs = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
+        ".ckptfix/migrated.json"
+    }
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: int) -> None:
     source = checkpoint(tmp_path / "source")

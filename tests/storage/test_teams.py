@@ -1,6 +1,7 @@
 """The plan is balanced and the same everywhere; a failure ends all within seconds; results outlive their process."""
 
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -173,6 +174,18 @@ def test_all_go_on_with_the_same_results(count: int) -> None:
     everyone = in_team(count, work)
     assert everyone == [[[[number, "é"] for number in range(40)], [0, -1, -2], {"rank": 0}]] * count
     assert sorted(done) == list(range(40))
+
+
+def test_the_units_may_come_in_another_order_in_each_process() -> None:
+    units = units_of(range(30))
+
+    def work(team: JoinedTeam) -> list[Any]:
+        mine = units[:]
+        random.Random(team.rank).shuffle(mine)
+        results = team.share("a", mine, doing(lambda number: mine[number].key), None, None)
+        return [unit.key == result for unit, result in zip(mine, results, strict=True)]
+
+    assert in_team(3, work) == [[True] * 30] * 3
 
 
 @pytest.mark.slow
