@@ -10,7 +10,7 @@ import pytest
 from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
 from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
-from ckptfix.errors import ChangedError
+from ckptfix.errors import ChangedError, JournalError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD
@@ -32,7 +32,7 @@ SCENARIOS = {
     "a zip": ("lone-nested-train", Policy()),
     "rename": ("lone-nested-safetensors", Policy()),
     "rename shards and index": ("sharded-gpt2-nested", Policy()),
-    "a legacy file": ("lone-nested-legacy", Policy()),
+    "a DCP folder": ("../golden/nested-prefix-dcp", Policy()),
 }
 Objects = dict[str, bytes]
 
@@ -310,6 +310,45 @@ def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.
     assert f"ckptfix repair --break-lock {URL}" in said.err
     assert cli(["undo", URL, "--break-lock"]) == 0
     assert objects(bucket) == old
+
+
+def test_the_journal_of_a_folder_that_was_uploaded_is_not_taken_for_one_of_objects(bucket: Cloud) -> None:
+    put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    bucket.write(f"{PREFIX}.ckptfix/0001.pending/plan.json", b"of a folder")
+    before = objects(bucket)
+    assert "interrupted-repair" in [one.code for one in check(URL).findings]
+    for verb in (repair, undo):
+        with pytest.raises(JournalError, match="download the checkpoint, run ckptfix undo there"):
+            verb(URL)
+    assert objects(bucket) == before
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_after_ctrl_c_the_message_names_the_state(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str], is_committed: bool
+) -> None:
+    old = put(bucket, FIXTURES / "sharded-gpt2-nested" / "checkpoint")
+    interrupted = False
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        nonlocal interrupted
+        is_name = "/.ckptfix/" not in key
+        if method == "complete_multipart_upload" and is_after and is_name == is_committed and not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    bucket.strike = strike
+    assert cli(["repair", URL]) == 130
+    said = capsys.readouterr().err
+    if is_committed:
+        assert f"run ckptfix repair {URL} again to finish" in said
+        assert cli(["repair", URL]) == 0
+        assert "an interrupted earlier run was finished first" in capsys.readouterr().out
+        undo(URL)
+    else:
+        assert f"{URL} is unchanged" in said
+    assert objects(bucket) == old
+    assert bucket.journal() == []
 
 
 @pytest.fixture
