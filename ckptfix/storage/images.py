@@ -13,15 +13,16 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import OperationError, StoreError, UsageError
+from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
 from ckptfix.storage import reading, staged
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL
@@ -90,6 +91,14 @@ class Image:
             found[number] = store.read(key, one.offset, one.length, etag=one.etag or None)
 
         together(range(len(ranges)), take)
+        return found
+
+    @cached_property
+    def folders(self) -> Mapping[str, list[str]]:
+        """Folder -> the keys right in it."""
+        found: dict[str, list[str]] = {}
+        for key in self.objects:
+            found.setdefault(key.rpartition("/")[0], []).append(key)
         return found
 
     def key_of(self, path: str) -> str:
@@ -591,10 +600,14 @@ class ObjectReader(FileReader):
     def _fetch(self, spans: Iterable[Sequence[int]]) -> None:
         """Put blocks into the cache: spans of their numbers, each a request unless it is long."""
         assert self.image is not None
-        _fetch_spans(self.image, self.top, [(self.key, first, end) for first, end in spans])
+        blocks = [(self.key, first, end) for first, end in spans]
+        _fetch_spans(self.image, self.top, blocks, self.image.read_many)
 
 
-def _fetch_spans(image: Image, top: str, spans: Iterable[tuple[str, int, int]]) -> None:
+def _fetch_spans(
+    image: Image, top: str, spans: Iterable[tuple[str, int, int]],
+    read_many: Callable[[Sequence[ObjectRange]], Sequence[bytes]],
+) -> None:  # fmt: skip
     ranges = []
     for key, first, end in spans:
         info = image.objects[key]
@@ -608,7 +621,7 @@ def _fetch_spans(image: Image, top: str, spans: Iterable[tuple[str, int, int]]) 
             ):
                 ranges.append(ObjectRange(key, begin, take, info.etag))
             begin += take
-    for one, data in zip(ranges, image.read_many(ranges), strict=True):
+    for one, data in zip(ranges, read_many(ranges), strict=True):
         for begin in range(0, len(data), _BLOCK):
             _cache.put(top, one.key, (one.offset + begin) // _BLOCK, data[begin : begin + _BLOCK])
 
@@ -677,21 +690,29 @@ def _look_ahead(image: Image, top: str, key: str) -> None:
         if image.place != image.root:
             keys = [key]
         else:
-            keys = [one for one in image.objects if one not in seen and one.rpartition("/")[0] == folder]
+            keys = [one for one in image.folders[folder] if one not in seen]
             begin = keys.index(key)
             keys = keys[begin : begin + _AHEAD]
-        spans = []
-        for one in keys:
-            size = image.objects[one].size
-            blocks = -(-size // _BLOCK)
-            head = min(_HEAD // _BLOCK, blocks)
-            tail = max(head, (size - _TAIL) // _BLOCK) if not one.endswith(".safetensors") else blocks
-            if tail <= head:
-                spans.append((one, 0, blocks if tail < blocks else head))
-            else:
-                spans += [(one, 0, head), (one, tail, blocks)]
-        _fetch_spans(image, top, spans)
-        seen.update(keys)
+        try:
+            _fetch_spans(
+                image, top, [span for one in keys for span in _ends(image, one)], image.store.read_many
+            )
+            seen.update(keys)
+        except (StoreError, ChangedError):
+            # One of them fails that perhaps nobody asks for: a log of somebody else's next to the checkpoint.
+            _fetch_spans(image, top, _ends(image, key), image.read_many)
+            seen.add(key)
+
+
+def _ends(image: Image, key: str) -> list[tuple[str, int, int]]:
+    """Return the blocks at both ends of a file, at its beginning alone where it has no directory at its end."""
+    size = image.objects[key].size
+    blocks = -(-size // _BLOCK)
+    head = min(_HEAD // _BLOCK, blocks)
+    tail = max(head, (size - _TAIL) // _BLOCK) if not key.endswith(".safetensors") else blocks
+    if tail <= head:
+        return [(key, 0, blocks if tail < blocks else head)]
+    return [(key, 0, head), (key, tail, blocks)]
 
 
 class _Files:

@@ -3,10 +3,10 @@
 import mmap
 import os
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -108,23 +108,26 @@ class Sparing:
         self.headers = 0
 
 
-_sparing: ContextVar[Sparing | None] = ContextVar("sparing", default=None)
+class _OfThread(threading.local):
+    spared: Sparing | None = None
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager
 def sparing() -> Iterator[Sparing]:
     """Leave out what costs a request for each tensor of an object in a store, in this block; it is counted."""
-    count = Sparing()
-    token = _sparing.set(count)
+    before, _of_thread.spared = _of_thread.spared, Sparing()
     try:
-        yield count
+        yield _of_thread.spared
     finally:
-        _sparing.reset(token)
+        _of_thread.spared = before
 
 
 def spared() -> Sparing | None:
-    """Return the count while requests are spared, None elsewhere."""
-    return _sparing.get()
+    """Return the count while this thread spares requests, None elsewhere."""
+    return _of_thread.spared
 
 
 class Unheld(NamedTuple):

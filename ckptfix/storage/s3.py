@@ -8,6 +8,7 @@ import asyncio
 import base64
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,7 @@ class S3Store(Store):
                 "max_pool_connections": stores.CONCURRENT,
             },
         )
+        self._connecting = threading.Lock()
         base = self.url.partition("://")[2]
         self._bucket, _, prefix = base.partition("/")
         self._prefix = prefix.strip("/")
@@ -129,7 +131,7 @@ class S3Store(Store):
         from fsspec.asyn import sync
 
         async def call() -> Any:
-            client = await self._files.set_session()
+            client = self._files.s3
             answer = await getattr(client, method)(Bucket=self._bucket, **words)
             if "Body" in answer:
                 async with answer["Body"] as body:
@@ -139,6 +141,8 @@ class S3Store(Store):
         async def in_time() -> Any:
             return await asyncio.wait_for(call(), seconds)
 
+        with self._connecting:  # two at once would make two clients
+            self._files.connect()
         self.traffic.add(up=up)
         answer = sync(self._files.loop, in_time)
         if "Body" in answer:

@@ -169,3 +169,12 @@ def test_a_write_whose_answer_was_lost_is_not_taken_for_anothers(proxy: Proxy, b
     assert store.read("a", 0, 4, etag=info.etag) == b"ours"
     with pytest.raises(ChangedError):
         store.put("a", b"theirs", expected=stores.ABSENT)
+
+
+def test_a_file_that_nobody_reads_may_fail(proxy: Proxy, url: str, said: Said) -> None:
+    """Only what a verb reads by itself counts: the ends of other files in the folder are read on the chance."""
+    open_store(url).put("events.out.tfevents.1", b"log" * 100)
+    good = said("check", url)
+    proxy.choose = lambda number, method, path: "denied" if "tfevents" in path else None
+    assert said("check", url) == good
+    assert good[0] == 1
