@@ -16,7 +16,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -71,16 +70,21 @@ class Image:
     failures: list[Exception] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     stores: dict[str, tuple[Store, str]] = field(default_factory=dict)
+    _sorted: tuple[Mapping[str, ObjectInfo], dict[str, list[str]]] = field(default_factory=lambda: ({}, {}))
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
         try:
-            if any(one.key in self.stores for one in ranges):
-                return self._read_elsewhere(ranges)
-            return self.store.read_many(ranges)
+            return self.try_many(ranges)
         except Exception as error:
             self.failures.append(error)
             raise
+
+    def try_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
+        """Return the bytes of ranges that perhaps nobody asks for."""
+        if any(one.key in self.stores for one in ranges):
+            return self._read_elsewhere(ranges)
+        return self.store.read_many(ranges)
 
     def _read_elsewhere(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         found: list[bytes] = [b""] * len(ranges)
@@ -93,13 +97,15 @@ class Image:
         together(range(len(ranges)), take)
         return found
 
-    @cached_property
-    def folders(self) -> Mapping[str, list[str]]:
-        """Folder -> the keys right in it."""
-        found: dict[str, list[str]] = {}
-        for key in self.objects:
-            found.setdefault(key.rpartition("/")[0], []).append(key)
-        return found
+    def keys_in(self, folder: str) -> Sequence[str]:
+        """Return the keys right in a folder."""
+        objects, found = self._sorted
+        if objects is not self.objects:  # a repair shows others for a while
+            objects, found = self.objects, {}
+            for key in objects:
+                found.setdefault(key.rpartition("/")[0], []).append(key)
+            self._sorted = objects, found
+        return found.get(folder, ())
 
     def key_of(self, path: str) -> str:
         """Return the key of the object at a path of the image."""
@@ -690,13 +696,11 @@ def _look_ahead(image: Image, top: str, key: str) -> None:
         if image.place != image.root:
             keys = [key]
         else:
-            keys = [one for one in image.folders[folder] if one not in seen]
+            keys = [one for one in image.keys_in(folder) if one not in seen]
             begin = keys.index(key)
             keys = keys[begin : begin + _AHEAD]
         try:
-            _fetch_spans(
-                image, top, [span for one in keys for span in _ends(image, one)], image.store.read_many
-            )
+            _fetch_spans(image, top, [span for one in keys for span in _ends(image, one)], image.try_many)
             seen.update(keys)
         except (StoreError, ChangedError):
             # One of them fails that perhaps nobody asks for: a log of somebody else's next to the checkpoint.
