@@ -59,15 +59,20 @@ def written():
     with open("/proc/self/io") as io:
         return next(int(line.split()[1]) for line in io if line.startswith("wchar"))
 before, start = written(), peak()
-begin = time.perf_counter()
+begin, cpu = time.perf_counter(), time.process_time()
 {body}
-seconds = time.perf_counter() - begin
-print(json.dumps(dict(seconds=seconds, peak=peak() << 10, start=start << 10, written=written() - before)))
+seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+print(json.dumps(dict(
+    seconds=seconds, cpu=cpu, peak=peak() << 10, start=start << 10, written=written() - before
+)))
 """
 
 
 def measure(imports: str, body: str) -> dict[str, float]:
-    """Run ``body`` in a new process after ``imports``; seconds, peak memory and bytes written, in bytes."""
+    """Run ``body`` in a new process after ``imports``.
+
+    Seconds, those of processors, peak memory and bytes written, in bytes.
+    """
     code = MEASURE.format(imports=imports, body=body)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     values: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
