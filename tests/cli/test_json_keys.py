@@ -32,6 +32,7 @@ VERIFY = [
     "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed", "values",
     "not_checked", "unfinished", "statements", "notes",
 ]  # fmt: skip
+SHARE = ["path", "share", "units", "resumed", "bytes", "unread", "status"]
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
     "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried", "left_out", "rewritten",
@@ -137,3 +138,10 @@ def test_a_value_becomes_json_with_all_that_is_in_it() -> None:
     }
     with pytest.raises(TypeError, match="set is not a value of JSON"):
         plain({1})
+
+
+def test_a_share_and_what_merges_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clean = FIXTURES / "accelerate-1.15.0" / "clean-safetensors" / "checkpoint"
+    folder = Path(shutil.copytree(clean, tmp_path / "checkpoint"))
+    assert list(asked(capsys, "seal", folder, "--shard", "0/1")) == SHARE
+    assert list(asked(capsys, "merge", folder)) == SEAL
