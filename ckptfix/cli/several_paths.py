@@ -17,7 +17,6 @@ from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url, opened
-from ckptfix.storage.markers import upload_problem
 from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.transactions import State, transactions
@@ -287,6 +286,8 @@ def state_after_writing(source: str, output: str) -> Callable[[], str]:
 
 def _state_of_upload(url: str) -> str:
     """Return in words what is at a URL to which something was to be written."""
+    from ckptfix.storage.markers import upload_problem  # for an interrupt alone: check must start quickly
+
     try:
         with opened(url, complete=False) as place:
             problem = upload_problem(place)
