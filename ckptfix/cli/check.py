@@ -21,6 +21,7 @@ from ckptfix.diagnosis.findings.incomplete import StagingFolder
 from ckptfix.diagnosis.target import find_checkpoints
 from ckptfix.storage import teams
 from ckptfix.storage.doors import opened, watched
+from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
 from ckptfix.storage.reading import unheld_below
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -98,7 +99,7 @@ def _check_all(
         if path in failures:
             raise failures.pop(path)
         with watched(path):
-            result = check(path, data=data, siblings=siblings, progress=progress)
+            result = check(path, data=data, siblings=siblings, progress=control.go_on)
         if recursive:  # models below have a report of their own
             result = replace(result, not_checked=tuple(_unless_below(result)), below=())
         return result
@@ -111,9 +112,11 @@ def _check_all(
 
     try:
         with report.progress(f"reading {' '.join(paths)}") as progress:
+            control = Control(progress)
             batch = visit(
                 report, targets(), work, word=_word, keep=partial(report.element, "checkpoints"), lines=lines,
                 annotations=_annotations, threads=1 if teams.current() is not None else _THREADS,
+                stop=control.stop,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not report.has_begun:

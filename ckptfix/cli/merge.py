@@ -11,6 +11,7 @@ from ckptfix.cli.report import Report
 from ckptfix.cli.verb_options import Verb
 from ckptfix.errors import UsageError
 from ckptfix.storage import teams
+from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
 from ckptfix.storage.paths import existing, shell_path
 
@@ -36,7 +37,9 @@ def merge_command(path: str, report: Report) -> int:
     DIR is the folder of --partial, or the checkpoint that a seal had shares of. Names the shares that are missing; when
     all are there, it prints and writes what the verb does in one process, and removes their results.
     """
-    folder = existing(path)
+    if looks_like_url(path):
+        raise UsageError(f"{path}: results of shares lie in a folder of this machine, that of --partial")
+    folder = Path(os.path.abspath(existing(path)))  # the verb runs in the working directory of the shares
     results = PartialResults(folder)
     request = results.request()
     if request is None:
@@ -52,12 +55,12 @@ def merge_command(path: str, report: Report) -> int:
     params = {
         name: tuple(value) if isinstance(value, list) else value for name, value in request.params.items()
     }
+    here = os.getcwd()
     os.chdir(request.directory)
     team = teams.Merger(
-        results, max(1, request.shares), lambda share: _command(request, results.folder, str(share))
+        results, max(1, request.shares), lambda share: _command(request, results.folder, str(share), here)
     )
-    with teams.working_in(team):
-        call: Callable[..., int] = verb.callback
+    call: Callable[..., int] = verb.callback
     with teams.working_in(team):
         status = call(**params, report=report)
     if status in (0, 1):
@@ -65,9 +68,10 @@ def merge_command(path: str, report: Report) -> int:
     return status
 
 
-def _command(request: Request, folder: Path, share: str) -> str:
-    """Return the command that does a share again."""
+def _command(request: Request, folder: Path, share: str, here: str) -> str:
+    """Return the command that does a share again, to be pasted in the folder ``here``."""
     own = tuple(request.params.get("paths") or ())
-    default = len(own) == 1 and default_folder(Path(own[0])) == folder
+    default = len(own) == 1 and Path(os.path.abspath(default_folder(Path(own[0])))) == folder
     partial = "" if default else f" --partial {shell_path(folder)}"
-    return f"{str(request).removesuffix(f' in {request.directory}')} --shard {share}{partial}"
+    there = "" if here == request.directory else f"cd {shell_path(request.directory)} && "
+    return f"{there}{request.command} --shard {share}{partial}"

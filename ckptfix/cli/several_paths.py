@@ -95,12 +95,13 @@ def visit(
     annotations: Callable[[R], Iterable[Annotation]] = lambda result: (),
     state_after: StateAfter | None = None,
     threads: int = 1,
+    stop: Callable[[], None] = lambda: None,
 ) -> Batch:
     """Do the work on each path, and print its lines or annotations. After a failure the next path follows.
 
     Of a lone path, a failure is raised. An interrupt ends the work on all of them. ``keep`` is called with the JSON
     values of each, ``lines`` with a result and whether it is the only one. Several threads work on paths ahead of the
-    one that is printed.
+    one that is printed; ``stop`` ends their work early.
     """
     batch = Batch()
     left = iter(paths)
@@ -115,7 +116,7 @@ def visit(
         except FAILURES as error:
             return error
 
-    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads):
+    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads, stop=stop):
         if isinstance(result, Exception):
             if is_alone or isinstance(result, TeamError):
                 raise result

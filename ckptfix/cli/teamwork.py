@@ -11,9 +11,10 @@ from ckptfix.cli import report as printing
 from ckptfix.cli.report import Report
 from ckptfix.errors import TeamError, UsageError
 from ckptfix.storage import teams
+from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import command, shell_path
 from ckptfix.wording import count_of, human_size
 
 _PLACES = ("RANK", "SLURM_PROCID")
@@ -53,6 +54,10 @@ def run_shared(
             raise UsageError(f"{unfit}; run it in one process, without the launcher, or with CKPTFIX_TEAM=0")
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
     paths = [str(one) for one in params.get("paths", ())]
+    if partial is not None and (not partial or looks_like_url(partial)):
+        raise UsageError(
+            f"--partial {shell_path(partial)}: expected a folder of this machine for the results"
+        )
     folder = Path(partial) if partial is not None else None
     if folder is None and verb == "seal" and len(paths) == 1 and os.path.isdir(paths[0]):
         folder = default_folder(Path(paths[0]))  # the only verb that writes into a checkpoint anyway
@@ -63,7 +68,7 @@ def run_shared(
             )
         return _run_share(verb, params, report, Share.parse(shard), folder, work)
     results = PartialResults(folder) if folder is not None else None
-    request = Request(verb, dict(params), os.getcwd(), 0)
+    request = Request(verb, dict(params), os.getcwd(), 0, _words(params))
     if place is None:
         assert results is not None
         results.begin(request)
@@ -122,7 +127,7 @@ def _run_share(
             f"--shard {share}: where do the results go? add --partial FOLDER, the same for every share"
         )
     results = PartialResults(folder)
-    results.begin(Request(verb, dict(params), os.getcwd(), share.total))
+    results.begin(Request(verb, dict(params), os.getcwd(), share.total, _words(params)))
     team = teams.LoneShare(share, results)
     printing.mute()
     try:
@@ -160,6 +165,23 @@ def leave(status: int) -> int:
     except TeamError:
         printing.unmute(withheld=True)  # the leader is gone: what this process has to say is all there is
         return status
+
+
+def _words(params: Mapping[str, Any]) -> list[str]:
+    """Return what to paste after the verb that is running, for these parameters of it."""
+    words: list[str] = []
+    for one in click.get_current_context().command.params:
+        value = params.get(str(one.name))
+        if value is None or value is False:
+            continue
+        values = map(str, value if isinstance(value, list | tuple) else [value])
+        if isinstance(one, click.Argument):
+            words += values
+        elif value is True:
+            words.append(max(one.opts, key=len))
+        else:
+            words += [word for text in values for word in (max(one.opts, key=len), text)]
+    return words
 
 
 def _launched() -> Any:

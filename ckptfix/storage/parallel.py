@@ -36,6 +36,10 @@ class Control:
         """True when a thread has failed or the user has interrupted: nobody wants the rest of this run."""
         return self.error is not None
 
+    def stop(self) -> None:
+        """Let every thread stop that counts bytes with ``go_on``."""
+        self.error = self.error or Stopped()
+
     def advance(self, count: int) -> None:
         """Count bytes, from any thread."""
         if self._progress is not None:
@@ -93,11 +97,16 @@ def run_all(
 
 
 def in_turn(
-    tasks: Iterable[_Task], work: Callable[[_Task], _Result], *, threads: int
+    tasks: Iterable[_Task],
+    work: Callable[[_Task], _Result],
+    *,
+    threads: int,
+    stop: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[_Task, _Result]]:
     """Yield each task with its result, in the order of the tasks, while several threads work ahead.
 
     ``work`` must not raise. Tasks are taken as they are needed, and at most two for each thread wait to be yielded.
+    ``stop`` ends what threads are still at, which nobody wants any more: an interrupt must not wait for it.
     """
     if threads < 2:
         for task in tasks:
@@ -117,6 +126,7 @@ def in_turn(
             first, result = ahead.popleft()
             yield first, result.result()
     finally:
+        stop()
         pool.shutdown(cancel_futures=True)
 
 

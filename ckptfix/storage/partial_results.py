@@ -7,6 +7,7 @@ key and by the identity of its files, not by the number of processes. A line tha
 import hashlib
 import json
 import os
+import re
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from ckptfix.wording import shown
 VERSION = 1
 _REQUEST = "request.json"
 _SUFFIX = ".results.jsonl"
+_RESULTS = re.compile(rf".+-[0-9]+-[0-9a-f]{{8}}{re.escape(_SUFFIX)}")
+"""Names of the files that ``add`` makes; a user's own results next to them are none."""
 _SYNCED_AFTER = 1 << 30
 """Bytes of work after which the results are made durable: a node that loses power repeats at most this."""
 
@@ -99,13 +102,15 @@ def _plain(value: Any, paths: dict[Path, int]) -> object:
 class Request(NamedTuple):
     """The command whose results a folder holds: verb, its parameters, and the working directory for the paths in them.
 
-    ``shares``: their number, 0 for processes that gather their results themselves.
+    ``shares``: their number, 0 for processes that gather their results themselves. ``words``: what to paste after
+    ``ckptfix VERB`` for these parameters.
     """
 
     verb: str
     params: Mapping[str, Any]
     directory: str
     shares: int
+    words: Sequence[str] = ()
 
     def is_same(self, other: "Request") -> bool:
         """Return whether the results of one are those of the other; the number of shares does not matter."""
@@ -113,9 +118,12 @@ class Request(NamedTuple):
         return mine == theirs
 
     def __str__(self) -> str:
-        values = (value if isinstance(value, list | tuple) else [] for value in self.params.values())
-        words = [str(one) for value in values for one in value]
-        return f"{shlex.join(['ckptfix', self.verb, *words])} in {self.directory}"
+        return f"{self.command} in {self.directory}"
+
+    @property
+    def command(self) -> str:
+        """The command to paste, in its working directory."""
+        return shlex.join(["ckptfix", self.verb, *self.words])
 
 
 class Known(NamedTuple):
@@ -145,14 +153,16 @@ class PartialResults:
             document = json.loads((self.folder / _REQUEST).read_bytes())
             if document["version"] != VERSION:
                 raise OperationError(
-                    f"{self.folder}: partial results of another version of ckptfix; remove the folder"
+                    f"{self.folder}: partial results of another version of ckptfix; "
+                    "next: name another folder with --partial"
                 )
             request = Request(*(document[key] for key in Request._fields))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise OperationError(
-                f"{self.folder / _REQUEST} cannot be understood: {error!r}; remove the folder and begin again"
+                f"{self.folder / _REQUEST} holds no partial results ({error!r}); "
+                "next: name another folder with --partial"
             ) from None
         return request
 
@@ -209,7 +219,7 @@ class PartialResults:
         self.close()
         with suppress(OSError):
             for name in os.listdir(self.folder):
-                if name == _REQUEST or name.endswith(_SUFFIX):
+                if name == _REQUEST or _RESULTS.fullmatch(name):
                     os.unlink(self.folder / name)
             os.rmdir(self.folder)
             if self.folder.parent.name == JOURNAL:
@@ -220,7 +230,7 @@ class PartialResults:
         times = []
         with suppress(OSError):
             for name in os.listdir(self.folder):
-                if name.endswith(_SUFFIX):
+                if _RESULTS.fullmatch(name):
                     times.append(os.stat(self.folder / name).st_mtime)
         return min(times, default=None)
 
@@ -230,7 +240,7 @@ class PartialResults:
         except (FileNotFoundError, NotADirectoryError):
             return
         for name in names:
-            if not name.endswith(_SUFFIX):
+            if not _RESULTS.fullmatch(name):
                 continue
             with open(self.folder / name, "rb") as file:
                 for line in file:

@@ -472,3 +472,13 @@ def test_json_of_a_name_that_is_not_utf8_is_unicode(
             (checked,) = document["checkpoints"]
             assert checked["path"] == f"{tmp_path}/a\\xff '\n1"
             assert "\\xfe\\udcff\N{GRINNING FACE}.bin" in {one["path"] for one in checked["components"]}
+
+
+@pytest.mark.parametrize("url", ["file://", "file://checkpoint"])
+@pytest.mark.parametrize("verb", ["check", "repair", "undo", "verify"])
+def test_a_url_without_a_path_is_never_the_current_folder(
+    verb: str, url: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert run([verb, url]) == 2
+    assert f"{url} names no file of this machine: expected file:///PATH" in capsys.readouterr().err

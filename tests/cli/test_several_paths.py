@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from ckptfix import check
 from ckptfix.cli import run
 from ckptfix.cli.several_paths import Unchecked
+from ckptfix.diagnosis.check import CheckReport
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.transactions import State, transactions
 from tests.repairs.builders import snapshot, write_safetensors
@@ -348,3 +351,29 @@ def test_threads_print_in_the_order_of_the_paths(
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]
     assert outputs[0].out.splitlines()[-1] == "24 checkpoints: 3 damaged, 21 clean"
+
+
+def test_an_interrupt_does_not_wait_for_checkpoints_read_ahead(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: str, *, progress: Callable[[int], None], **options: Any) -> CheckReport:
+        if path != str(runs / "1"):
+            end = time.monotonic() + 10
+            while time.monotonic() < end:
+                progress(1)
+                time.sleep(0.001)
+        return check(path, **options)
+
+    monkeypatch.setattr("ckptfix.cli.check.check", slow)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    begun = time.monotonic()
+    try:
+        assert run(["check", "-r", "--json", str(runs)]) == 130
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 5
+    document = printed(capsys)
+    assert [one["path"] for one in document["checkpoints"]] == [str(runs / "1")]
+    assert document["status"] == 130

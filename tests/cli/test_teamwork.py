@@ -51,11 +51,17 @@ def variables(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def run(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run ckptfix in one process."""
+def run(*arguments: object, at: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """Run ckptfix in one process. ``at``: its working directory."""
     command = [sys.executable, "-m", "ckptfix", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=variables(**more)
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=variables(**more),
+        cwd=at or None,
     )
 
 
@@ -349,3 +355,32 @@ def test_a_verb_whose_work_has_no_shares_is_refused(pair: tuple[Path, Path]) -> 
     ended = ranks("verify", pair[0], "--device-map", "auto")
     assert [one.returncode for one in ended] == [2, 2]
     assert "the proof of a reload needs the devices of one process" in ended[0].stderr
+
+
+@pytest.mark.parametrize("partial", ["", "s3://bucket/results"])
+def test_results_go_into_a_folder_of_this_machine(tmp_path: Path, partial: str) -> None:
+    folder = checkpoint(tmp_path / "checkpoint")
+    refused = run("seal", folder, "--partial", partial, at=str(tmp_path))
+    assert refused.returncode == 2
+    assert "expected a folder of this machine" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_shares_are_merged_from_any_folder_by_the_command_that_each_needs(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    arguments = ("diff", *pair, "--rtol", "0.0", "--all")
+    share = run(*arguments, "--shard", "0/2", "--partial", "parts", at=str(tmp_path))
+    assert share.returncode == 0, share.stderr
+    own = tmp_path / "parts" / "eval.results.jsonl"
+    own.write_text("mine\n")
+    (tmp_path / "other").mkdir()
+    early = run("merge", "../parts", at=str(tmp_path / "other"))
+    assert early.returncode == 3
+    command = f"{' '.join(map(str, arguments))} --shard 1/2 --partial {tmp_path}/parts"
+    assert early.stderr.endswith(f"next: cd {tmp_path} && ckptfix {command}\n")
+    assert run(*command.split(), at=str(tmp_path)).returncode == 0
+    merged = run("merge", "../parts", at=str(tmp_path / "other"))
+    assert merged.returncode in (0, 1), merged.stderr
+    assert merged.stdout == run(*arguments).stdout
+    assert list((tmp_path / "parts").iterdir()) == [own]

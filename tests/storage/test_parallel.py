@@ -136,3 +136,29 @@ def test_who_stops_asking_stops_the_threads() -> None:
     count = len(done)
     time.sleep(0.02)
     assert len(done) == count <= 5
+
+
+def test_an_interrupt_of_who_takes_results_ends_long_tasks() -> None:
+    control = Control(None)
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        end = time.monotonic() + (10 if number else 0)
+        while time.monotonic() < end:
+            try:
+                control.go_on(1)
+            except Stopped:
+                ended.append(number)
+                return
+            time.sleep(0.001)
+
+    results = in_turn(range(9), work, threads=3, stop=control.stop)
+    begun = time.monotonic()
+    assert next(results) == (0, None)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 5
+    assert sorted(ended) == [1, 2, 3]

@@ -325,14 +325,15 @@ def test_units_name_files_by_what_they_are(tmp_path: Path) -> None:
 
 
 def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
-    request = Request("seal", {"paths": ["a"], "force": False}, "/", 2)
+    request = Request("seal", {"paths": ["a"], "force": False}, "/", 2, ["a"])
     PartialResults(tmp_path / "partial").begin(request)
     PartialResults(tmp_path / "partial").begin(request._replace(shares=3))
     with pytest.raises(OperationError, match=r"another command: ckptfix seal a in /;.*rm -r"):
         PartialResults(tmp_path / "partial").begin(request._replace(params={"paths": ["b"], "force": False}))
-    (tmp_path / "partial" / "mine.txt").write_text("stays")
+    for name in ("mine.txt", "mine.results.jsonl"):
+        (tmp_path / "partial" / name).write_text("stays")
     PartialResults(tmp_path / "partial").remove()
-    assert [path.name for path in (tmp_path / "partial").iterdir()] == ["mine.txt"]
+    assert {path.name for path in (tmp_path / "partial").iterdir()} == {"mine.txt", "mine.results.jsonl"}
 
 
 def test_shares_of_a_job_array_are_merged(tmp_path: Path) -> None:
