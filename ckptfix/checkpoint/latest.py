@@ -27,6 +27,7 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.atomic import read_file
+from ckptfix.storage.markers import upload_problem
 from ckptfix.storage.paths import JOURNAL, described, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
 
@@ -81,12 +82,25 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def mixed(checkpoint: Path) -> str | None:
-    """Return the message about a folder with files of two saves, None for any other folder."""
-    if not (checkpoint / JOURNAL / UNFINISHED).exists():
+    """Return the message about a folder whose last save was interrupted between its files, None for any other folder.
+
+    Its files may be of two saves, or not all be there.
+    """
+    if (checkpoint / JOURNAL / UNFINISHED).exists():
+        why = "holds files of two saves: the last one was interrupted"
+    elif (problem := cut_upload(checkpoint)) is not None:
+        why = f"is not a complete checkpoint: {problem}"
+    else:
         return None
-    return (
-        f"{checkpoint} holds files of two saves: the last one was interrupted; next: {instead_of(checkpoint)}"
-    )
+    return f"{checkpoint} {why}; next: {instead_of(checkpoint)}"
+
+
+def cut_upload(checkpoint: Path) -> str | None:
+    """Return why the upload of a checkpoint is not complete, None for one that is, or was not uploaded by ckptfix."""
+    try:
+        return upload_problem(checkpoint)
+    except (FormatError, OSError) as error:
+        return described(error)
 
 
 def instead_of(checkpoint: Path) -> str:
@@ -141,6 +155,8 @@ def incomplete(checkpoint: Path) -> str | None:
         names = sorted(os.listdir(checkpoint))
         if (checkpoint / JOURNAL / UNFINISHED).exists():
             return "its save was interrupted while files were put in place"
+        if (problem := upload_problem(checkpoint)) is not None:
+            return problem
         if manifest is not None and manifest.is_of_a_save:
             missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
             return "; ".join(missing[:3]) or None

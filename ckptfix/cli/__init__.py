@@ -43,7 +43,10 @@ VERBS: Mapping[str, Mapping[str, str]] = {
         "verify": "Compare checkpoints with their manifests, or prove a reload.",
         "merge": "End the work of shares that ran one by one.",
     },
-    "Convert": {"migrate": "Write a checkpoint in another format, or for another strategy."},
+    "Convert": {
+        "migrate": "Write a checkpoint in another format, or for another strategy.",
+        "upload": "Copy a complete checkpoint to an object store.",
+    },
     "Train": {
         "run": "Run a script with every Accelerator and Trainer guarded.",
         "prove-resume": "Prove that a killed and resumed run goes on bit for bit.",

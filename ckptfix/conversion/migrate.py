@@ -35,6 +35,7 @@ from ckptfix.conversion.sources import (
 )
 from ckptfix.conversion.state_plan import plan_states
 from ckptfix.conversion.target_names import NAME, LeftOut
+from ckptfix.conversion.uploading import writes_urls
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import CkptfixError, OperationError, UsageError
@@ -332,6 +333,7 @@ OnPlan = Callable[[MigrateReceipt], None]
 
 
 @takes_urls("src")
+@writes_urls("dst")
 def migrate(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from ckptfix.conversion.proving import prove_copy, prove_model
 from ckptfix.conversion.salvage_models import JudgedFolder, Models, absent, judge
 from ckptfix.conversion.salvage_sources import Files, PartOfModel, SalvagePlan, Sealed
 from ckptfix.conversion.streaming import Source, copy_file, write_file
+from ckptfix.conversion.uploading import writes_urls
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.file_damage import diagnose_deepspeed
 from ckptfix.diagnosis.findings.damaged import MalformedFile
@@ -427,6 +428,7 @@ class _Folders:
 
 
 @takes_urls("source")
+@writes_urls("output")
 def salvage(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],

@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED, mixed
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -42,6 +42,7 @@ from ckptfix.diagnosis.findings.incomplete import (
     Salvaged,
 )
 from ckptfix.errors import FormatError
+from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
 from ckptfix.tensors.opening import is_checkpoint
 
@@ -379,8 +380,10 @@ def diagnose_save(
         findings.append(Salvaged(path=PurePosixPath(REPORT), **losses._asdict()))
     if folder.only is None:
         findings += (InterruptedSave(path=path, leftover=True) for path in unfinished(folder, states))
-        if mixed(folder.root):
+        if (folder.root / JOURNAL / UNFINISHED).exists():
             findings.append(InterruptedSave(path=PurePosixPath(JOURNAL, UNFINISHED), mixed=True))
+        elif (problem := cut_upload(folder.root)) is not None:
+            findings.append(InterruptedSave(path=PurePosixPath(UPLOAD), upload=problem))
         if not is_saved:  # a save's manifest says what the sub-folders held
             findings += _without_weights(folder)
         findings += _modelless(folder)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from ckptfix.checkpoint.latest import UNFINISHED
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import UsageError
 from ckptfix.storage.atomic import sync_tree
+from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, ensure_folder
 from ckptfix.storage.recipes import Range, Recipe, build
@@ -58,7 +59,9 @@ def _size_of(target: Target) -> int:
 
 def _copy_tree(target: Target, staging: Path, progress: Progress | None) -> None:
     names = [target.only] if target.only is not None else sorted(os.listdir(target.root))
-    for record in (MANIFEST, f"{JOURNAL}/{UNFINISHED}"):  # a mix of two saves stays one in a copy
+    # A mix of two saves, or an upload that was cut short, stays one in a copy.
+    cut = (UPLOAD,) if target.only is None and cut_upload(target.root) else ()
+    for record in (MANIFEST, f"{JOURNAL}/{UNFINISHED}", *cut):
         if target.only is None and (target.root / record).is_file():
             (staging / JOURNAL).mkdir(exist_ok=True)
             shutil.copyfile(target.root / record, staging / record)

@@ -8,17 +8,24 @@ process.
 import hashlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, read_file, rename_to_free, sync_folder
+from ckptfix.storage.markers import NEEDED
+from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.reading import store_of
 from ckptfix.wording import human_size
+
+if TYPE_CHECKING:
+    from ckptfix.storage.uploads import Place
 
 SAVING = ".ckptfix-saving+"
 """Prefix of the folders that a guarded save writes; each becomes a checkpoint as it is."""
@@ -39,6 +46,9 @@ _DEAD_AFTER = 86400.0
 """Seconds without any change after which a writer on another machine counts as dead: a live one writes all
 the time.
 """
+
+STAGING_VARIABLE = "CKPTFIX_STAGING"
+"""Environment variable with the folder on a disk in which is written what goes to a store."""
 
 _in_use: set[str] = set()
 """Names that this process has made and not released: the writer may be another thread."""
@@ -136,13 +146,12 @@ def _changed_lately(path: Path) -> bool:
 
 
 _NEW, _OLD, _OUTPUT = "new", "old", "output"
-_NEEDED = f"{JOURNAL}/needed-while"
 
 
 def keep_while(folder: Path, sign: Path) -> None:
     """Keep a staging folder from every sweep while a file ``sign`` exists in the journal of a checkpoint, durably."""
     (folder / JOURNAL).mkdir(exist_ok=True)
-    create_file(folder / _NEEDED, os.fsencode(os.path.abspath(sign)))
+    create_file(folder / NEEDED, os.fsencode(os.path.abspath(sign)))
     sync_folder(folder / JOURNAL)
     sync_folder(folder)
 
@@ -150,7 +159,7 @@ def keep_while(folder: Path, sign: Path) -> None:
 def is_needed(folder: Path) -> bool:
     """Return whether a staging folder is to be kept: its sign exists, or the checkpoint with the sign was moved."""
     try:
-        sign = Path(os.fsdecode(read_file(folder / _NEEDED)))
+        sign = Path(os.fsdecode(read_file(folder / NEEDED)))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # nobody knows
@@ -255,13 +264,22 @@ def ensure_writable(path: Path) -> None:
         pass
 
 
+def staging_folder() -> Path:
+    """Return the folder in which is written what goes to a store: that of CKPTFIX_STAGING, else that of TMPDIR."""
+    return Path(os.path.abspath(os.environ.get(STAGING_VARIABLE) or tempfile.gettempdir()))
+
+
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that when it is set."""
+    """A folder of this process. ``new`` in it becomes ``output``, or only the file ``name`` in that when it is set.
+
+    ``place``: where the output is uploaded to, if no rename commits it.
+    """
 
     folder: Path
     output: Path
     name: str | None = None
+    place: "Place | None" = None
 
     @property
     def new(self) -> Path:
@@ -278,18 +296,19 @@ class Staging:
 def staging_for(output: Path, *, name: str | None = None) -> Iterator[Staging]:
     """Make a folder to write ``output`` in; it is removed at the end, with everything that is still in it.
 
-    It lies next to the output, but never in a folder called ``checkpoints``. Files of dead writers are
-    removed there first. ``name``: the one file in ``new`` that becomes the output. Raises OperationError,
-    OSError.
+    It lies next to the output, but never in a folder called ``checkpoints``; of an output in a store it lies in
+    ``staging_folder()``. Files of dead writers are removed there first. ``name``: the one file in ``new`` that becomes
+    the output. Raises OperationError, OSError.
     """
     output = output.absolute()
-    parent = _parent_of(output)
+    place = place_of(output if name is None else output.parent)
+    parent = _parent_of(output) if place is None else staging_folder()
     sweep(parent)
     folder = parent / temporary_name(output)
     try:
         folder.mkdir(mode=0o700)
         (folder / _NEW).mkdir()
-        yield Staging(folder, output, name)
+        yield Staging(folder, output, name, place)
     finally:
         try:
             despite_interrupts(lambda: _remove(folder, output))
@@ -306,9 +325,14 @@ def put_in_place(
 
     Raises ChangedError when something has come there meanwhile that may not be overwritten. Killed at any moment, the
     output is the old one or the new one; only where the file system cannot exchange two names there is none for an
-    instant, and the next sweep brings the old one back.
+    instant, and the next sweep brings the old one back. In a store the commit marker is what is written last.
     """
     output = staging.output
+    if staging.place is not None:
+        from ckptfix.storage.uploads import put_in_store
+
+        put_in_store(staging.place, staging.new, name=staging.name, overwrite=overwrite)
+        return
     try:
         rename_to_free(staging.complete, output)
     except FileExistsError:
@@ -370,11 +394,30 @@ def despite_interrupts(clean: Callable[[], object]) -> None:
         raise
 
 
+def place_of(output: Path) -> "Place | None":
+    """Return the place to upload an output to, None for one on a disk."""
+    if store_of(output) is None and object_mount_of(output) is None:
+        return None
+    from ckptfix.storage.uploads import place_at
+
+    return place_at(output)
+
+
+def free_space(output: Path) -> tuple[Path, int]:
+    """Return the folder in which an output will be written first, and the free bytes on its disk."""
+    where = output.absolute().parent if place_of(output) is None else staging_folder()
+    status = os.statvfs(where)
+    return where, status.f_bavail * status.f_frsize
+
+
 def ensure_space(output: Path, needed: int) -> None:
-    """Raise OperationError when the disk of ``output``, which is still to be written, has less space than needed."""
-    status = os.statvfs(output.absolute().parent)
-    free = status.f_bavail * status.f_frsize
+    """Raise OperationError when the disk on which ``output`` is to be written has less space than needed."""
+    where, free = free_space(output)
     if needed > free:
+        sizes = f"needs {human_size(needed)} of free space, {human_size(free)} are free"
+        if where == output.absolute().parent:
+            raise OperationError(f"{output}: {sizes} on this disk")
         raise OperationError(
-            f"{output}: needs {human_size(needed)} of free space, {human_size(free)} are free on this disk"
+            f"{output}: {sizes} in {where}, where it is written before it is uploaded; next: export "
+            f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same command again"
         )

@@ -253,8 +253,12 @@ class InterruptedSave(Finding):
     """A file with a temporary name, in a folder of any kind. The other fields are of DCP folders."""
     mixed: bool = False
     """Files of a guarded save have taken the place of old ones, and not all of them."""
+    upload: str = ""
+    """Why an upload to a store, or to a mount of one, is not complete: it has no commit marker."""
 
     def __str__(self) -> str:
+        if self.upload:
+            return f"{self.path}: this is not a complete checkpoint: {self.upload}"
         if self.mixed:
             return f"{self.path}: the last save was interrupted while its files were put in place; others are older"
         if self.leftover:
@@ -271,6 +275,11 @@ class InterruptedSave(Finding):
     @property
     def advice(self) -> str:
         """Advice to save again or use another checkpoint: only the metadata has the places of the chunks."""
+        if self.upload:
+            return (
+                "if the machine that uploaded it still has the save: ckptfix upload FOLDER here; else load a complete "
+                "checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
+            )
         if self.mixed:
             return "save here again, or load a complete checkpoint: ckptfix.latest_checkpoint(PROJECT) finds the newest"
         if self.leftover:

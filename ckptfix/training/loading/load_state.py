@@ -16,11 +16,13 @@ from ckptfix.checkpoint.filenames import Role, parse_file_name
 from ckptfix.checkpoint.folder import CheckpointFolder, scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import Manifest, read_manifest
+from ckptfix.storage.stores import is_url
 from ckptfix.training.loading.assignment import Owners, Placement
 from ckptfix.training.loading.checking import custom_problem, optimizer_problem, scheduler_problem
 from ckptfix.training.loading.commit import Tensors, agree, commit_on_all, go_on_numbering, outline
 from ckptfix.training.loading.delegated import load_delegated
 from ckptfix.training.loading.draft import Draft, as_load_error, stop_if_failed, warn_of
+from ckptfix.training.loading.fetching import fetched
 from ckptfix.training.loading.load_report import (
     ComponentReport,
     LoadError,
@@ -70,7 +72,11 @@ def load_state_tolerant(
         raise LoadError(
             "several XLA processes cannot agree on a load here; next: accelerator.load_state(path)"
         )
-    root = Path(path).expanduser()
+    with fetched(path, Ranks(accelerator)) as root:
+        return _load_tolerant(accelerator, root, policy)
+
+
+def _load_tolerant(accelerator: Any, root: Path, policy: LoadPolicy) -> LoadReport:
     is_delegated = accelerator.distributed_type in SHARDED
     if is_delegated:
         report = load_delegated(accelerator, root, policy)
@@ -240,6 +246,9 @@ def load_checkpoint_tolerant(
 
     Raises LoadError when nothing fits or can be read; the model is then as it was, unless ``error.modified``.
     """
+    if is_url(path):
+        with fetched(path) as copy:
+            return load_checkpoint_tolerant(model, copy, policy=policy)
     policy = policy or LoadPolicy()
     path = Path(path).expanduser()
     draft = Draft(path=path, policy=policy, advice="give the path of one file")

@@ -8,7 +8,7 @@ entries are not those of this run are therefore matched with its objects, by con
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from accelerate import Accelerator
 
@@ -20,13 +20,17 @@ from ckptfix.checkpoint.latest import Candidate, candidates, checkpoints_folder,
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
 from ckptfix.errors import UsageError
+from ckptfix.storage.doors import opened
 from ckptfix.storage.paths import JOURNAL, command
+from ckptfix.storage.stores import is_url
 from ckptfix.training.guard import Method, guard_of
+from ckptfix.training.loading.fetching import fetched
 from ckptfix.training.loading.load_report import ComponentReport, LoadPolicy, LoadReport, Requirement, Status
 from ckptfix.training.loading.load_state import left_by, load_here
 from ckptfix.training.loading.states import not_of_a_rank
 from ckptfix.training.ranks import SHARDED, Ranks
 from ckptfix.training.resuming import run_state
+from ckptfix.wording import shown
 
 _STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
 
@@ -108,9 +112,17 @@ def load_state(
     Warns of every newer folder that is passed over. Raises UsageError when no checkpoint is complete.
     """
     config = accelerator.project_configuration
+    project = accelerator.project_dir
+    if is_url(input_dir) or (
+        input_dir is None and config.automatic_checkpoint_naming and is_url(str(project))
+    ):
+        url = str(input_dir or _choose(accelerator, f"{str(project).rstrip('/')}/checkpoints"))
+        together = guard_of(accelerator).settings.save_together or accelerator.distributed_type in SHARDED
+        with fetched(url, Ranks(accelerator, together=together)) as copy:
+            return load_state(accelerator, method, copy, *args, **kwargs)
     with guard_of(accelerator).entered() as is_outermost:
         if is_outermost and input_dir is None and config.automatic_checkpoint_naming:
-            folder = Path(accelerator.project_dir) / "checkpoints"
+            folder = Path(project) / "checkpoints"
             input_dir = _choose(accelerator, folder)
         elif is_outermost and input_dir and (problem := mixed(Path(os.path.expanduser(str(input_dir))))):
             raise UsageError(problem)
@@ -157,15 +169,30 @@ def _undoubled(
     return report
 
 
-def _choose(accelerator: Accelerator, folder: Path) -> str:
+def _choose(accelerator: Accelerator, folder: Path | str) -> str:
     """Return the newest complete checkpoint. Some scripts load on some processes only: then each looks for itself."""
     ranks = Ranks(accelerator, together=guard_of(accelerator).settings.save_together)
-    chosen: str = ranks.on_main(lambda: str(_latest(folder)), "load_state")
+    chosen: str = ranks.on_main(
+        lambda: str(
+            latest_checkpoint(folder, pattern=ACCELERATE) if is_url(folder) else _latest(Path(folder))
+        ),
+        "load_state",
+    )
     return chosen
 
 
-def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path:
+@overload
+def latest_checkpoint(path: os.PathLike[str], *, pattern: str | None = None) -> Path: ...
+
+
+@overload
+def latest_checkpoint(path: str, *, pattern: str | None = None) -> Path | str: ...
+
+
+def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = None) -> Path | str:
     """Return the newest complete checkpoint of a project folder, or of its ``checkpoints`` folder.
+
+    Of a URL the URL of a checkpoint is returned, as text. An upload without its commit marker is not complete.
 
     By number, in folders called ``checkpoint_N``, ``checkpoint-N``, ``step_N`` or ``epoch_N``, or as ``pattern`` says,
     with ``{}`` for the number: ``"run-{}"``. Numbers of two families cannot be compared: of their newest complete ones
@@ -178,6 +205,8 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
         raise UsageError(
             f"pattern={pattern!r}: expected the name of a folder with {{}} for its number, as 'step_{{}}'"
         )
+    if is_url(path):
+        return _latest_in_store(str(path), pattern)
     root, folder = Path(path), checkpoints_folder(Path(path))
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder")
@@ -185,6 +214,12 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
     if folder != root and not any(candidates(folder, one) for one in patterns):
         folder = root  # step_N and the like lie in the project folder itself
     return _latest(folder, patterns)
+
+
+def _latest_in_store(url: str, pattern: str | None) -> str:
+    with opened(url) as image:
+        found = latest_checkpoint(image, pattern=pattern)
+        return f"{url.rstrip('/')}/{found.relative_to(image)}"
 
 
 def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
@@ -205,7 +240,7 @@ def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
     if others:
         words.append(f"older by the time of the save: {', '.join(others)}; pattern= chooses one kind")
     if words:
-        warn_caller(f"{folder}: took {best.path.name} and {'; '.join(words)}")
+        warn_caller(shown(f"{folder}: took {best.path.name} and {'; '.join(words)}"))
     return best.path
 
 

@@ -3,13 +3,30 @@
 An error on one process ends the save on all of them, and nothing of it stays behind.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ckptfix.errors import OperationError
+from ckptfix.storage.markers import Uploaded
+from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.uploads import UploadPlan, begin_upload, finish_upload, not_uploaded, send, staged_files
 from ckptfix.training.ranks import Ranks
-from ckptfix.training.saving.staged_saves import StagedSave, abandon, begin, commit
+from ckptfix.training.saving.save_manifest import with_files
+from ckptfix.training.saving.staged_saves import How, StagedSave, abandon, begin, commit, complete, uploaded
+
+_log = logging.getLogger("ckptfix")
+
+
+class _Disk(NamedTuple):
+    """The part of a save that one process answers for on its disk: nothing, unless it made the staging folder there."""
+
+    host: str
+    folder: str
+    files: Mapping[str, int]
 
 
 class JointSave:
@@ -47,6 +64,13 @@ class JointSave:
         with self._on_all():
             self._write(self._staging)
         is_main = self._accelerator.is_main_process
+        if self._staging.how is How.UPLOAD:
+            self._upload()
+            with self._on_all():
+                if is_main:
+                    self._rotate(self._staging)
+            self._ranks.wait()
+            return self._staging.target
         with self._on_all():
             if is_main:
                 self._commit()
@@ -71,6 +95,69 @@ class JointSave:
         with self._on_all():
             if accelerator.is_local_main_process and not accelerator.is_main_process:
                 self._owns = begin(self._staging)
+
+    def _upload(self) -> None:
+        """Upload what is staged on every disk, at once, and commit it when all of it is there.
+
+        Once all is staged nothing of it is removed before the commit: an upload that fails costs no save.
+        """
+        staging, ranks = self._staging, self._ranks
+        manifest: bytes | None = None
+        files: dict[str, int] = {}
+        with self._on_all():
+            described = self._describe(staging) if self._owns else None
+            manifest = described() if callable(described) else described
+            if manifest is not None:
+                files = staged_files(staging.folder)
+        disks = [_Disk(*disk) for disk in ranks.gather((os.uname().nodename, str(staging.folder), files))]
+        every = {name: size for disk in reversed(disks) for name, size in disk.files.items()}
+        with self._on_all():
+            if manifest is not None:
+                manifest = with_files(manifest, every)
+                complete(staging, manifest)
+        try:
+            plan = ranks.on_main(lambda: self._planned(every, manifest, disks), self._what)
+        except BaseException:
+            self._abandon()
+            raise
+        mine = files.keys() - {name for disk in disks[: ranks.rank] for name in disk.files}
+        if self._accelerator.is_main_process:
+            mine |= {MANIFEST}
+        sent: dict[str, Uploaded] = {}
+        with self._on_all(), self._uploading(disks):
+            if manifest is not None:
+                sent = send(staging.place, plan, staging.folder, mine)
+        parts = ranks.gather(sent)
+        with self._on_all(), self._uploading(disks):
+            if self._accelerator.is_main_process:
+                finish_upload(
+                    staging.place, plan, {name: one for part in parts for name, one in part.items()}
+                )
+        if self._owns:
+            uploaded(staging)
+
+    def _planned(
+        self, every: Mapping[str, int], manifest: bytes | None, disks: "Sequence[_Disk]"
+    ) -> UploadPlan:
+        files = dict(every) | ({} if manifest is None else {MANIFEST: len(manifest)})
+        with self._uploading(disks):
+            return begin_upload(self._staging.place, files, self._staging.stale())
+
+    @contextmanager
+    def _uploading(self, disks: "Sequence[_Disk]") -> Iterator[None]:
+        """Say with every error, and where a user interrupts, where the save lies and how to upload it."""
+        staging = self._staging
+        parts = [f"{disk.host}:{disk.folder}" for disk in disks if disk.files]
+        main = Path(next((disk.folder for disk in disks if disk.files), str(staging.folder)))
+        try:
+            yield
+        except (OperationError, OSError) as error:
+            if str(staging.folder) in str(error):
+                raise
+            raise OperationError(not_uploaded(staging.place, main, error, parts)) from error
+        except KeyboardInterrupt as error:
+            _log.warning("%s", not_uploaded(staging.place, main, error, parts))
+            raise
 
     def _commit(self) -> None:
         manifest = self._describe(self._staging)

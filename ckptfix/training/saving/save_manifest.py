@@ -195,6 +195,13 @@ def make_manifest(
     )
 
 
+def with_files(manifest: bytes, files: Mapping[str, int]) -> bytes:
+    """Return a manifest that lists these files: those of all disks of a save, where each has its own part."""
+    document = json.loads(manifest)
+    document["files"] = {**document["files"], **dict(sorted(files.items()))}
+    return (json.dumps(document, indent=1, ensure_ascii=True) + "\n").encode()
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the sha256 over dtype, shape and bytes: the same whatever the tensor's name, file or container."""
     digest = hashlib.sha256(json.dumps([_dtype(tensor), list(tensor.shape)]).encode() + b"\n")

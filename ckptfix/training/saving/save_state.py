@@ -7,6 +7,7 @@ as one.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,8 @@ from ckptfix.checkpoint.filenames import (
     parse_file_name,
 )
 from ckptfix.checkpoint.manifest import ManifestEntry
+from ckptfix.errors import UsageError
+from ckptfix.storage.stores import is_url, open_store
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
 from ckptfix.training.resuming import run_state
@@ -47,6 +50,7 @@ from ckptfix.training.saving.staged_saves import (
     plan_staging,
     rank_of_states,
     rotate,
+    rotate_in_store,
 )
 
 WHAT = "save_state"
@@ -79,6 +83,8 @@ def save_state(
         finally:
             save.end()
             restore(random)  # a save does not change what the run draws next
+        if is_url(target):
+            return target
         if accelerator.project_configuration.automatic_checkpoint_naming:
             return Path(accelerator.project_dir) / "checkpoints" / name
         return Path(str(output_dir))
@@ -129,7 +135,7 @@ class _Save:
         self._staging: StagedSave
         self._owns = False
 
-    def is_of_all(self, target: Path) -> bool:
+    def is_of_all(self, target: Path | str) -> bool:
         """Return whether all processes save to one folder; some scripts have one for each."""
         accelerator = self._accelerator
         if accelerator.num_processes == 1:
@@ -138,13 +144,13 @@ class _Save:
         parents = meet(
             accelerator.process_index,
             accelerator.num_processes,
-            str(target.parent),
+            os.path.dirname(target),
             timeout_of(settings.save_timeout),
             can_save_alone=settings.save_together and not _must_be_together(accelerator),
         )
         return len(set(parents)) == 1
 
-    def alone(self, target: Path, safetensors: bool) -> Path:
+    def alone(self, target: Path | str, safetensors: bool) -> Path:
         """Save what this process writes, and wait for no other: the main one as a whole, another one file by file."""
         accelerator = self._accelerator
         leads = accelerator.is_main_process or (
@@ -166,9 +172,9 @@ class _Save:
             if self._owns:
                 abandon(self._staging)
             raise
-        return target
+        return self._staging.target
 
-    def together(self, target: Path, safetensors: bool) -> Path:
+    def together(self, target: Path | str, safetensors: bool) -> Path:
         """Save as one with all other processes; return the target, which the main process decides."""
 
         def write(staging: StagedSave) -> None:
@@ -243,7 +249,10 @@ class _Save:
 
     def _rotate(self) -> None:
         if self._config.automatic_checkpoint_naming and self._config.total_limit is not None:
-            rotate(self._staging.target.parent, self._config.total_limit)
+            if self._staging.url:
+                rotate_in_store(os.path.dirname(self._staging.url), self._config.total_limit)
+            else:
+                rotate(self._staging.target.parent, self._config.total_limit)
 
     def _renumber(self) -> None:
         self._config.iteration = self._iteration
@@ -266,11 +275,30 @@ def _of_the_last_writer(accelerator: Accelerator) -> dict[str, Callable[[], Any]
     return found
 
 
-def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of a save. Automatic numbers go on after the highest that is there, whatever was loaded."""
+def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path | str:
+    """Return the folder or the URL of a save.
+
+    Automatic numbers go on after the highest that is there, whatever was loaded.
+    """
     config = accelerator.project_configuration
-    if not config.automatic_checkpoint_naming:
-        return Path(os.path.abspath(os.path.expanduser(str(output_dir))))
+    automatic = config.automatic_checkpoint_naming
+    given = str(accelerator.project_dir if automatic else output_dir)
+    if is_url(given):
+        if not automatic:
+            return given.rstrip("/")
+        place = open_store(f"{given.rstrip('/')}/checkpoints")
+        objects, folders = place.children()
+        taken = [
+            number + 1 for name in (*objects, *folders) if (number := checkpoint_number(name)) is not None
+        ]
+        return f"{place.url}/checkpoint_{max([config.iteration, *taken])}"
+    if mangled := re.match(r"([a-z][a-z0-9]*):/(?!/)", given):
+        raise UsageError(
+            f"{given}: a URL in a Path loses a slash, and this would be a folder called {mangled[1]}:; give it as "
+            f"text: {mangled[1]}://{given[mangled.end() :]}"
+        )
+    if not automatic:
+        return Path(os.path.abspath(os.path.expanduser(given)))
     folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
     names = os.listdir(folder) if folder.is_dir() else []  # files and dangling links take a number, too
     taken = [number + 1 for name in names if (number := checkpoint_number(name)) is not None]

@@ -10,6 +10,7 @@ The last complete checkpoint is never removed, nor one that no save wrote.
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -38,19 +39,38 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.latest import UNFINISHED, candidates, instead_of
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import FormatError
+from ckptfix.errors import FormatError, OperationError
 from ckptfix.storage.atomic import create_file, exchange, sync_folder, sync_tree
-from ckptfix.storage.paths import JOURNAL, MANIFEST
+from ckptfix.storage.doors import opened
+from ckptfix.storage.markers import DESTINATION, UPLOAD
+from ckptfix.storage.mounts import object_mount_of
+from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
+from ckptfix.storage.reading import open_reader
 from ckptfix.storage.staged import (
     SAVING,
     is_needed,
     is_temporary,
     keep_while,
     outside_checkpoints,
+    owner_of,
     release,
+    staging_folder,
     sweep,
     temporary_name,
 )
+from ckptfix.storage.stores import is_url
+from ckptfix.storage.uploads import (
+    MountedFolder,
+    Place,
+    not_uploaded,
+    place_at,
+    remove_checkpoint,
+    staged_files,
+    upload_folder,
+)
+
+_log = logging.getLogger("ckptfix")
+_named: set[Path] = set()
 
 _STEMS = tuple(stem for stem, _ in LOADED_MODELS)
 _INDEXES = tuple(index_name(stem, suffix) for stem, suffix in LOADED_MODELS[:2])
@@ -182,17 +202,23 @@ def _recorded(target: Path) -> set[str]:
         if manifest is not None:  # and what other processes may have added
             ranks = range(manifest.world_size)
             names = {*manifest.files, *map(random_states_name, ranks), *map(run_state_name, ranks)}
-    with suppress(OSError, ValueError, TypeError):  # not there: no save was interrupted here
-        names.update(str(name) for name in json.loads((target / JOURNAL / UNFINISHED).read_text()))
+    unfinished = target / JOURNAL / UNFINISHED
+    # Where it is not there, no save was interrupted here.
+    with suppress(OSError, ValueError, TypeError), open_reader(unfinished) as reader:
+        names.update(str(name) for name in json.loads(reader.read(0, reader.size)))
     return names
 
 
 class How(Enum):
-    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last."""
+    """NEW: one rename. SWAP: two folders change places. INSIDE: file by file, the manifest gone first and back last.
+
+    UPLOAD: to a store, or to a mount of one, where no rename commits: the commit marker is written last.
+    """
 
     NEW = "new"
     SWAP = "swap"
     INSIDE = "inside"
+    UPLOAD = "upload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +227,8 @@ class StagedSave:
 
     ``processes``: of the run, where each adds its random states itself; those of ranks below it stay. 1: nobody does.
     ``trainer``: a save of transformers' Trainer. The folder is its own: files that callbacks added are linked into the
-    new one, so that it replaces the old one in one step.
+    new one, so that it replaces the old one in one step. ``url``: of the target, if it is in a store; ``target`` is
+    then a path of that name in the folder for staging, where nothing is ever written.
     """
 
     target: Path
@@ -209,10 +236,22 @@ class StagedSave:
     how: How
     processes: int = 1
     trainer: bool = False
+    url: str = ""
+
+    @property
+    def place(self) -> Place:
+        """The place that a save is uploaded to."""
+        return place_at(self.url or self.target)
 
     def replaced(self) -> set[str]:
         """Return the files, relative, of the target that this save replaces or removes."""
         return replaced_files(self.target, trainer=self.trainer)
+
+    def stale(self) -> set[str]:
+        """Return the files of the target that are not to stay next to those of an uploaded save, its journal's too."""
+        found = replaced_in_store(self.place) if self.url else self.replaced()
+        journal = self.place.list(JOURNAL)
+        return {name for name in found if not self.keeps(name)} | set(journal)
 
     def keeps(self, name: str) -> bool:
         """Return whether another process of this run may have written a file: its random states."""
@@ -220,8 +259,15 @@ class StagedSave:
         return rank is not None and rank < self.processes
 
 
-def plan_staging(target: Path, *, processes: int = 1, hidden: str = "", trainer: bool = False) -> StagedSave:
-    """Return where a save of ``target`` is staged. Looks only. ``hidden``: in this folder next to the target."""
+def plan_staging(
+    target: Path | str, *, processes: int = 1, hidden: str = "", trainer: bool = False
+) -> StagedSave:
+    """Return where a save of a path or a URL is staged. Looks only. ``hidden``: in this folder next to the target."""
+    if is_url(target) or object_mount_of(target) is not None:
+        url = str(target).rstrip("/") if is_url(target) else ""
+        staged = staging_folder() / temporary_name(Path(target), SAVING)
+        goal = staging_folder() / Path(url).name if url else Path(os.path.realpath(target))
+        return StagedSave(goal, staged, How.UPLOAD, processes, trainer, url)
     given, target = Path(os.path.abspath(target)), Path(os.path.realpath(target))
     beside = outside_checkpoints(given) / hidden / temporary_name(given, SAVING)
     if not _can_rename(beside.parent, target):
@@ -236,8 +282,10 @@ def begin(staging: StagedSave) -> bool:
     Its name is of this save alone, so a folder of that name is on the same disk and not left over.
     """
     parent = staging.folder.parent
-    for place in {parent, outside_checkpoints(staging.target)}:
+    for place in {parent} if staging.how is How.UPLOAD else {parent, outside_checkpoints(staging.target)}:
         sweep(place)
+    if staging.how is How.UPLOAD:
+        _name_leftovers()
     parent.mkdir(parents=True, exist_ok=True)
     try:
         staging.folder.mkdir()
@@ -252,6 +300,8 @@ def abandon(staging: StagedSave) -> None:
     if is_needed(staging.folder):
         return
     shutil.rmtree(staging.folder, ignore_errors=True)
+    if staging.how is How.UPLOAD:
+        return
     if staging.folder.parent == staging.target / JOURNAL:
         with suppress(OSError):  # somebody else's things are in there
             staging.folder.parent.rmdir()
@@ -271,6 +321,9 @@ def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
     ``describe``: the manifest, or a function that returns it once the files are durable: digests may come meanwhile.
     INSIDE alone has a time between: the manifest is missing then, and ``latest_checkpoint`` passes the folder over.
     """
+    if staging.how is How.UPLOAD:
+        _commit_upload(staging, describe() if callable(describe) else describe)
+        return
     folder, target = staging.folder, staging.target
     _widen_modes(folder)
     sync_tree(folder)
@@ -289,6 +342,11 @@ def commit(staging: StagedSave, describe: bytes | Callable[[], bytes]) -> None:
 
 def add(staging: StagedSave) -> None:
     """Put the files of one process next to those of the others, each in one step; nothing is removed."""
+    if staging.how is How.UPLOAD:
+        for name in staged_files(staging.folder):
+            staging.place.upload(name, staging.folder / name)
+        uploaded(staging)
+        return
     _widen_modes(staging.folder)
     sync_tree(staging.folder)
     for name in sorted(files_in(staging.folder)):
@@ -296,6 +354,63 @@ def add(staging: StagedSave) -> None:
     sync_folder(staging.target)
     shutil.rmtree(staging.folder, ignore_errors=True)
     release(staging.folder)
+
+
+def complete(staging: StagedSave, manifest: bytes) -> None:
+    """Complete what is staged for an upload, durably: from now on no sweep removes it until it was uploaded.
+
+    It is the only copy of this save until then, also where the run ends meanwhile.
+    """
+    (staging.folder / JOURNAL).mkdir()
+    create_file(staging.folder / MANIFEST, manifest)
+    create_file(staging.folder / DESTINATION, os.fsencode(staging.place.url))
+    sync_tree(staging.folder)
+    keep_while(staging.folder, staging.folder / DESTINATION)
+
+
+def uploaded(staging: StagedSave) -> None:
+    """Remove a staged save that is in its place."""
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    release(staging.folder)
+
+
+def not_yet_uploaded() -> Iterator[tuple[Path, str]]:
+    """Yield the complete saves on this disk that ended processes have not uploaded, each with its place in a store."""
+    for folder in sorted(staging_folder().glob(f"{SAVING}*")):
+        owner = owner_of(folder)
+        with suppress(OSError):
+            if owner is not None and not owner.is_running:
+                yield folder, os.fsdecode((folder / DESTINATION).read_bytes())
+
+
+def _name_leftovers() -> None:
+    """Warn once of each save that an ended process has not uploaded: it takes space, and may be the newest one."""
+    for folder, where in not_yet_uploaded():
+        if folder not in _named:
+            _named.add(folder)
+            upload = f"ckptfix upload {shell_path(folder)} {shell_path(where)}"
+            _log.warning(
+                "%s: the process that saved it ended before it was uploaded to %s; next: %s, or: rm -r %s",
+                folder, where, upload, shell_path(folder),
+            )  # fmt: skip
+
+
+def _commit_upload(staging: StagedSave, manifest: bytes) -> None:
+    complete(staging, manifest)
+    try:
+        upload_folder(staging.place, staging.folder, stale=staging.stale())
+    except (OperationError, OSError) as error:
+        raise OperationError(not_uploaded(staging.place, staging.folder, error)) from error
+    uploaded(staging)
+
+
+def replaced_in_store(place: Place) -> set[str]:
+    """Return the objects that the next save below a prefix replaces or removes, as ``replaced_files`` for a folder."""
+    names = place.list()
+    if not any(name for name in names if not name.startswith(f"{JOURNAL}/")):
+        return set()
+    with opened(place.url) as image:
+        return replaced_files(image)
 
 
 def _how(staging: StagedSave) -> How:
@@ -489,13 +604,25 @@ def _widen_modes(folder: Path) -> None:
 def rotate(checkpoints: Path, limit: int) -> list[Path]:
     """Remove the oldest complete checkpoints beyond ``limit``, and broken ones older than those that stay."""
     sweep(outside_checkpoints(checkpoints / "any"))
+    return [path for path in _outdated(checkpoints, limit) if _discard(path)]
+
+
+def rotate_in_store(checkpoints: str, limit: int) -> None:
+    """Remove the same from a folder of a store."""
+    with opened(checkpoints) as image:
+        old = [path.name for path in _outdated(image, limit)]
+    for name in old:
+        remove_checkpoint(place_at(f"{checkpoints}/{name}"))
+
+
+def _outdated(checkpoints: Path, limit: int) -> list[Path]:
     found = candidates(checkpoints)
     whole = [candidate for candidate in found if candidate.problem is None]
     if len(whole) <= max(1, limit):
         return []
     oldest_kept = whole[max(1, limit) - 1].number
     old = (one.path for one in found if one.number < oldest_kept)
-    return [path for path in old if not path.is_symlink() and _was_saved(path) and _discard(path)]
+    return [path for path in old if not path.is_symlink() and _was_saved(path)]
 
 
 def rotate_steps(saved: Path, limit: int, *, best: Path | None) -> list[Path]:
@@ -519,6 +646,10 @@ def _is_same(path: Path, other: Path) -> bool:
 
 def _discard(path: Path) -> bool:
     """Remove a checkpoint. It gets a temporary name first: no half-deleted folder is ever taken for a checkpoint."""
+    if object_mount_of(path) is not None:
+        remove_checkpoint(MountedFolder(path))
+        shutil.rmtree(path, ignore_errors=True)
+        return True
     trash = name = outside_checkpoints(path) / temporary_name(path, SAVING)
     try:
         os.rename(path, trash)
@@ -537,6 +668,7 @@ def _was_saved(path: Path) -> bool:
     roles = {role_of(name) for name in os.listdir(path)}
     return (
         _has_manifest_of_save(path)
+        or (path / UPLOAD).exists()
         or Role.RNG_STATE in roles
         or (Role.MODEL in roles and Role.OPTIMIZER in roles)
     )

@@ -1,0 +1,35 @@
+"""``ckptfix upload``."""
+
+import click
+
+from ckptfix.cli.report import Report
+from ckptfix.cli.verb_options import Verb
+
+
+@click.command(
+    "upload",
+    cls=Verb,
+    examples=[
+        (
+            "ckptfix upload FOLDER s3://bucket/run/checkpoint_7",
+            "Copy FOLDER to a store, its commit marker last.",
+        ),
+    ],
+)
+@click.argument("folder", metavar="FOLDER", type=click.Path())
+@click.argument("url", metavar="URL", type=click.Path())
+@click.option(
+    "--overwrite", is_flag=True, help="Replace what is at URL, once all of the new checkpoint is uploaded."
+)
+def upload_command(folder: str, url: str, overwrite: bool, report: Report) -> int:
+    """Copy a complete checkpoint to an object store.
+
+    FOLDER: a checkpoint, or what a save left whose upload failed. URL: as s3://BUCKET/RUN/checkpoint_7. The commit
+    marker is written last: without it, what is there does not count as a checkpoint.
+    """
+    from ckptfix.conversion.uploading import upload
+
+    with report.progress(f"uploading {folder}") as progress:
+        receipt = upload(folder, url, overwrite=overwrite, progress=progress)
+    report.show(receipt.lines())
+    return report.finish(receipt, receipt.status)

@@ -1,0 +1,168 @@
+"""Checkpoints that are written to an object store: by ``upload``, and by ``migrate`` and ``salvage`` with a URL.
+
+All are complete on this machine first; the commit marker is the last object.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.manifest import missing_files, read_manifest
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import FormatError, OperationError, UsageError
+from ckptfix.reports import Serialized
+from ckptfix.storage import teams
+from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.markers import DESTINATION
+from ckptfix.storage.mounts import object_mount_of
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import command, existing, shell_path
+from ckptfix.storage.staged import is_temporary, release, staging_folder, sweep, temporary_name
+from ckptfix.wording import Line, Printable, count_of, human_size, line, show_as
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class UploadReceipt(Printable, Serialized):
+    """Receipt of ``upload``. ``is_left_over``: the folder was the rest of a save, and can be removed now."""
+
+    json_keys: ClassVar = "path url files bytes=nbytes"
+
+    path: Path
+    url: str
+    files: int
+    nbytes: int
+    is_left_over: bool = False
+
+    @property
+    def status(self) -> int:
+        """Exit status: always 0, as a failed upload raises."""
+        return 0
+
+    def lines(self) -> Iterator[Line]:
+        """Yield what was uploaded, and the next command."""
+        what = f"{count_of(self.files, 'file')}, {human_size(self.nbytes)}"
+        yield line(f"uploaded {self.path} to {self.url}, and committed: {what}", colour="green")
+        if self.is_left_over:
+            yield line(f"the rest of the save is not needed any more: rm -r {shell_path(self.path)}")
+        yield line(f"next: ckptfix check {shell_path(self.url)}")
+
+
+def upload(
+    path: str | os.PathLike[str],
+    url: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> UploadReceipt:
+    """Copy a complete checkpoint folder below a URL, and write its commit marker when all of it is there.
+
+    It finishes a save of ``Accelerator`` whose upload failed, from the folder that the error named. What an upload that
+    was cut short left there is replaced; anything else only with ``overwrite``, and stays complete until the new
+    checkpoint is uploaded.
+
+    Raises UsageError for a folder that is not complete and for a place that is taken, OperationError when the upload
+    stopped: then nothing new is committed.
+    """
+    from ckptfix.storage.uploads import not_uploaded, objects_replaced, place_at, staged_files, upload_folder
+
+    folder = existing(path)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; to upload it: name its folder")
+    if not looks_like_url(url) and object_mount_of(url) is None:
+        raise UsageError(
+            f"{os.fspath(url)} is not a URL, as s3://BUCKET/RUN/checkpoint_7, and not on a mount of a store"
+        )
+    if (why := _incomplete(folder)) is not None:
+        raise UsageError(f"{why}; nothing was uploaded; next: {command('check', folder)}")
+    place = place_at(str(url).rstrip("/") if looks_like_url(url) else Path(url))
+    files = staged_files(folder)
+    stale = objects_replaced(place, overwrite=overwrite)
+    try:
+        upload_folder(place, folder, stale=stale, progress=progress)
+    except (OperationError, OSError) as error:
+        raise OperationError(not_uploaded(place, folder, error)) from error
+    is_left_over = is_temporary(folder.name)
+    if is_left_over:
+        (folder / DESTINATION).unlink(missing_ok=True)  # the next save on this machine removes the folder
+    return UploadReceipt(
+        path=folder, url=place.url, files=len(files), nbytes=sum(files.values()), is_left_over=is_left_over
+    )
+
+
+def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let a verb take a URL for its second parameter, a new path: it writes on this machine until all is complete.
+
+    ``overwrite``, if the verb takes it, replaces what ckptfix uploaded there and nobody changed since.
+    """
+
+    def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(verb)
+        def writing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given: Any = args[1] if len(args) > 1 else kwargs.get(name)
+            if not looks_like_url(given):
+                return verb(*args, **kwargs)
+            with _uploaded(str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))) as local:
+                places: list[Any] = [*args[:1], local, *args[2:]] if len(args) > 1 else list(args)
+                words: dict[str, Any] = {**kwargs, name: local} if len(args) < 2 else kwargs
+                return verb(*places, **words)
+
+        return writing
+
+    return decorate
+
+
+@contextmanager
+def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a path on this machine; what is there at the end is uploaded, and removed here."""
+    from ckptfix.storage.stores import ABSENT, open_store
+    from ckptfix.storage.uploads import objects_replaced, upload_folder
+
+    if teams.current() is not None:
+        raise UsageError(
+            f"{url}: several processes cannot write to a store together; next: start one process"
+        )
+    above, _, name = url.rpartition("/")
+    place = open_store(url)
+    stale = objects_replaced(place, overwrite=overwrite)
+    parent = staging_folder()
+    sweep(parent)
+    folder = parent / temporary_name(Path(name))
+    local = folder / name
+    show_as(re.escape(str(local)), url)
+    try:
+        folder.mkdir(mode=0o700)
+        yield local
+        try:
+            if local.is_dir():
+                upload_folder(place, local, stale=stale)
+            elif local.exists():
+                open_store(above).upload(name, local, expected=ABSENT)
+        except (OperationError, OSError) as error:
+            raise OperationError(
+                f"{place.name()}: the upload stopped, so nothing there is committed: {error}; next: run the same "
+                "command again"
+            ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        release(folder)
+
+
+def _incomplete(folder: Path) -> str | None:
+    """Return why a folder is not to be uploaded: a save that was cut short. None for all else."""
+    if (why := mixed(folder)) is not None:
+        return why
+    try:
+        manifest = read_manifest(folder)
+    except FormatError as error:
+        return str(error)
+    missing = missing_files(folder, manifest) if manifest is not None and manifest.is_of_a_save else []
+    return f"{folder} is not complete: {'; '.join(missing[:3])}" if missing else None

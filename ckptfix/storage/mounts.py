@@ -1,0 +1,90 @@
+"""File systems that are object stores inside: gcsfuse, s3fs, goofys, Mountpoint, rclone and blobfuse.
+
+The rename of a folder does not commit it there. gcsfuse (without a hierarchical namespace), s3fs, goofys and blobfuse
+copy one object after the other and delete the old ones; a kill in between leaves both halves. Mountpoint refuses it.
+Two names cannot be exchanged, and locks are not those of other machines.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+MOUNTINFO = "/proc/self/mountinfo"
+"""File in which the kernel lists the mounts of this process; another one in tests."""
+
+_PROGRAMS = {
+    "gcsfuse": "gcsfuse",
+    "s3fs": "s3fs",
+    "goofys": "goofys",
+    "geesefs": "geesefs",
+    "mountpoint-s3": "mountpoint-s3",
+    "rclone": "rclone mount",
+    "blobfuse": "blobfuse",
+    "blobfuse2": "blobfuse2",
+}
+"""Name in the kernel's list -> name of the program in messages."""
+
+UNNAMED = "a FUSE program that does not name itself, as goofys"
+"""goofys before 2022 mounts with the type ``fuse`` and the bucket as its source."""
+
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+class ObjectMount(NamedTuple):
+    """A mount of an object store. ``source``: the bucket, or what the program calls itself."""
+
+    point: str
+    program: str
+    source: str
+
+
+def object_mounts(mountinfo: str | None = None) -> tuple[ObjectMount, ...]:
+    """Return the mounts of object stores, in the kernel's order; none where the kernel's list cannot be read."""
+    return tuple(mount for _, mount in _mounts(mountinfo) if mount is not None)
+
+
+def object_mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> ObjectMount | None:
+    """Return the mount of an object store on which a path lies, also one that does not exist yet; None for a disk.
+
+    Of two mounts on one place the later one counts, as for the kernel.
+    """
+    real = os.path.realpath(path)
+    best: tuple[int, ObjectMount | None] = (-1, None)
+    for point, mount in _mounts(mountinfo):
+        inside = point == "/" or real == point or real.startswith(f"{point}/")
+        if inside and len(point) >= best[0]:
+            best = (len(point), mount)
+    return best[1]
+
+
+def _mounts(mountinfo: str | None) -> list[tuple[str, ObjectMount | None]]:
+    """Return every mount: its place, and what it is if it is one of an object store."""
+    try:
+        lines = Path(mountinfo or MOUNTINFO).read_bytes().splitlines()
+    except OSError:
+        return []
+    found: list[tuple[str, ObjectMount | None]] = []
+    for line in lines:
+        # ID, parent, device, root, place, options, optional fields, "-", type, source, options (proc(5))
+        before, _, after = line.partition(b" - ")
+        words, rest = before.split(b" "), after.split(b" ")
+        if len(words) < 6 or len(rest) < 2:
+            continue
+        point, kind, source = _text(words[4]), _text(rest[0]), _text(rest[1])
+        found.append((point, _object_mount(point, kind, source)))
+    return found
+
+
+def _object_mount(point: str, kind: str, source: str) -> ObjectMount | None:
+    if kind == "fuse":
+        known = _PROGRAMS.get(source.partition("#")[0])
+        is_path = source.startswith("/")  # a device, or the folder that an overlay is of
+        return None if known is None and is_path else ObjectMount(point, known or UNNAMED, source)
+    program = _PROGRAMS.get(kind.removeprefix("fuse."))
+    return None if program is None else ObjectMount(point, program, source)
+
+
+def _text(word: bytes) -> str:
+    """Return a word of the list as text: spaces and the like are written in octal digits there."""
+    return os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 8) & 255]), word))

@@ -1,0 +1,473 @@
+"""A folder that is uploaded below a prefix of a store: concurrently, compared, and its commit marker last.
+
+A new prefix is written directly. Where the names exist already, everything is uploaded below ``.ckptfix/new-NUMBER/``
+first, and the old checkpoint stays as it is; then the store copies each object over its name. In both cases
+``upload.json`` is written before the first object changes, and ``committed.json`` after the last one
+(``storage.markers``). Killed at any request, the prefix holds the old checkpoint, the new one, or one that says that it
+is not complete.
+
+On a mount of an object store (``storage.mounts``) files are written in the same way.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ckptfix.dataclass import dataclass
+from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
+from ckptfix.storage.markers import (
+    COMMITTED,
+    NEVER_UPLOADED,
+    UPLOAD,
+    Begun,
+    Commit,
+    Uploaded,
+    begun_now,
+    parse_begun,
+    parse_commit,
+)
+from ckptfix.storage.parallel import Progress
+from ckptfix.storage.paths import JOURNAL, shell_path
+from ckptfix.storage.reading import store_of
+from ckptfix.storage.stores import (
+    ABSENT,
+    ANY,
+    Abilities,
+    Expected,
+    ObjectInfo,
+    ObjectRange,
+    Piece,
+    Store,
+    is_url,
+    open_store,
+    together,
+)
+from ckptfix.wording import count_of, human_size, list_names
+
+_NEW = f"{JOURNAL}/new-"
+_AT_ONCE = 8
+"""Files that are hashed and uploaded at once; a large one goes up in several parts at once by itself."""
+
+_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadPlan:
+    """The decisions about an upload, for every process that takes part in it.
+
+    ``upload``: its number. ``files``: everything that it writes but the two records, with the sizes. ``is_direct``:
+    objects get their names at once, as nothing complete is there. ``seen``: the ETags of the objects that were there.
+    ``stale``: objects of an older checkpoint that go.
+    """
+
+    upload: str
+    files: Mapping[str, int]
+    is_direct: bool
+    seen: Mapping[str, str]
+    stale: tuple[str, ...]
+
+    def key(self, name: str) -> str:
+        """Return the key under which a file is uploaded."""
+        return name if self.is_direct else f"{_NEW}{self.upload}/{name}"
+
+
+class MountedFolder:
+    """A folder on a mount of an object store, with the methods of a store: files are written from beginning to end.
+
+    There are no ETags and no conditions. A file is complete when it was closed, as far as the mount tells.
+    """
+
+    abilities = Abilities()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = str(path)
+
+    def name(self, key: str = "") -> str:
+        """Return the path of a file as messages name it."""
+        return str(self.path / key)
+
+    def list(self, below: str = "") -> dict[str, ObjectInfo]:
+        """Return every file below the folder."""
+        found: dict[str, ObjectInfo] = {}
+        for root, _, names in os.walk(self.path / below):
+            for name in names:
+                key = os.path.relpath(os.path.join(root, name), self.path)
+                if (info := self.stat(key)) is not None:
+                    found[key] = info
+        return found
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Return the facts about a file, None where none is."""
+        try:
+            status = os.stat(self.path / key)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return ObjectInfo(status.st_size, "", status.st_mtime_ns)
+
+    def read(self, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
+        """Return bytes of a file."""
+        with (self.path / key).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def put(self, key: str, data: bytes, *, expected: str | Expected = ANY) -> ObjectInfo:
+        """Write a file in one go."""
+        return self._write(key, [data], len(data))
+
+    def upload(
+        self, key: str, path: Path, *, expected: str | Expected = ANY, progress: Progress | None = None
+    ) -> ObjectInfo:
+        """Copy a file to the mount."""
+        return self._write(key, _blocks(path, progress), path.stat().st_size)
+
+    def compose(
+        self, key: str, pieces: Iterable[Piece], *, expected: str | Expected = ANY, like: str | None = None
+    ) -> ObjectInfo:
+        """Write a file of complete other ones."""
+        ranges = [piece for piece in pieces if isinstance(piece, ObjectRange)]
+        blocks = (block for one in ranges for block in _blocks(self.path / one.key, None))
+        return self._write(key, blocks, sum(one.length for one in ranges))
+
+    def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
+        """Delete a file, and the folders above it that are empty then."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path / key)
+        with suppress(OSError):
+            for parent in (self.path / key).parents:
+                os.rmdir(parent)
+
+    def _write(self, key: str, blocks: Iterable[bytes], size: int) -> ObjectInfo:
+        place = self.path / key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("wb") as file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        written = self.stat(key)
+        if written is None or written.size != size:
+            have = "no file" if written is None else f"{written.size} bytes"
+            raise OperationError(f"{place}: {size} bytes were written, and the mount has {have}")
+        return written
+
+
+Place = Store | MountedFolder
+
+
+def place_at(path: Path | str) -> Place:
+    """Return the place at a URL, at a path of a store's image, or at a path on a mount."""
+    if is_url(path):
+        return open_store(str(path))
+    return store_of(Path(path)) or MountedFolder(Path(path))
+
+
+def put_in_store(place: Place, folder: Path, *, name: str | None, overwrite: bool) -> None:
+    """Upload a complete folder, or one file of it, which is complete by itself. Raises ChangedError, OperationError.
+
+    Without ``overwrite`` nothing may be there but what an upload left that was cut short.
+    """
+    if name is not None:
+        place.upload(name, folder / name, expected=ABSENT)
+        return
+    upload_folder(place, folder, stale=objects_replaced(place, overwrite=overwrite))
+
+
+def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
+    """Return the objects that a new checkpoint replaces at a place: all are of an earlier upload by ckptfix.
+
+    What an upload left that was cut short may be replaced without ``overwrite``. Raises UsageError for anything else.
+    """
+    there = place.list()
+    begun, commit = _records(place, there)
+    is_rest = begun is not None and (commit is None or commit.upload != begun.upload)
+    if not there or is_rest:
+        return []  # begin_upload knows what the rest is
+    if not overwrite:
+        raise UsageError(
+            f"{place.name()} holds {count_of(len(there), 'object')}; choose another place, or --overwrite"
+        )
+    changed = changed_since(place)
+    what = "it has no commit marker" if changed is None else f"changed since: {list_names(changed)}"
+    if commit is None or changed:
+        raise UsageError(
+            f"{place.name()}: --overwrite replaces only what ckptfix uploaded, as it was then ({what}); choose another "
+            "place, or delete it yourself"
+        )
+    return list(commit.objects)
+
+
+def staged_files(folder: Path) -> dict[str, int]:
+    """Return every file of a folder with its size, but those about the folder itself. Raises OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = {}
+    for root, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            path = os.path.join(root, name)
+            found[os.path.relpath(path, folder)] = os.stat(path).st_size
+    return {name: size for name, size in sorted(found.items()) if name not in NEVER_UPLOADED}
+
+
+def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] = ()) -> UploadPlan:
+    """Decide how files are uploaded, and say in the store that it begins. ``stale``: objects that go, if there.
+
+    Raises StoreError, ChangedError when somebody else begins at the same time.
+    """
+    there = place.list()
+    seen = {name: info.etag for name, info in there.items()}
+    begun, commit = _records(place, there)
+    is_cut_short = begun is not None and (commit is None or commit.upload != begun.upload)
+    names = {
+        *files,
+        *(name for name in stale if name not in (UPLOAD, COMMITTED) and not name.startswith(_NEW)),
+    }
+    if is_cut_short and begun is not None:
+        names |= begun.files.keys()  # what an upload left that was cut short is of no checkpoint
+    plan = UploadPlan(
+        upload=os.urandom(8).hex(),
+        files=dict(files),
+        is_direct=is_cut_short or not names & there.keys(),
+        seen=seen,
+        stale=tuple(sorted((names - files.keys()) & there.keys())),
+    )
+    if plan.is_direct:
+        _say_begun(place, plan)
+    return plan
+
+
+def send(
+    place: Place, plan: UploadPlan, folder: Path, names: Collection[str], progress: Progress | None = None
+) -> dict[str, Uploaded]:
+    """Upload files of a folder, any process its own, and return what the store has now. Raises StoreError, OSError."""
+    sent: dict[str, Uploaded] = {}
+
+    def one(name: str) -> None:
+        path = folder / name
+        before = os.stat(path)
+        digest = hashlib.sha256()
+        for block in _blocks(path, None):
+            digest.update(block)
+        key = plan.key(name)
+        expected = (plan.seen.get(key) or ABSENT) if place.abilities.conditions else ANY
+        try:
+            info = place.upload(key, path, expected=expected, progress=progress)
+        except ChangedError:
+            # The answer to an upload that succeeded may have been lost: then its own object is in its way.
+            found = place.stat(key)
+            if found is None or not _holds(place, key, found, before.st_size, digest.hexdigest()):
+                raise
+            info = found
+        after = os.stat(path)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise ChangedError(f"{path} changed while it was uploaded; next: run the same command again")
+        if info.size != before.st_size:
+            raise OperationError(
+                f"{place.name(key)}: {before.st_size} bytes were sent, and {info.size} are there"
+            )
+        sent[name] = Uploaded(info.size, digest.hexdigest(), info.etag)
+
+    together(sorted(names, key=lambda name: -plan.files[name]), one, _AT_ONCE)
+    return sent
+
+
+def finish_upload(
+    place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded], *, keep: Callable[[], object] | None = None
+) -> None:
+    """Compare what was sent with what is there, give it its names, delete what is stale, and write the commit marker.
+
+    ``keep`` is called before the first old object goes; what it raises leaves all of them. Raises StoreError,
+    ChangedError, OperationError: then the marker is not written.
+    """
+    lacking = plan.files.keys() - sent.keys()
+    if lacking:
+        raise OperationError(f"{place.name()}: {count_of(len(lacking), 'file')} were not uploaded")
+    _compare(place, {plan.key(name): one for name, one in sent.items()})
+    if keep is not None:
+        keep()
+    if not plan.is_direct:
+        _say_begun(place, plan)
+        sent = _give_names(place, plan, sent)
+    for name in plan.stale:
+        place.delete(name)
+    _compare(place, sent)
+    begun = _parsed(place, UPLOAD, parse_begun)
+    if begun is None or begun.upload != plan.upload:
+        raise ChangedError(
+            f"{place.name()}: another upload to this place began meanwhile, so this one is not committed; next: wait "
+            "until it has ended, then upload again"
+        )
+    _put_record(place, COMMITTED, Commit(plan.upload, time.time(), sent).to_bytes())
+    _sweep(place)
+
+
+def upload_folder(
+    place: Place,
+    folder: Path,
+    *,
+    stale: Collection[str] = (),
+    keep: Callable[[], object] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Upload a complete folder, its commit marker last. Raises OperationError: the folder stays where it is."""
+    files = staged_files(folder)
+    plan = begin_upload(place, files, stale)
+    finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
+
+
+def finish_interrupted(place: Place) -> bool:
+    """Finish an upload whose objects were all there when it was interrupted; False when there is none.
+
+    Only an upload over an older checkpoint can be finished by anybody: its objects lie complete below ``.ckptfix/``.
+    """
+    there = place.list()
+    begun, commit = _records(place, there)
+    if begun is None or (commit is not None and commit.upload == begun.upload):
+        return False
+    prefix = f"{_NEW}{begun.upload}/"
+    for name, size in begun.files.items():
+        new = there.get(f"{prefix}{name}")
+        if new is None or new.size != size:
+            return False
+    seen = {name: info.etag for name, info in there.items()}
+    plan = UploadPlan(upload=begun.upload, files=begun.files, is_direct=False, seen=seen, stale=())
+    sent = {
+        name: Uploaded(
+            size, _digest(place, f"{prefix}{name}", there[f"{prefix}{name}"]), seen[f"{prefix}{name}"]
+        )
+        for name, size in begun.files.items()
+    }
+    named = _give_names(place, plan, sent)
+    _put_record(place, COMMITTED, Commit(plan.upload, time.time(), named).to_bytes())
+    _sweep(place)
+    return True
+
+
+def remove_checkpoint(place: Place) -> None:
+    """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever taken for complete."""
+    there = place.list()
+    begun, _ = _records(place, there)
+    if begun is None:
+        place.put(UPLOAD, begun_now(os.urandom(8).hex(), {}).to_bytes())
+    place.delete(COMMITTED)
+    together([name for name in there if name not in (COMMITTED, UPLOAD)], place.delete)
+    place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
+
+
+def changed_since(place: Place) -> list[str] | None:
+    """Return the objects that came, changed or went since the commit marker was written; None without a marker."""
+    there = place.list()
+    _, commit = _records(place, there)
+    if commit is None:
+        return None
+    ours = {UPLOAD, COMMITTED}
+    now = {name: (info.size, info.etag) for name, info in there.items() if name not in ours}
+    then = {name: (one.size, one.etag) for name, one in commit.objects.items()}
+    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+
+
+def not_uploaded(place: Place, folder: Path, error: BaseException, parts: Sequence[str] = ()) -> str:
+    """Return the message about an upload that failed: where the complete folder lies, and how to upload it.
+
+    ``parts``: HOST:FOLDER of each disk, where several of them hold a part.
+    """
+    upload = f"ckptfix upload {shell_path(folder)} {shell_path(place.url)}"
+    where = f"the complete checkpoint is in {folder}; next: {upload}"
+    if len(parts) > 1:
+        where = f"it lies in parts in {', '.join(parts)}; next: copy them all into {folder}, then: {upload}"
+    why = str(error) or type(error).__name__
+    return f"{place.name()}: the upload stopped, so nothing there is committed: {why}; {where}"
+
+
+def _say_begun(place: Place, plan: UploadPlan) -> None:
+    record = begun_now(plan.upload, plan.files).to_bytes()
+    _put_record(
+        place, UPLOAD, record, (plan.seen.get(UPLOAD) or ABSENT) if place.abilities.conditions else ANY
+    )
+
+
+def _put_record(place: Place, key: str, data: bytes, expected: str | Expected = ANY) -> None:
+    try:
+        place.put(key, data, expected=expected)
+    except ChangedError:
+        # The answer to a request that succeeded may have been lost, and the request been sent again.
+        found = place.stat(key)
+        if found is None or found.size != len(data) or place.read(key, 0, len(data)) != data:
+            raise
+
+
+def _give_names(place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]) -> dict[str, Uploaded]:
+    """Have the store copy every new object over its name; it stays where it is until all of them have theirs."""
+    named: dict[str, Uploaded] = {}
+
+    def one(name: str) -> None:
+        new, size = f"{_NEW}{plan.upload}/{name}", sent[name].size
+        pieces = [ObjectRange(new, 0, size, sent[name].etag)]
+        info = place.compose(name, pieces) if size else place.put(name, b"")
+        named[name] = sent[name]._replace(etag=info.etag)
+
+    together(sorted(sent, key=lambda name: -sent[name].size), one, _AT_ONCE)
+    return named
+
+
+def _compare(place: Place, expected: Mapping[str, Uploaded]) -> None:
+    """Raise ChangedError unless every object is there as it was sent; a listing may be late, so the object is asked."""
+    there = place.list()
+    for key, one in expected.items():
+        found = there.get(key)
+        if found is None or (found.size, found.etag) != (one.size, one.etag):
+            found = place.stat(key)
+        if found is None or (found.size, found.etag) != (one.size, one.etag):
+            have = "no object" if found is None else f"{human_size(found.size)}, ETag {found.etag or 'none'}"
+            raise ChangedError(
+                f"{place.name(key)}: {human_size(one.size)} with ETag {one.etag or 'none'} were uploaded, and now "
+                f"{have} is there: another program writes to this place; next: upload again when it has ended"
+            )
+
+
+def _records(place: Place, there: Mapping[str, ObjectInfo]) -> tuple[Begun | None, Commit | None]:
+    begun = _parsed(place, UPLOAD, parse_begun) if UPLOAD in there else None
+    return begun, _parsed(place, COMMITTED, parse_commit) if COMMITTED in there else None
+
+
+def _parsed(place: Place, key: str, parse: Callable[[bytes], Any]) -> Any:
+    """Return a record, None where none is, or one that nobody can understand: it commits nothing."""
+    info = place.stat(key)
+    if info is None:
+        return None
+    try:
+        return parse(place.read(key, 0, info.size, etag=info.etag or None))
+    except FormatError:
+        return None
+
+
+def _sweep(place: Place) -> None:
+    """Delete what uploads over an older checkpoint left; it is not needed any more, and a failure harms nobody."""
+    with suppress(OperationError, OSError):
+        below = [name for name in place.list(JOURNAL) if name.startswith(_NEW)]
+        together(below, place.delete)
+
+
+def _holds(place: Place, key: str, info: ObjectInfo, size: int, sha256: str) -> bool:
+    return info.size == size and _digest(place, key, info) == sha256
+
+
+def _digest(place: Place, key: str, info: ObjectInfo) -> str:
+    digest = hashlib.sha256()
+    for begin in range(0, info.size, _BLOCK):
+        digest.update(place.read(key, begin, min(_BLOCK, info.size - begin), etag=info.etag or None))
+    return digest.hexdigest()
+
+
+def _blocks(path: Path, progress: Progress | None) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+            if progress is not None:
+                progress(len(block))

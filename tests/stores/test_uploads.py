@@ -1,0 +1,284 @@
+"""Uploads of folders: killed at any request, the old or the new checkpoint is there, or one that says it is neither."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfix import check, migrate
+from ckptfix.cli import run
+from ckptfix.errors import ChangedError, OperationError, UsageError
+from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
+from ckptfix.storage.stores import open_store
+from ckptfix.storage.uploads import (
+    MountedFolder,
+    Place,
+    begin_upload,
+    changed_since,
+    finish_interrupted,
+    finish_upload,
+    objects_replaced,
+    remove_checkpoint,
+    send,
+    staged_files,
+    upload_folder,
+)
+from tests.stores.servers import bucket, ministack, ministack_process
+from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
+
+__all__ = ["bucket", "cloud", "ministack", "ministack_process"]
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+URL = "s3://bucket/run/checkpoint_7"
+OLD = {
+    "model.safetensors": b"old model",
+    "optimizer.bin": b"old",
+    "model_1.safetensors": b"stale",
+    "empty": b"",
+}
+NEW = {
+    "model.safetensors": b"new model, longer",
+    "optimizer.bin": b"new",
+    "below/x.bin": b"x" * 5000,
+    "empty": b"",
+}
+
+
+def folder_of(tmp_path: Path, name: str, files: Mapping[str, bytes]) -> Path:
+    for path, data in files.items():
+        (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / path).write_bytes(data)
+    return tmp_path / name
+
+
+def contents(place: Place) -> dict[str, bytes]:
+    return {
+        key: place.read(key, 0, info.size)
+        for key, info in place.list().items()
+        if not key.startswith(".ckptfix/")
+    }
+
+
+def is_committed(place: Place) -> bool:
+    there = place.list()
+    if COMMITTED not in there:
+        return False
+    commit = parse_commit(place.read(COMMITTED, 0, there[COMMITTED].size))
+    begun = parse_begun(place.read(UPLOAD, 0, there[UPLOAD].size)) if UPLOAD in there else None
+    return begun is None or begun.upload == commit.upload
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_killed_at_any_request_a_new_place_is_committed_or_is_not(
+    tmp_path: Path, cloud: Cloud, is_after: bool
+) -> None:
+    folder = folder_of(tmp_path, "new", NEW)
+    at, seen = 0, set()
+    while True:
+        at += 1
+        cloud.objects.clear()
+        cloud.strike = kill = KillAt(at, is_after=is_after)
+        with suppress(Killed):
+            upload_folder(open_simulated(cloud, URL), folder)
+        cloud.strike = lambda method, key, after: None
+        place = open_simulated(cloud, URL)
+        committed = is_committed(place)
+        seen.add(committed)
+        if committed:
+            assert contents(place) == NEW, at
+        else:
+            assert UPLOAD in place.list() or not place.list(), at
+            upload_folder(place, folder)  # the next one finishes
+            assert is_committed(place)
+            assert contents(place) == NEW
+        if not kill.is_dead:
+            break
+    assert seen == {True, False}
+    assert at > 12
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_killed_at_any_request_a_replaced_checkpoint_is_the_old_one_the_new_one_or_can_be_finished(
+    tmp_path: Path, cloud: Cloud, is_after: bool
+) -> None:
+    old, new = folder_of(tmp_path, "old", OLD), folder_of(tmp_path, "new", NEW)
+    at, seen = 0, set()
+    while True:
+        at += 1
+        cloud.objects.clear()
+        upload_folder(open_simulated(cloud, URL), old)
+        cloud.write("run/checkpoint_7/notes.txt", b"mine")
+        cloud.strike = kill = KillAt(at, is_after=is_after)
+        with suppress(Killed):
+            upload_folder(open_simulated(cloud, URL), new, stale=OLD)
+        cloud.strike = lambda method, key, after: None
+        place = open_simulated(cloud, URL)
+        mine = {"notes.txt": b"mine"}
+        if is_committed(place):
+            found = contents(place)
+            assert found in (OLD | mine, NEW | mine), at
+            seen.add("old" if found == OLD | mine else "new")
+        else:  # it says so, and everything of the new one is in the store
+            seen.add("neither")
+            assert finish_interrupted(place)
+            assert is_committed(place)
+            assert contents(place).items() >= (NEW | mine).items()
+        if not kill.is_dead:
+            break
+    assert seen == {"old", "new", "neither"}
+    assert not [key for key in place.list() if "/new-" in key]
+
+
+def test_two_uploads_to_one_place_never_commit_a_mix(tmp_path: Path, cloud: Cloud) -> None:
+    one, other = folder_of(tmp_path, "one", NEW), folder_of(tmp_path, "other", OLD)
+    first, second = open_simulated(cloud, URL), open_simulated(cloud, URL)
+    plan = begin_upload(first, staged_files(one))
+    sent = send(first, plan, one, ["model.safetensors"])
+    upload_folder(second, other)
+    with pytest.raises(ChangedError, match="another program wrote"):
+        sent |= send(first, plan, one, ["optimizer.bin"])
+    with pytest.raises(OperationError):
+        finish_upload(first, plan, sent)
+    assert is_committed(second)
+    assert contents(second) == OLD
+
+
+def test_an_object_that_another_program_changed_is_not_committed(tmp_path: Path, cloud: Cloud) -> None:
+    folder = folder_of(tmp_path, "new", NEW)
+    place = open_simulated(cloud, URL)
+    plan = begin_upload(place, staged_files(folder))
+    sent = send(place, plan, folder, plan.files)
+    cloud.write("run/checkpoint_7/optimizer.bin", b"???")
+    with pytest.raises(ChangedError, match=r"optimizer\.bin: 3 B with ETag .* uploaded, and now 3 B"):
+        finish_upload(place, plan, sent)
+    assert not is_committed(place)
+
+
+def test_only_what_was_uploaded_may_be_replaced(tmp_path: Path, cloud: Cloud) -> None:
+    place = open_simulated(cloud, URL)
+    assert objects_replaced(place, overwrite=False) == []
+    cloud.write("run/checkpoint_7/model.safetensors", b"of somebody")
+    with pytest.raises(UsageError, match="no commit marker"):
+        objects_replaced(place, overwrite=True)
+    cloud.objects.clear()
+    upload_folder(place, folder_of(tmp_path, "old", OLD))
+    with pytest.raises(UsageError, match="or --overwrite"):
+        objects_replaced(place, overwrite=False)
+    assert set(objects_replaced(place, overwrite=True)) == set(OLD)
+    cloud.write("run/checkpoint_7/notes.txt", b"mine")
+    assert changed_since(place) == ["notes.txt"]
+    with pytest.raises(UsageError, match=r"changed since: 'notes\.txt'"):
+        objects_replaced(place, overwrite=True)
+
+
+@pytest.mark.parametrize("is_of_ours", [False, True])
+def test_a_checkpoint_that_is_removed_is_never_half_a_checkpoint(
+    tmp_path: Path, cloud: Cloud, is_of_ours: bool
+) -> None:
+    at = 0
+    while True:
+        at += 1
+        cloud.objects.clear()
+        upload_folder(open_simulated(cloud, URL), folder_of(tmp_path, "old", OLD))
+        if not is_of_ours:  # copied by another tool, which left the records out
+            for name in (UPLOAD, COMMITTED):
+                del cloud.objects[f"run/checkpoint_7/{name}"]
+        cloud.strike = kill = KillAt(at, is_after=False)
+        with suppress(Killed):
+            remove_checkpoint(open_simulated(cloud, URL))
+        cloud.strike = lambda method, key, after: None
+        place = open_simulated(cloud, URL)
+        there = set(contents(place))
+        assert there in (set(), set(OLD)) or (UPLOAD in place.list() and not is_committed(place)), at
+        if not kill.is_dead:
+            break
+    assert not place.list()
+
+
+def test_a_mount_gets_the_marker_last_and_killed_at_any_write_it_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount has no rename: every file is written once, from its beginning, and closed."""
+    folder = folder_of(tmp_path, "new", NEW)
+    write, written = MountedFolder._write, 0
+    at = 0
+
+    def dying(self: MountedFolder, *arguments: Any) -> Any:
+        nonlocal written
+        written += 1
+        if written == at:
+            raise Killed
+        return write(self, *arguments)
+
+    monkeypatch.setattr(MountedFolder, "_write", dying)
+    while True:
+        at, written = at + 1, 0
+        mount = tmp_path / f"mount{at}" / "checkpoint_7"
+        try:
+            upload_folder(MountedFolder(mount), folder)
+        except Killed:
+            if mount.exists():
+                assert upload_problem(mount) is not None
+            continue
+        break
+    assert at == len(NEW) + 3
+    assert upload_problem(mount) is None
+    assert contents(MountedFolder(mount)) == NEW
+
+
+def test_a_problem_says_how_much_arrived(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "c", {"a": b"1234", "b": b"12"})
+    (folder / ".ckptfix").mkdir()
+    assert upload_problem(folder) is None  # of nobody's upload
+    (folder / UPLOAD).write_bytes(begun_now("7", {"a": 4, "b": 3, "c": 1}).to_bytes())
+    problem = upload_problem(folder)
+    assert problem is not None
+    assert "1 of 3 files arrived, 4 B of 8 B" in problem
+
+
+def test_objects_are_what_the_marker_says(tmp_path: Path, cloud: Cloud) -> None:
+    place = open_simulated(cloud, URL)
+    upload_folder(place, folder_of(tmp_path, "new", NEW))
+    there = place.list()
+    commit = parse_commit(place.read(COMMITTED, 0, there[COMMITTED].size))
+    assert {name: (one.size, one.etag) for name, one in commit.objects.items()} == {
+        name: (there[name].size, there[name].etag) for name in NEW
+    }
+    assert max(there, key=lambda key: there[key].modified_ns) == COMMITTED
+    assert read(cloud.objects["run/checkpoint_7/model.safetensors"].body) == NEW["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_migrate_and_salvage_write_to_a_url(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CKPTFIX_STAGING", str(tmp_path))
+    source, url = (
+        FIXTURES / "accelerate-1.15.0/student-teacher-wrapper-safetensors/checkpoint",
+        f"{bucket}/new",
+    )
+    assert run(["migrate", str(source), url, "--to", "bin", "--dry-run"]) == 0
+    assert open_store(url).list() == {}
+    assert run(["migrate", str(source), url, "--to", "bin"]) == 0
+    said = capsys.readouterr()
+    assert f"in {url}" in said.out
+    assert str(tmp_path) not in said.out + said.err
+    assert is_committed(open_store(url))
+    assert check(url).status == check(source).status
+    assert not list(tmp_path.iterdir())
+    migrate(source, tmp_path / "local", to="bin")
+    assert {name: data for name, data in contents(open_store(url)).items() if name.endswith(".bin")} == {
+        path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.bin")
+    }
+    assert run(["migrate", str(source), url, "--to", "safetensors"]) == 2
+    assert "or --overwrite" in capsys.readouterr().err
+    assert run(["migrate", str(source), url, "--to", "safetensors", "--overwrite"]) == 0
+    assert "pytorch_model.bin" not in open_store(url).list()
+    open_store(url).put("notes.txt", b"mine")
+    assert run(["migrate", str(source), url, "--to", "bin", "--overwrite"]) == 2
+    assert run(["salvage", str(FIXTURES / "golden/truncated-file/checkpoint"), f"{bucket}/saved"]) == 1
+    assert is_committed(open_store(f"{bucket}/saved"))
+    assert "salvage.json" in open_store(f"{bucket}/saved").list()
