@@ -62,6 +62,11 @@ OFFLOADS = Topic(
     severities=(Severity.NOTE,),
     meaning="part of the model is offloaded: `load_state` leaves it as it is, with no more than a warning",
 )
+MOUNTED_STORE = Topic(
+    code="object-store-mount",
+    severities=(Severity.NOTE,),
+    meaning="an object store is mounted: the rename of a folder does not commit a save there",
+)
 TOPICS = (
     UNLOADABLE,
     UNSAFE,
@@ -73,6 +78,7 @@ TOPICS = (
     UNKNOWN_MODULE,
     MISSING_DEVICE,
     OFFLOADS,
+    MOUNTED_STORE,
 )
 
 
@@ -246,6 +252,17 @@ def offloads(facts: Facts) -> Iterator[Advice]:
         )
 
 
+def mounted_store(facts: Facts) -> Iterator[Advice]:
+    """Guarded saves write a commit marker there; what others save there can be half a checkpoint."""
+    for mount in facts.mounts:
+        yield MOUNTED_STORE.advice(
+            f"{mount.point} is an object store, mounted by {mount.program}: no rename commits a save there",
+            evidence=(f"{mount.source} on {mount.point} in /proc/self/mountinfo",),
+            fix="save there with ckptfix.Accelerator, or to the store's URL: a commit marker is written last "
+            "(ckptfix help saving)",
+        )
+
+
 CHECKS = (
     unloadable,
     unsafe,
@@ -257,4 +274,5 @@ CHECKS = (
     unknown_module,
     missing_device,
     offloads,
+    mounted_store,
 )

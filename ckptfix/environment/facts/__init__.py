@@ -25,6 +25,7 @@ from ckptfix.environment.facts.machine import Torch
 from ckptfix.environment.facts.script import Script, read_script
 from ckptfix.environment.facts.weights import DeviceMap, Folder, parse_map, read_folder, read_map
 from ckptfix.hardware import Machine
+from ckptfix.storage.mounts import ObjectMount, object_mounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class Facts:
     missing_script: str = ""
     folder: Folder | None = None
     device_map: DeviceMap | None = None
+    mounts: tuple[ObjectMount, ...] = ()
 
     @property
     def is_guarded(self) -> bool:
@@ -89,6 +91,7 @@ def gather(
         launch=command,
         missing_script=missing_script(command, environment) if command is not None else "",
         folder=looked,
+        mounts=object_mounts(),
         device_map=read_map(device_map) if device_map is not None else _own_map(looked),
     )
 

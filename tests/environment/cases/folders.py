@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 from ckptfix.diagnosis.findings.damaged import UnloadablePickle, UnsafePickle
 from ckptfix.environment.facts.installed import Package
 from ckptfix.environment.facts.weights import ClassPickle, Folder
+from ckptfix.storage.mounts import ObjectMount
 from tests.environment.building import PACKAGES, facts, script, with_software
 from tests.environment.cases.case import ERROR, NOTE, WARNING, Case
 
@@ -78,4 +79,11 @@ FOLDERS = (
         with_software(facts(folder=Folder(path="ckpt", refused=(UNLOADABLE,))), packages={}),
         WARNING,
     ),
+    Case(
+        "object-store-mount",
+        "gcsfuse",
+        facts(mounts=(ObjectMount("/mnt/runs", "gcsfuse", "my-bucket"),)),
+        NOTE,
+    ),
+    Case("object-store-mount", "disks alone", facts(), None),
 )
