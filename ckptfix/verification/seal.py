@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint
@@ -20,12 +20,14 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import sync_folder
+from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.edits import Replace
 from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, list_folder
+from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
@@ -37,6 +39,9 @@ from ckptfix.verification.statements import SIGNED, UNSIGNED, statement_of_files
 from ckptfix.verification.verify import forbids_seal, hash_recorded, structure
 from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
 from ckptfix.wording import Line, Printable, count_of, human_size, line
+
+if TYPE_CHECKING:
+    from ckptfix.storage.stores import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -123,6 +128,7 @@ class SealReceipt(Printable, Serialized):
         return self.path / MANIFEST if self.written else None
 
 
+@takes_urls("path")
 def seal(
     path: str | os.PathLike[str],
     *,
@@ -279,6 +285,21 @@ def _entry(
     return replace(old, keys=keys, digests=digests, aliases=dict(weights.ties) if is_apart else {})
 
 
+def _put(root: Path, store: "Store", files: Mapping[str, bytes]) -> None:
+    """Put files next to the objects, the manifest last: it replaces only the one that was read. Raises ChangedError."""
+    from ckptfix.storage.images import info_at
+    from ckptfix.storage.stores import ABSENT
+
+    if transactions(root):
+        raise OperationError(
+            f"{root}: repairs of it can still be undone, and undoing them needs the manifest as it is; nothing was "
+            "written; next: seal a copy, or the folder after an undo"
+        )
+    for name, data in files.items():
+        info = info_at(root / name)
+        store.put(name, data, expected=ABSENT if info is None else info.etag)
+
+
 def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> int | None:
     """Put the statements in their places, then the manifest by one rename, which lists them.
 
@@ -290,6 +311,9 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
         )
     files = {**statements, MANIFEST: data}
+    if (store := store_of(root)) is not None:
+        _put(root, store, files)
+        return None
     with ExitStack() as waiting:
         # In the journal's folder: next to the files of the checkpoint, one that a kill left would be sealed as theirs.
         new = {

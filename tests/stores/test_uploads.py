@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from ckptfix.storage.uploads import (
 )
 from tests.stores.servers import bucket, ministack, ministack_process
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
+
+seal_module = import_module("ckptfix.verification.seal")
 
 __all__ = ["bucket", "cloud", "ministack", "ministack_process"]
 
@@ -282,3 +285,27 @@ def test_migrate_and_salvage_write_to_a_url(
     assert run(["salvage", str(FIXTURES / "golden/truncated-file/checkpoint"), f"{bucket}/saved"]) == 1
     assert is_committed(open_store(f"{bucket}/saved"))
     assert "salvage.json" in open_store(f"{bucket}/saved").list()
+
+
+@pytest.mark.slow
+def test_seal_writes_the_manifest_next_to_the_objects(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{bucket}/sealed"
+    source = FIXTURES / "golden" / "doubled-model" / "checkpoint"
+    upload_folder(open_store(url), source)
+    assert run(["seal", url, "--force"]) == 0
+    assert "sealed s3://" in capsys.readouterr().out
+    assert run(["verify", url]) == run(["verify", url, "--data"])
+    assert ".ckptfix/manifest.json" in open_store(url).list()
+    assert ".ckptfix/lock" not in open_store(url).list()
+    open_store(url).put("notes.txt", b"mine")
+    real = seal_module.hash_recorded
+
+    def meanwhile(*arguments: Any, **words: Any) -> Any:
+        open_store(url).put(".ckptfix/manifest.json", b"of another seal")
+        return real(*arguments, **words)
+
+    monkeypatch.setattr(seal_module, "hash_recorded", meanwhile)
+    with pytest.raises(ChangedError, match="another program wrote"):
+        seal_module.seal(url, force=True)
