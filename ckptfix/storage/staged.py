@@ -8,7 +8,6 @@ process.
 import hashlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -266,6 +265,8 @@ def ensure_writable(path: Path) -> None:
 
 def staging_folder() -> Path:
     """Return the folder in which is written what goes to a store: that of CKPTFIX_STAGING, else that of TMPDIR."""
+    import tempfile  # imports bz2 and lzma, which a check does not need
+
     return Path(os.path.abspath(os.environ.get(STAGING_VARIABLE) or tempfile.gettempdir()))
 
 
