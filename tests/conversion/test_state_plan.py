@@ -171,6 +171,26 @@ def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(tm
     assert (moment.dtype, moment.shape, state.masters["scale"].dtype) == ("F32", (), "F32")
 
 
+@pytest.mark.parametrize("between", ["ddp", "fsdp", "zero1", "zero3", "universal"])
+def test_a_param_group_that_was_added_later_keeps_its_own_steps(tmp_path: Path, between: str) -> None:
+    model = net()
+    last = list(model[3].parameters())
+    optimizer = torch.optim.AdamW([one for layer in model[:3] for one in layer.parameters()], lr=0.1)
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": last, "lr": 0.3, "weight_decay": 0.0})
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    source = save_state(tmp_path / "source", "fsdp-full", (model, optimizer))
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all", processes=3)
+    model_of_run = net if between == "ddp" else None
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all", model=model_of_run)
+    found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
+    assert_same(found, get_optimizer_state_dict(model, optimizer))
+    assert {float(one["step"]) for one in found["state"].values()} == {2.0, 4.0}
+
+
 def test_two_engines_of_deepspeed(tmp_path: Path) -> None:
     runs = trained(), trained(seed=1)
     source = save_state(tmp_path / "source", "fsdp", *runs)
