@@ -19,7 +19,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, JournalError, OperationError, RolledBackError, UsageError
+from ckptfix.errors import (
+    ChangedError,
+    CkptfixError,
+    JournalError,
+    OperationError,
+    RolledBackError,
+    UsageError,
+)
 from ckptfix.storage.applying import act, prepare, undo_edit
 from ckptfix.storage.atomic import remove_folder, sync_folder
 from ckptfix.storage.comparing import Digests, fingerprint, samples_digest
@@ -239,7 +246,12 @@ def _commit_objects(
         store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes, read=read,
         show=show, verify=verify, transfer=transfer, progress=progress,
     )  # fmt: skip
-    refresh(root)
+    try:
+        refresh(root)
+    except CkptfixError as error:
+        raise OperationError(
+            f"{error}; repair {number} of {root} is complete; next: {command('check', root)}"
+        ) from error
     return number
 
 

@@ -457,9 +457,16 @@ def _finish(
         stage=Stage.DONE, plan=state.plan, new=state.new, kept=state.kept, after=after, undoes=plan.undoes
     )
     write_state(store, number, done, written.etag)
-    found = _transaction(store, number)
-    if found is not None:
-        _clean(store, found, plan.before, plan.undoes)
+    try:
+        found = _transaction(store, number)
+        if found is not None:
+            _clean(store, found, plan.before, plan.undoes)
+    except CkptfixError as error:
+        verb = "undo" if plan.undoes is not None else "repair"
+        raise JournalError(
+            f"{error}; the {verb} of {store.name()} is complete; objects that nothing needs any more may be left below "
+            f"{store.name(JOURNAL)}, and the next repair or undo deletes them"
+        ) from error
 
 
 def _place(
@@ -534,8 +541,10 @@ def _clean(
 def _delete_transaction(store: Store, found: Found) -> int:
     """Delete all objects of a transaction, its state last: until then the next run knows what to do."""
     prefix = f"{folder(found.number)}/"
-    names = [name for name in found.objects if name != "state.json"]
+    names = [name for name in found.objects if name not in {"state.json", "plan"}]
     together(names, lambda name: store.delete(f"{prefix}{name}"), _AT_ONCE)
+    if "plan" in found.objects:  # it says what the state is about
+        store.delete(f"{prefix}plan")
     if found.has_begun:
         store.delete(f"{prefix}state.json", expected=found.objects["state.json"].etag)
     return len(found.objects)
@@ -554,7 +563,10 @@ def _next_number(store: Store, listed: Mapping[str, ObjectInfo]) -> int:
 
 
 class Recovered(NamedTuple):
-    """Result of ``recover_objects``: the transaction that it finished, None for none, and how many left-overs went."""
+    """Result of ``recover_objects``: the transaction that it finished, None for none, and how many left-overs went.
+
+    An undo counts as finished here when only its cleaning up was left.
+    """
 
     finished: tuple[int, ObjectPlan] | None
     leftovers: int
@@ -586,7 +598,14 @@ def recover_objects(store: Store, *, progress: Progress | None = None) -> Recove
             finished = (found.number, plan)
         else:
             leftovers += _clean(store, found, {} if plan is None else plan.before, state.undoes)
+            if state.undoes is not None:  # who asks for that undo again must not get one more
+                finished = (found.number, plan or _forgotten(state.undoes))
     return Recovered(finished, leftovers)
+
+
+def _forgotten(undoes: int) -> ObjectPlan:
+    """Return what is known of an undo that was cut short after its plan was deleted."""
+    return ObjectPlan(id="", target="", summary=None, created=0.0, changes=(), undoes=undoes)
 
 
 def undo_objects(

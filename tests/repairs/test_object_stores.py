@@ -1,5 +1,6 @@
 """Repair and undo of checkpoints in object stores: the same objects as a repair of the same folder, killed anywhere."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +17,7 @@ from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD
 from tests.sampling import one_of, sampled
 from tests.stores.servers import objects_of, upload_folder
-from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
+from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read, refusal
 
 __all__ = ["cloud"]
 
@@ -382,3 +383,44 @@ def test_without_part_copies_the_bytes_travel_where_that_is_asked_for(
     repair(memory, output=copy, transfer=True)
     assert not repair(copy).steps
     assert objects_of(store) == before
+
+
+@pytest.mark.slow
+def test_an_undo_that_lost_the_store_is_never_two(bucket: Cloud) -> None:
+    """Whoever runs it again, as the message says, must not lose the earlier repair, too."""
+
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    second = len(header).to_bytes(8, "little") + header + b"1"
+    policy = Policy(allow=frozenset({"no-format-metadata"}))
+
+    def fresh() -> Objects:
+        put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+        repair(URL)
+        bucket.write(f"{PREFIX}second.safetensors", second)
+        old = objects(bucket)
+        assert repair(URL, policy=policy).transaction == 2
+        return old
+
+    old = fresh()
+    start = bucket.requests
+    assert undo(URL).remaining == 1
+    for at in sampled(range(1, bucket.requests - start + 1)):
+        fresh()
+        left = at
+
+        def strike(method: str, key: str, is_after: bool) -> None:
+            nonlocal left
+            left -= not is_after
+            if left <= 0 and not is_after:
+                raise refusal(403, "AccessDenied", method)
+
+        bucket.strike = strike
+        words = ""
+        try:
+            undo(URL)
+        except CkptfixError as error:
+            words = str(error)
+        bucket.strike = lambda method, key, is_after: None
+        if words and "is complete" not in words:
+            assert undo(URL, break_lock=True).remaining == 1, f"refused from request {at} on: {words}"
+        assert objects(bucket) == old, f"refused from request {at} on: {words}"
