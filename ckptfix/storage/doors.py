@@ -20,7 +20,8 @@ _R = TypeVar("_R")
 
 def looks_like_url(path: object) -> bool:
     """Return whether a path can be a URL; no checkpoint on this machine is named so."""
-    return isinstance(path, str) and "://" in path
+    scheme, found, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    return bool(found) and "/" not in scheme
 
 
 def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -443,13 +443,19 @@ def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Pa
             f"{path}: {human_size(total)} must be downloaded, {human_size(free)} are free in {parent}; "
             "next: export TMPDIR=FOLDER_ON_A_LARGER_DISK"
         )
-    with tempfile.TemporaryDirectory(prefix="ckptfix-copy-") as folder:
-        root = Path(folder, image.root.name)
+    # Under a name that the next run knows: a process that is killed must not leave terabytes there.
+    folder = parent / staged.temporary_name(Path("copies"))
+    folder.mkdir(mode=0o700)
+    try:
+        root = folder / image.root.name
         show_as(re.escape(str(root)), image.store.url)
         for key in keys:
             (root / key).parent.mkdir(parents=True, exist_ok=True)
             download(image, key, root / key, progress)
         yield root if prefix == "." else root / prefix
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        staged.release(folder)
 
 
 def download(image: Image, key: str, target: Path, progress: Progress | None) -> None:

@@ -482,3 +482,8 @@ def test_a_url_without_a_path_is_never_the_current_folder(
     monkeypatch.chdir(folder)
     assert run([verb, url]) == 2
     assert f"{url} names no file of this machine: expected file:///PATH" in capsys.readouterr().err
+
+
+def test_a_folder_may_be_called_like_the_scheme_of_a_url(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "a:" / "b")
+    assert run(["check", f"{tmp_path}/a://b"]) == run(["check", str(folder)])

@@ -305,20 +305,22 @@ def test_images_of_killed_processes_go() -> None:
         "import os, sys; from ckptfix.storage import images, stores\n"
         "stores.open_store('memory://x/y').put('a', b'1')\n"
         "place = images.image_of('memory://x/y')\n"
-        "print(place, os.path.exists(sys.argv[1]), flush=True); os._exit(9)\n"
+        "copies = images.materialised(place); copy = copies.__enter__()\n"
+        "print(place, copy, any(map(os.path.exists, sys.argv[1:])), flush=True); os._exit(9)\n"
     )
 
-    def left(before: str) -> tuple[str, str]:
+    def left(*before: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", code, before], capture_output=True, text=True, check=False
+            [sys.executable, "-c", code, *before], capture_output=True, text=True, check=False
         )
         assert done.returncode == 9
-        place, _, was_there = done.stdout.strip().rpartition(" ")
-        return place, was_there
+        return done.stdout.split()
 
-    first, _ = left("none")
-    assert Path(first).exists()
-    assert left(first)[1] == "False", "the next process removes what a killed one left behind"
+    *places, _ = left()
+    assert [Path(place).exists() for place in places] == [True, True]
+    *others, was_there = left(*places)
+    assert was_there == "False", "the next process removes what a killed one left behind"
+    left(*others)
 
 
 def test_threads_may_check_at_once(url: str) -> None:
