@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.sampling import one_of
 from tests.simulated.versions import accelerate_folder
 from tests.training.claims import claims
 from tests.training.ranks import run_ranks
@@ -25,7 +26,7 @@ GUARDED = ("--module", "ckptfix", "run")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=one_of(VERSIONS))
 def variables(request: pytest.FixtureRequest) -> dict[str, str]:
     """Environment variables with which `import accelerate` gives one version."""
     made = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

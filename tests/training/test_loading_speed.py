@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckptfix.training.loading.load_state import load_state_tolerant
+from tests.sampling import one_of
 from tests.training.loading_runs import make_run, reset
 
 LIMIT = 1.1
@@ -50,7 +51,7 @@ def measure(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("safe", one_of([True, False]), ids=lambda safe: "safetensors" if safe else "bin")
 @pytest.mark.parametrize("custom", [0, 1], ids=["torch's objects", "an object of the script's"])
 def test_time_against_stock(tmp_path: Path, safe: bool, custom: int) -> None:
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def sweep(
 
 
 @pytest.mark.parametrize(("processes", "victim"), [(1, 0), (2, 0), (2, 1)])
-@pytest.mark.parametrize("version", ["newest", "oldest"])
+@pytest.mark.parametrize("version", one_of(["newest", "oldest"]))
 def test_killed_at_any_file(tmp_path: Path, version: str, processes: int, victim: int) -> None:
     pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install ckptfix[transformers]"
