@@ -41,6 +41,7 @@ VERBS: Mapping[str, Mapping[str, str]] = {
     "Prove": {
         "seal": "Write the checksums of checkpoints into their manifests.",
         "verify": "Compare checkpoints with their manifests, or prove a reload.",
+        "scrub": "Check a fleet of checkpoints; read its data over many nights.",
         "merge": "End the work of shares that ran one by one.",
     },
     "Convert": {

@@ -4,7 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import field
 from itertools import chain, islice
 from pathlib import Path
@@ -13,16 +13,20 @@ from typing import Protocol, TypeVar
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import FAILURES, Interrupted, Report, ending_of, interruptible
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.target import find_target
+from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url, opened
 from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
+from ckptfix.storage.reading import unheld_below
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, count_of, line, unchecked_line
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
+
+THREADS = 4
+"""Checkpoints that are looked at at once: more wait for the same disk."""
 
 _FAILED = "failed"
 _NOT_REACHED = "not reached"
@@ -165,6 +169,53 @@ def run_each(
         return report.finish(documents[0] if documents else {}, batch.status)
     report.show(batch.lines(order))
     return report.finish({"reports": documents}, batch.status)
+
+
+class Below:
+    """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
+
+    ``images``: keeps what is opened of URLs, each listed once. ``places``: the folder of each path. A path that cannot
+    be listed is yielded, too, and is in ``failures``.
+    """
+
+    def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
+        self._paths = paths
+        self.failures: dict[str, Exception] = {}
+        self.places: dict[str, Path] = {}
+        for path in paths:
+            try:
+                self.places[path] = images.enter_context(opened(path, complete=False, watches=False))
+            except FAILURES as error:
+                if len(paths) == 1:
+                    raise
+                self.failures[path] = error
+        self._unheld = [one for place in self.places.values() for one in unheld_below(place) if one.size]
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self._paths:
+            if path not in self.places:
+                yield path
+                continue
+            try:
+                for place in find_checkpoints(self.places[path]):
+                    self._unheld[:] = (
+                        one for one in self._unheld if not one.home.is_relative_to(place)
+                    )  # it reports them
+                    yield str(place)
+            except FAILURES as error:
+                self.failures[path] = error
+                yield path
+
+    def ensure_listed(self, path: str) -> None:
+        """Raise why there is nothing to work on at a path of a command line."""
+        if path in self.failures:
+            raise self.failures[path]
+
+    def report_unheld(self, report: Report, batch: Batch) -> None:
+        """Print what no folder can hold and no checkpoint has reported, at the end."""
+        for one in self._unheld:
+            report.message(f"ckptfix: {one.home}: could not finish: {one.key!r}: {one}")
+            batch.status = max(batch.status, 3)
 
 
 _MOST_SENTENCES = 200

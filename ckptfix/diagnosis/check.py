@@ -100,6 +100,16 @@ class CheckReport(Printable, Serialized):
         nbytes += sum(state.size for state in self.sharded) + sum(state.size for state in self.deepspeed)
         return f"{count_of(files, 'file')}, {count_of(tensors, 'tensor')}, {human_size(nbytes)}"
 
+    def alone(self) -> "CheckReport":
+        """Return the report without the folders below, where each checkpoint in them gets a report of its own."""
+        below = tuple(
+            f"{name}/ ({PLAIN_FOLDER}): not looked into"
+            for name in self.folder.subfolders
+            if not os.path.islink(self.folder.root / name)
+        )
+        told = tuple(words for words in self.not_checked if not words.startswith(below))
+        return replace(self, not_checked=told, below=())
+
     def lines(self) -> Iterator[Line]:
         """Yield the problems of the checkpoint, what to do, and what was not checked."""
         yield from self.verdict_lines()
@@ -137,6 +147,23 @@ class CheckReport(Printable, Serialized):
 
     def _deepspeed(self) -> list[dict[str, object]]:
         return [dict(items(state, "path bytes=size files tensors")) for state in self.deepspeed]
+
+
+_DAMAGED, _WARNED, UNFINISHED, _STAGING, CLEAN = VERDICTS = (
+    "damaged", "with warnings", "not finished", "staging", "clean",
+)  # fmt: skip
+"""The verdicts on one of several checkpoints, the worst first."""
+
+
+def verdict_of(result: CheckReport) -> str:
+    """Return the verdict in a word, by which checkpoints are counted."""
+    if result.status == 0:
+        is_staging = any(isinstance(one, StagingFolder) and not one.path.parts for one in result.findings)
+        return _STAGING if is_staging else CLEAN
+    if result.status == 3:
+        return UNFINISHED
+    is_damaged = any(finding.severity is Severity.ERROR for finding in result.all_findings)
+    return _DAMAGED if is_damaged else _WARNED
 
 
 def unfinished_lines(unfinished: tuple[str, ...]) -> Iterator[Line]:

@@ -25,6 +25,7 @@ TOPICS = (
     "salvage",
     "stores",
     "ranks",
+    "fleets",
     "safety",
     "limits",
     "json",

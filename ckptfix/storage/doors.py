@@ -70,6 +70,13 @@ def watched(path: str | Path) -> Iterator[None]:
         images.raise_failure(path, since=before)
 
 
+def etag_of(path: Path) -> str:
+    """Return the ETag of the object at a path of an image, "" of a file on this machine."""
+    images = sys.modules.get("ckptfix.storage.images")
+    info = images.info_at(path) if images is not None else None
+    return info.etag if info is not None else ""
+
+
 @contextmanager
 def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterator[Path]:
     """Yield the path of the image of a URL, which is removed at the end; any other path as it is.

@@ -1,5 +1,6 @@
 """The pool of threads for reading, hashing and comparing files in pieces, and shares of work for several processes."""
 
+import hashlib
 import os
 import threading
 from collections import deque
@@ -179,6 +180,13 @@ class Share(NamedTuple):
             )
             raise UsageError(f"{option} {text}: shares are counted from 0{last}")
         return share
+
+    def holds(self, name: str) -> bool:
+        """Return whether something is in this share, by its name alone: the same today and on every machine."""
+        if self.total == 1:
+            return True
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") % self.total == self.number
 
     def __str__(self) -> str:
         return f"{self.number}/{self.total}"

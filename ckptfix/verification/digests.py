@@ -270,13 +270,14 @@ def _file_items(
         one.other for one in known if one.change in (Change.RENAMED, Change.MOVED)
     }
     for name in sorted((contents.files.keys() | recorded.sizes.keys() | recorded.repaired) - told):
-        yield _file_without_digest(name, contents, recorded)
+        yield file_without_digest(name, contents, recorded)
     for name, why in contents.special.items():
         if name not in told and name not in recorded.sizes:
             yield file_item(name, Outcome.NOT_CHECKED, None, why)
 
 
-def _file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:
+def file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:
+    """Return the item of a file whose bytes are not compared: by its size, and by whether it was recorded at all."""
     state, size = contents.files.get(name), recorded.sizes.get(name)
     if state is None:
         size_of = f"; {size} bytes were saved" if size is not None else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.benchmarks.checking import check
 from tests.benchmarks.digesting import digest
+from tests.benchmarks.fleets import scrub_fleets
 from tests.benchmarks.migrating import migrate, migrate_mix
 from tests.benchmarks.migrating_states import migrate_states
 from tests.benchmarks.proving import prove
@@ -30,6 +31,7 @@ def main() -> None:
         choices=(
             "check",
             "digests",
+            "fleets",
             "migrate",
             "mix",
             "states",
@@ -74,6 +76,8 @@ def main() -> None:
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
         if options.part in (None, "sign"):
             sign(folder, 1 << 30, 3)
+        if options.part in (None, "fleets"):
+            scrub_fleets(folder, 10_000 if options.quick else 100_000)
         if options.part in (None, "object-repairs"):
             repair_objects(folder, (256 << 20) if options.quick else (2 << 30))
     if options.part is None:

@@ -126,7 +126,7 @@ def completed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_a_shell_completes_verbs_options_choices_and_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert completed("ckptfix s", capsys, monkeypatch) == ["plain,salvage", "plain,seal"]
+    assert completed("ckptfix s", capsys, monkeypatch) == ["plain,salvage", "plain,seal", "plain,scrub"]
     assert completed("ckptfix check --rec", capsys, monkeypatch) == ["plain,--recursive"]
     assert completed("ckptfix repair --keys b", capsys, monkeypatch) == ["plain,bare"]
     assert completed("ckptfix check run", capsys, monkeypatch) == ["file,run"]

@@ -33,6 +33,10 @@ VERIFY = [
     "not_checked", "unfinished", "statements", "notes",
 ]  # fmt: skip
 SHARE = ["path", "share", "units", "resumed", "bytes", "unread", "status"]
+SCRUB = [
+    "path", "status", "verdict", "looked", "kept", "findings", "differences", "unfinished", "not_checked", "data",
+]  # fmt: skip
+SCRUB_DATA = ["files", "bytes", "read", "read_bytes", "before", "never", "due", "oldest"]
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
     "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried", "left_out", "rewritten",
@@ -81,6 +85,14 @@ def test_the_keys_of_every_verb_stay(
     verified = asked(capsys, "verify", folder)
     assert list(verified) == VERIFY
     assert all(list(one) == ITEM for one in verified["items"])
+    scrubbed = asked(capsys, "scrub", folder, "--state", tmp_path / "state.sqlite")
+    assert list(scrubbed) == ["checkpoints", "summary", "status"]
+    (checkpoint,) = scrubbed["checkpoints"]
+    assert list(checkpoint) == SCRUB
+    assert list(checkpoint["data"]) == list(scrubbed["summary"]["data"]) == SCRUB_DATA
+    assert list(scrubbed["summary"]) == [
+        "checkpoints", "damaged", "kept", "unknown", "gone", "without_digests", "complete", "subset", "since", "data",
+    ]  # fmt: skip
     assert asked(capsys, "seal", folder, "--force", "--oms")["statements"] == [
         "model.oms.json",
         "tensors.oms.json",

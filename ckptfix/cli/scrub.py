@@ -1,0 +1,167 @@
+"""``ckptfix scrub``."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from time import monotonic, time
+
+import click
+
+from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
+from ckptfix.cli.several_paths import THREADS, Batch, Below, visit
+from ckptfix.cli.verb_options import Verb
+from ckptfix.diagnosis.completeness import Siblings
+from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.parallel import Control, Share
+from ckptfix.verification.scrub import ORDER, Scrub, ScrubResult, moment, parse_duration, parse_subset
+from ckptfix.verification.scrub_page import fleet_page
+from ckptfix.verification.scrub_state import State, default_state
+from ckptfix.wording import Line, count_of, escape, line
+
+
+@click.command(
+    "scrub",
+    cls=Verb,
+    forms=[Form.TEXT, Form.JSON, Form.JSONL],
+    quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
+    examples=[
+        ("ckptfix scrub runs", "Check every checkpoint below runs, and read all data with digests."),
+        ("ckptfix scrub runs --read-data-subset 5%", "Read a twentieth of the data: all of it in 20 nights."),
+        ("ckptfix scrub s3://bucket/runs --max-duration 6h", "Stop after 6 hours; the next run goes on."),
+    ],
+)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH_OR_URL...", type=click.Path())
+@click.option(
+    "--read-data-subset", "subset", default="100%", metavar="P%|I/N", show_default=True,
+    help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",
+)  # fmt: skip
+@click.option(
+    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run goes on there."
+)
+@click.option(
+    "--max-age", metavar="TIME",
+    help="Leave out what was looked at or read in this time, such as 30d, and is as it was.",
+)  # fmt: skip
+@click.option(
+    "--state", "state_file", type=click.Path(dir_okay=False), metavar="FILE",
+    help="Remember there what was looked at and read.  [default: ~/.local/state/ckptfix/scrub.sqlite]",
+)  # fmt: skip
+@click.option("--shard", metavar="I/N", help="Look at this share of the checkpoints alone: 0/N to N-1/N.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write all verdicts as one HTML page."
+)
+def scrub_command(
+    paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None, state_file: str | None,
+    shard: str | None, html: str | None, report: Report,
+) -> int:  # fmt: skip
+    """Check a fleet of checkpoints; read its data over many nights.
+
+    Looks at every checkpoint as check does, and compares a part of the files with the digests that seal wrote. A state
+    file remembers what was read when. So a run goes on where the last one was stopped, and what lies unchanged need not
+    be looked at again. Changes nothing in a checkpoint.
+    """
+    until = monotonic() + parse_duration(max_duration, "--max-duration") if max_duration else float("inf")
+    age = parse_duration(max_age, "--max-age") if max_age else None
+    subsets = parse_subset(subset)
+    share = Share.parse(shard) if shard is not None else None
+    if html is not None:
+        ensure_writable(html, [path for path in paths if not looks_like_url(path)])
+    roots = sorted(path if looks_like_url(path) else escape(os.path.abspath(path)) for path in paths)
+    scope = json.dumps([roots, str(share or "")])
+    file = Path(state_file) if state_file is not None else default_state(str(share or ""))
+    with closing(State(file)) as state, ExitStack() as images:
+        chosen, begun = state.begin(scope, [str(one) for one in subsets] or ["none"])
+        below = Below(paths, images)
+        with report.progress(f"reading {' '.join(paths)}") as progress:
+            control = Control(progress)
+            scrub = Scrub(
+                state=state, scope=scope, subset=next((one for one in subsets if str(one) == chosen), None),
+                since=begun if age is None else time() - age, until=until, progress=control.go_on,
+                siblings=Siblings(below.places.values(), is_recursive=True),
+            )  # fmt: skip
+            return _scrub(scrub, below, share, report, html, begun, control.stop)
+
+
+def _scrub(
+    scrub: Scrub, below: Below, share: Share | None, report: Report, html: str | None, begun: float,
+    stop: Callable[[], None],
+) -> int:  # fmt: skip
+    now = time()
+
+    def work(path: str) -> ScrubResult:
+        below.ensure_listed(path)
+        return scrub.look(path)
+
+    def lines(result: ScrubResult, is_alone: bool) -> Iterator[Line]:
+        if not report.quiet:
+            is_said = not result.is_kept or result.status
+            yield from result.lines() if is_said else result.unchecked_lines()
+        elif result.status:
+            report.path(result.path, null=False)
+
+    targets = (
+        path
+        for path in below
+        if share is None or path in below.failures or share.holds(escape(os.path.abspath(path)))
+    )
+    try:
+        batch = visit(
+            report, targets, work, word=lambda result: result.verdict, lines=lines, threads=THREADS,
+            keep=partial(report.element, "checkpoints"), stop=stop,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        words = "interrupted: nothing was changed; the same command goes on there"
+        if not report.has_begun:
+            report.message(f"ckptfix: {words}")
+        return report.finish({"error": words}, INTERRUPTED)
+    below.report_unheld(report, batch)
+    gone = 0
+    if not scrub.is_late:  # what could not be listed is not gone
+        forget = 0.0 if below.failures else begun
+        gone = scrub.state.end(scrub.scope, str(scrub.subset or "none"), forget)
+    report.show(_summary(scrub, batch, gone))
+    if html is not None:
+        try:
+            write_page(html, fleet_page(scrub.state.looks(scrub.scope), now, scrub.unknown))
+            report.line(f"report: {html}")
+        except OSError as error:
+            report.message(f"ckptfix: --html {html}: {error.strerror}; no page was written")
+            batch.status = max(batch.status, 3)
+    listed = {} if report.form is Form.JSONL else {"checkpoints": ()}
+    summary = {
+        **listed,
+        "summary": {
+            **batch.summary(ORDER), "kept": scrub.kept, "unknown": scrub.unknown, "gone": gone,
+            "without_digests": scrub.without_digests,
+            "complete": not scrub.is_late and not below.failures,
+            "subset": str(scrub.subset or "none"), "since": moment(scrub.since), "data": scrub.total.as_json(),
+        }
+    }  # fmt: skip
+    return report.finish(summary, batch.status)
+
+
+def _summary(scrub: Scrub, batch: Batch, gone: int) -> Iterator[Line]:
+    """Yield what was not looked at and not read, in numbers, and how many checkpoints came to what."""
+    since = moment(scrub.since)[:16].replace("T", " ")
+    if scrub.kept:
+        many = count_of(scrub.kept, "checkpoint")
+        yield line(f"not looked at again: {many}, unchanged since the last look (after {since})")
+    if gone:
+        yield line(f"gone since the last run: {count_of(gone, 'checkpoint')}")
+    if scrub.without_digests:
+        yield line(
+            f"no data can be read of {count_of(scrub.without_digests, 'checkpoint')} without digests; to write them: "
+            "ckptfix seal CHECKPOINT"
+        )
+    if scrub.total.files:
+        share = f"subset {scrub.subset}: " if scrub.subset is not None and scrub.subset.total > 1 else ""
+        yield line(f"data: {share}{scrub.total}")
+    if scrub.is_late:
+        left = count_of(batch.words["not reached"], "checkpoint")
+        left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
+        left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
+        yield line(f"the time is over, left: {left}; the same command goes on there")
+    yield from batch.lines(ORDER)

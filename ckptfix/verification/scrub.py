@@ -1,0 +1,381 @@
+"""``scrub``: look at one checkpoint of a fleet after another, and read a part of their data, over many nights.
+
+The structure is that of ``check``. The data are the files that a manifest has digests of; each is in one subset.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
+from datetime import datetime
+from math import ceil
+from pathlib import Path
+from threading import Lock
+from time import monotonic, time
+from typing import Any, ClassVar
+
+from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.check import CLEAN, UNFINISHED, VERDICTS, check, verdict_of
+from ckptfix.diagnosis.completeness import Siblings
+from ckptfix.diagnosis.contents import Contents, FileState, Recorded, readable_manifest
+from ckptfix.diagnosis.findings.base import Severity, labelled
+from ckptfix.diagnosis.target import Target
+from ckptfix.errors import ChangedError, CkptfixError, UsageError
+from ckptfix.reports import Serialized
+from ckptfix.storage.doors import etag_of, watched
+from ckptfix.storage.parallel import Progress, Share
+from ckptfix.storage.paths import JOURNAL, command, listed_files
+from ckptfix.tensors.hashing import FileJob, hash_all
+from ckptfix.verification.digests import describe_files, file_without_digest
+from ckptfix.verification.scrub_state import Look, Reading, State
+from ckptfix.verification.verify import verify
+from ckptfix.verification.verify_report import Outcome, judge
+from ckptfix.wording import Line, Printable, count_of, escape, human_size, line, list_names, unchecked_line
+
+_FAILED = "failed"
+_DAMAGED = VERDICTS[0]
+_REMOVED, _NOT_REACHED = "removed", "not reached"
+ORDER = (*VERDICTS, _REMOVED, _NOT_REACHED)
+_UNREAD = "could not be read: "
+_TENSORS = "tensors of all models"
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return the seconds of ``6h``, ``30d`` or ``1h30m``. Raises UsageError for anything else."""
+    parts = re.findall(r"(\d+)([dhms])", text)
+    if not parts or "".join(f"{number}{unit}" for number, unit in parts) != text:
+        raise UsageError(f"{option} {text}: expected a time such as 6h, 30d or 1h30m")
+    return float(sum(int(number) * _UNITS[unit] for number, unit in parts))
+
+
+def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, ...]:
+    """Return the subsets to choose from: ``I/N`` is one, ``P%`` any of 100/P, and ``0%`` none.
+
+    Raises UsageError for anything else.
+    """
+    if not text.endswith("%"):
+        return (Share.parse(text, option),)
+    number = text.removesuffix("%")
+    if not re.fullmatch(r"\d{1,3}(\.\d+)?", number) or not (
+        0.01 <= float(number) <= 100 or not float(number)
+    ):
+        raise UsageError(
+            f"{option} {text}: expected a part such as 5%, from 0.01% to 100%, or 0%, or I/N such as 0/7"
+        )
+    total = ceil(100 / float(number)) if float(number) else 0
+    return tuple(Share(one, total) for one in range(total))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data(Serialized):
+    """The files of a checkpoint with a digest. ``read``: in this run; ``before``: earlier, as they still are.
+
+    The rest was never read as it is. ``oldest``: when the file was read that was read first, 0.0 for none. ``due``: how
+    many files were left out because the time was over.
+    """
+
+    json_keys: ClassVar = "files bytes=nbytes read read_bytes before never due oldest=oldest_text"
+
+    files: int = 0
+    nbytes: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    before: int = 0
+    due: int = 0
+    oldest: float = 0.0
+
+    @property
+    def never(self) -> int:
+        """The number of files that were never read as they are."""
+        return self.files - self.read - self.before
+
+    @property
+    def oldest_text(self) -> str | None:
+        """The time of the oldest reading, None for none."""
+        return moment(self.oldest) if self.oldest else None
+
+    def plus(self, other: "Data") -> "Data":
+        """Return the sum of two."""
+        names = ("files", "nbytes", "read", "read_bytes", "before", "due")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Data(**sums, oldest=min(filter(None, (self.oldest, other.oldest)), default=0.0))
+
+    def __str__(self) -> str:
+        if not self.files:
+            return "no digests"
+        since = f" since {moment(self.oldest)[:10]}" if self.before else ""
+        return (
+            f"{self.read} of {count_of(self.files, 'file')} with digests read now ({human_size(self.read_bytes)} of "
+            f"{human_size(self.nbytes)}), {self.before} before{since}, {self.never} never"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ScrubResult(Printable, Serialized):
+    """Result for one checkpoint. ``structure``: what ``check`` found, as JSON values; ``looked``: when, 0.0 for never.
+
+    ``is_kept``: it was found by an earlier run. ``differences``: files -> how they differ from the manifest.
+    ``verdict``: in a word. ``data``: None where this run did not reach it.
+    """
+
+    json_keys: ClassVar = (
+        "path status verdict looked=looked_text kept=is_kept findings differences unfinished not_checked data"
+    )
+
+    path: Path
+    verdict: str
+    structure: Mapping[str, Any] = field(default_factory=dict)
+    looked: float = 0.0
+    is_kept: bool = False
+    differences: Mapping[str, str] = field(default_factory=dict)
+    data: Data | None = None
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 for damage, 3 for what could not be read, else 0."""
+        if any(not words.startswith(_UNREAD) for words in self.differences.values()):
+            return 1
+        return int(self.structure.get("status", 0)) or (3 if self.differences else 0)
+
+    @property
+    def findings(self) -> list[Mapping[str, str]]:
+        """Findings of ``check``, as JSON values."""
+        return list(self.structure.get("findings", ()))
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Files that ``check`` could not read, in words."""
+        return list(self.structure.get("unfinished", ()))
+
+    @property
+    def not_checked(self) -> list[str]:
+        """Checks that were left out, in words; digests are compared here."""
+        words = self.structure.get("not_checked", ())
+        return [one for one in words if not one.startswith("digests in ")]
+
+    @property
+    def looked_text(self) -> str | None:
+        """The time of the look, None for none."""
+        return moment(self.looked) if self.looked else None
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the verdict, what is wrong, and what to do."""
+        if self.verdict == _NOT_REACHED:
+            return  # they are counted
+        if self.verdict == _REMOVED:
+            yield line(f"{self.path}: removed while it was looked at")
+            return
+        when = f" (on {moment(self.looked)[:10]})" if self.is_kept and self.looked else ""
+        data = f"data: {self.data}" if self.data is not None else "not reached this time"
+        yield line(f"{self.path}: {self.verdict}{when}; {data}", bold=bool(self.status))
+        serious = [one for one in self.findings if one["severity"] != Severity.NOTE.value]
+        yield from (labelled(Severity(one["severity"]), one["code"], one["message"]) for one in serious)
+        yield from (
+            line(f" differs {name}: {words}", colour="red") for name, words in self.differences.items()
+        )
+        yield from (line(f"could not finish: {words}", colour="yellow") for words in self.unfinished)
+        if serious or self.differences:
+            yield line(f"next: {command('verify' if self.differences else 'check', self.path)}")
+        yield from self.unchecked_lines()
+
+    def unchecked_lines(self) -> Iterator[Line]:
+        """Yield what ``check`` left out."""
+        yield from map(unchecked_line, self.not_checked)
+
+
+@dataclass(kw_only=True)
+class Scrub:
+    """One run. ``subset``: the files to read, None for none. ``since``: looks and readings from then on count still.
+
+    ``until``: by the clock of ``monotonic``; what begins later is not reached. ``total``: the data of all.
+    ``kept``: how many checkpoints an earlier run alone has looked at; ``unknown``: how many no run has reached.
+    """
+
+    state: State
+    scope: str
+    subset: Share | None
+    since: float
+    until: float
+    siblings: Siblings
+    progress: Progress | None = None
+    total: Data = field(default_factory=Data)
+    kept: int = 0
+    unknown: int = 0
+    without_digests: int = 0
+    is_late: bool = False
+    _lock: Any = field(default_factory=Lock)
+
+    def look(self, path: str) -> ScrubResult:
+        """Look at a checkpoint, or return what an earlier run found. Raises CkptfixError, OSError."""
+        place = escape(os.path.abspath(path))
+        last = self.state.last(place)
+        if self._is_late():
+            if last is not None:
+                return _kept(Path(path), last)
+            with self._lock:
+                self.unknown += 1
+            return ScrubResult(path=Path(path), verdict=_NOT_REACHED)
+        try:
+            with watched(path):
+                result, look, readings, gone = self._look(Path(path), place, last)
+        except (CkptfixError, OSError) as error:
+            if not os.path.lexists(path):  # a run keeps its last checkpoints, and removes the others
+                return ScrubResult(path=Path(path), verdict=_REMOVED)
+            verdict = {"verdict": _FAILED, "structure": {"status": 3, "unfinished": [escape(str(error))]}}
+            self.state.keep(self.scope, Look(place, time(), 0.0, "", verdict), {})
+            raise
+        self.state.keep(self.scope, look, readings, gone)
+        with self._lock:
+            if result.data is not None:
+                self.total = self.total.plus(result.data)
+                self.without_digests += not result.data.files
+            self.kept += result.is_kept
+        return result
+
+    def _look(
+        self, path: Path, place: str, last: Look | None
+    ) -> tuple[ScrubResult, Look, dict[str, Reading], list[str]]:
+        files, fingerprint = _files(path)
+        now = time()
+        structure: Mapping[str, Any]
+        is_kept = (
+            last is not None
+            and last.fingerprint == fingerprint
+            and last.looked >= self.since
+            and not last.verdict["structure"].get("unfinished")  # it may be readable now
+        )
+        if last is not None and is_kept:
+            structure, looked = last.verdict["structure"], last.looked
+        else:
+            report = check(path, siblings=self.siblings, progress=self.progress).alone()
+            structure, looked = {"verdict": verdict_of(report), **report.as_json()}, now
+            structure = {
+                key: structure[key] for key in ("verdict", "status", "findings", "not_checked", "unfinished")
+            }
+        recorded = Recorded(readable_manifest(path), Target(path, None))
+        own = {name: state for name, state in files.items() if not name.startswith(f"{JOURNAL}/")}
+        contents = Contents(root=path, files={name: FileState(*state[:2]) for name, state in own.items()})
+        differences = {}
+        known = _Known(contents, recorded, {name: str(state) for name, state in own.items()}, fingerprint)
+        if recorded.manifest is not None:
+            for name in sorted((own.keys() | recorded.sizes.keys() | recorded.sha256.keys()) - known.files):
+                item = file_without_digest(name, contents, recorded)
+                if item.outcome is Outcome.DIFFER:
+                    differences[escape(name)] = item.text
+        before = self.state.readings(place)
+        fresh: dict[str, Reading] = {}
+        data = Data(files=len(known.units), nbytes=sum(size for size, _ in known.units.values()))
+        for name, (size, mark) in sorted(known.units.items()):
+            key = escape(name)
+            one = before.get(key)
+            one = one if one is not None and one.fingerprint == mark else None
+            is_old = one is None or one.read < self.since or one.problem.startswith(_UNREAD)
+            if is_old and self.subset is not None and self.subset.holds(f"{place}/{name}"):
+                if self._is_late():
+                    data = replace(data, due=data.due + 1)
+                else:
+                    problem = known.read(name, self.progress)
+                    one = fresh[key] = Reading(mark, time(), problem)
+                    data = replace(data, read=data.read + 1, read_bytes=data.read_bytes + size)
+            if one is not None:
+                if key not in fresh:
+                    data = replace(data, before=data.before + 1)
+                data = replace(data, oldest=min(one.read, data.oldest or one.read))
+                if one.problem:
+                    differences[key] = one.problem
+        if (fresh or not is_kept) and _files(path)[1] != fingerprint:
+            raise ChangedError(
+                f"{path} changed while it was looked at, so nothing is known about it; the next run looks again"
+            )
+        result = ScrubResult(
+            path=path, verdict=structure["verdict"], structure=structure, looked=looked, differences=differences,
+            is_kept=is_kept and not fresh, data=data,
+        )  # fmt: skip
+        if any(not words.startswith(_UNREAD) for words in differences.values()):
+            result = replace(result, verdict=_DAMAGED)
+        elif differences and not structure["status"]:
+            result = replace(result, verdict=UNFINISHED)
+        verdict = {
+            "verdict": result.verdict, "structure": structure, "differences": differences, "data": data.as_json(),
+        }  # fmt: skip
+        gone = sorted(before.keys() - set(map(escape, known.units)))
+        return result, Look(place, now, looked, fingerprint, verdict), fresh, gone
+
+    def _is_late(self) -> bool:
+        self.is_late |= monotonic() >= self.until
+        return self.is_late
+
+
+def _kept(path: Path, last: Look) -> ScrubResult:
+    """Return what an earlier run found of a checkpoint that this one does not reach."""
+    verdict = last.verdict
+    is_clean = verdict["verdict"] == CLEAN
+    return ScrubResult(
+        path=path, verdict=_NOT_REACHED if is_clean else verdict["verdict"], structure=verdict["structure"],
+        looked=last.looked, is_kept=True, differences=verdict.get("differences", {}),
+    )  # fmt: skip
+
+
+def _files(root: Path) -> tuple[dict[str, tuple[int, int, str]], str]:
+    """Return size, time and ETag of every file, and a fingerprint of the complete listing."""
+    found: dict[str, tuple[int, int, str]] = {}
+    digest = hashlib.sha256()
+    names: dict[str, str | None] = listed_files(root)
+    for folder, _, inside in os.walk(root / JOURNAL):
+        names |= {os.path.relpath(os.path.join(folder, name), root): None for name in inside}
+    for name, why in names.items():
+        if why is None:
+            try:
+                status = os.stat(root / name)
+            except OSError as error:
+                why = str(error.strerror)
+            else:
+                found[name] = (status.st_size, status.st_mtime_ns, etag_of(root / name))
+        digest.update(f"{escape(name)}\n{why or found[name]}\n".encode())
+    return found, digest.hexdigest()
+
+
+class _Known:
+    """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: name -> size and mark.
+
+    A save that knew the digests of its tensors alone is read as one unit.
+    """
+
+    def __init__(
+        self, contents: Contents, recorded: Recorded, states: Mapping[str, str], fingerprint: str
+    ) -> None:
+        self._contents, self._recorded = contents, recorded
+        self.files = recorded.sha256.keys() & contents.files.keys()
+        self.units = {
+            name: (contents.files[name].size, f"{states[name]} {recorded.sha256[name]}")
+            for name in self.files
+        }
+        if not recorded.sha256 and any(recorded.tensors.values()):
+            self.units[_TENSORS] = (contents.nbytes, fingerprint)
+
+    def read(self, name: str, progress: Progress | None) -> str:
+        """Read a unit, and return how it differs from the manifest, "" where it does not."""
+        contents, recorded = self._contents, self._recorded
+        if name == _TENSORS:
+            report = verify(contents.root, progress=progress)
+            if report.unfinished or not report.is_verified:
+                return f"{_UNREAD}{escape(list_names(report.unfinished) or report.no_digest)}"
+            return "; ".join(map(str, report.differences[:3]))
+        size = contents.files[name].size
+        job = FileJob(contents.root / name, size)
+        (found,) = hash_all([job], threads=1, keep_cached=False, progress=progress)
+        if found.problem:
+            return f"{_UNREAD}{found.problem}"
+        wanted = {name: recorded.sha256[name]}
+        judged = judge(wanted, {name: found.digest})
+        sizes = {name: (size, recorded.sizes.get(name))}
+        return "".join(
+            item.text for item in describe_files(judged, wanted, {name: found}, sizes, frozenset())
+        )
+
+
+def moment(seconds: float) -> str:
+    """Return a time as ISO 8601 has it, in the zone of this machine."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")

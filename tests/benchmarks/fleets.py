@@ -1,0 +1,73 @@
+"""Seconds and memory of a ``scrub`` of many checkpoints, against listing them alone."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+
+from ckptfix.storage import stores
+from ckptfix.storage.stores import open_store
+from tests.benchmarks.printing import show
+from tests.stores.servers import running, why_not
+
+_SAVE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
+_FOLDERS = 1000
+"""Checkpoints below a URL, and fewest of those on a disk."""
+
+
+def scrub_fleets(folder: Path, many: int) -> None:
+    """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store."""
+    files = {path.name: path.read_bytes() for path in _SAVE.iterdir() if path.is_file()}
+    peaks = []
+    for count in (_FOLDERS, many):
+        root = folder / f"fleet-{count}"
+        for number in range(count):
+            place = root / f"run_{number // 100}" / f"checkpoint_{number % 100}"
+            place.mkdir(parents=True)
+            for name, data in files.items():
+                (place / name).write_bytes(data)
+        begin = perf_counter()
+        assert sum(len(names) for _, _, names in os.walk(root)) == count * len(files)
+        walk = perf_counter() - begin
+        for what, options in (("looks at all", ()), ("finds all unchanged", ("--max-age", "1d"))):
+            seconds, peak = _scrubbed(str(root), folder / f"{count}.sqlite", {}, *options)
+            peaks.append(peak)
+            figure = f"{seconds:.1f} s, {count / seconds:.0f} a second ({seconds / walk:.0f}x of a walk), {peak} MiB"
+            show(f"scrub of {count} checkpoints {what}", figure, "-", True)
+    show(f"memory of {many} checkpoints against {_FOLDERS}", f"{peaks[2] - peaks[0]:+} MiB", "< 32 MiB",
+         peaks[2] - peaks[0] < 32)  # fmt: skip
+    if reason := why_not("ministack"):
+        print(f"fleets in a store: skipped: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as name, running("ministack", Path(name)) as server:
+        os.environ.update(server.variables)
+        url = f"{server.bucket()}/runs"
+        store = open_store(url)
+        keys = [
+            f"run_{number // 100}/checkpoint_{number % 100}/{one}"
+            for number in range(_FOLDERS)
+            for one in files
+        ]
+        stores.together(keys, lambda key: store.put(key, files[key.rpartition("/")[2]]), 16)
+        begin = perf_counter()
+        assert len(open_store(url).list()) == len(keys)
+        listing = perf_counter() - begin
+        seconds, peak = _scrubbed(url, folder / "url.sqlite", server.variables)
+        again, _ = _scrubbed(url, folder / "url.sqlite", server.variables, "--max-age", "1d")
+        times = f"{seconds:.1f} s, listing {listing:.2f} s, unchanged {again:.1f} s"
+        figure = f"{seconds / listing:.1f}x ({times}), {peak} MiB"
+        show(f"scrub of {_FOLDERS} prefixes against listing", figure, "< 3x", seconds < 3 * listing)
+
+
+def _scrubbed(path: str, state: Path, variables: Mapping[str, str], *options: str) -> tuple[float, int]:
+    """Return the seconds and the MiB of a run in a process of its own."""
+    command = [sys.executable, "-m", "ckptfix", "scrub", path, "-q", "--state", str(state), *options]
+    begin = perf_counter()
+    process = subprocess.Popen(command, env={**os.environ, **variables})
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return perf_counter() - begin, usage.ru_maxrss >> 10
