@@ -1,6 +1,7 @@
 """Sizes, lists of names and lines of text for people: the same in every message, on a terminal and in ``str()``."""
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -125,6 +126,12 @@ def human_size(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("the last unit returns")
+
+
+def moment(nanoseconds: int) -> str:
+    """Return a modification time as people read it, to the nanosecond."""
+    seconds = time.localtime(nanoseconds // 10**9)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', seconds)}.{nanoseconds % 10**9:09}"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -30,7 +30,6 @@ from ckptfix.storage.comparing import (
     ends_digest,
     fingerprint,
     fingerprint_of_open,
-    moment,
 )
 from ckptfix.storage.copying import copy_range
 from ckptfix.storage.edits import (
@@ -51,6 +50,7 @@ from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Absent, Recipe, build, differing
 from ckptfix.storage.transaction_folder import Note, Workspace, opened
 from ckptfix.storage.transaction_plan import Metadata
+from ckptfix.wording import moment
 
 _BLOCK = 1 << 20
 _AGAIN = "run again when nothing else writes to the folder"

@@ -12,7 +12,6 @@ import os
 import stat
 import struct
 import threading
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -425,9 +424,3 @@ def digest_before(fd: int, end: int) -> str:
     """Return the sha256 of the 64 KiB (or fewer) that end at byte ``end``."""
     length = min(_ENDS, end)
     return hashlib.sha256(os.pread(fd, length, end - length)).hexdigest()
-
-
-def moment(nanoseconds: int) -> str:
-    """Return a modification time as people read it, to the nanosecond."""
-    seconds = time.localtime(nanoseconds // 10**9)
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', seconds)}.{nanoseconds % 10**9:09}"

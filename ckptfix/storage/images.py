@@ -269,16 +269,6 @@ def _why_not(key: str, folders: Mapping[str, object], before: int) -> tuple[str,
     return "", "/".join(home)
 
 
-def store_at(path: str | os.PathLike[str]) -> tuple[Store, str] | None:
-    """Return the store and the key of a path in an image, None for any other path."""
-    full = os.path.abspath(path)
-    image = _image_at(full)
-    if image is None:
-        return None
-    key = image.key_of(full)
-    return image.store, "" if key == "." else key
-
-
 def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
     """Return the facts about the object at a path of an image, as it was listed; None for any other path."""
     full = os.path.abspath(path)

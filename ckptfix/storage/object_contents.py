@@ -4,15 +4,13 @@ A content is made of new bytes and of ranges of objects that exist, as a store c
 its ranges from the objects before the transaction. ``way_back`` takes them from those after it and from kept copies.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ckptfix.errors import ChangedError, OperationError
 from ckptfix.storage.edits import Edit, Move, Remove, Replace, check_edit
-from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe
+from ckptfix.storage.recipes import Absent, Kept, Literal, Recipe, cut_pieces, ends_of
 
 
 class Source(NamedTuple):
@@ -41,23 +39,11 @@ def size_of(content: Content) -> int:
 
 def cut(content: Content, offset: int, length: int) -> Content:
     """Return ``length`` bytes from ``offset`` of a content. Raises ChangedError when there are fewer."""
-    ends = list(accumulate(len(one) if isinstance(one, bytes) else one.length for one in content))
+    ends = ends_of(content)
     size = ends[-1] if ends else 0
     if offset + length > size:
         raise ChangedError(f"byte {offset + length} is needed, the object has {size}")
-    found: list[bytes | Source] = []
-    index, done = bisect_right(ends, offset), 0
-    while done < length:
-        one, begin = content[index], ends[index - 1] if index else 0
-        inside = offset + done - begin
-        take = min(length - done, ends[index] - offset - done)
-        found.append(
-            one[inside : inside + take]
-            if isinstance(one, bytes)
-            else Source(one.key, one.offset + inside, take)
-        )
-        index, done = index + 1, done + take
-    return tuple(found)
+    return cut_pieces(content, ends, offset, length)
 
 
 def joined(pieces: Iterable[bytes | Source]) -> Content:

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
-from ckptfix.storage.comparing import moment
 from ckptfix.storage.object_contents import Content, Source, size_of
 from ckptfix.storage.paths import JOURNAL, check_path, shell_path
 from ckptfix.storage.stores import ABSENT, Expected, ObjectInfo, Store
 from ckptfix.storage.transaction_plan import path_of, sha256_of, text, whole
+from ckptfix.wording import moment
 
 LOCK = f"{JOURNAL}/lock"
 """Key of the lock."""

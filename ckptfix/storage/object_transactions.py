@@ -21,7 +21,6 @@ from ckptfix.errors import (
     RolledBackError,
     UsageError,
 )
-from ckptfix.storage.comparing import moment
 from ckptfix.storage.edits import Edit, Remove, read_paths
 from ckptfix.storage.object_contents import (
     Content,
@@ -54,7 +53,7 @@ from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
 from ckptfix.storage.recipes import Recipe
 from ckptfix.storage.s3 import plan_parts
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, together
-from ckptfix.wording import human_size
+from ckptfix.wording import human_size, moment
 
 _AT_ONCE = 8
 """Objects that are composed at once; each copies up to 8 of its parts at once."""

@@ -7,12 +7,13 @@ the digest of its ranges is the sha256 over the sha256 of the parts, in the orde
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError
@@ -159,6 +160,47 @@ def _write(
 
 Bytes = tuple[Piece | bytes, ...]
 """Stretches of files and literal bytes, one after the other."""
+
+
+class _Stretch(Protocol):
+    """``length`` bytes from ``offset`` of a file or an object: a NamedTuple."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def _replace(self) -> Callable[..., Any]: ...
+
+
+_Source = TypeVar("_Source", bound=_Stretch)
+
+
+def ends_of(pieces: Iterable[bytes | _Stretch]) -> tuple[int, ...]:
+    """Return where each piece ends, in bytes from the start of the first one."""
+    return tuple(accumulate(len(one) if isinstance(one, bytes) else one.length for one in pieces))
+
+
+def cut_pieces(
+    pieces: Sequence[bytes | _Source], ends: Sequence[int], offset: int, length: int
+) -> tuple[bytes | _Source, ...]:
+    """Return the pieces of ``length`` bytes from ``offset``, which must be there. ``ends``: from ``ends_of``."""
+    found: list[bytes | _Source] = []
+    index, done = bisect_right(ends, offset), 0
+    while done < length:
+        one = pieces[index]
+        inside = offset + done - (ends[index - 1] if index else 0)
+        take = min(length - done, ends[index] - offset - done)
+        found.append(
+            one[inside : inside + take]
+            if isinstance(one, bytes)
+            else one._replace(offset=one.offset + inside, length=take)
+        )
+        index, done = index + 1, done + take
+    return tuple(found)
+
 
 _BLOCK = 1 << 20
 _WORTH_THREADS = 8 << 20

@@ -6,7 +6,6 @@ for a reason that passes is sent again; any other failure becomes an error that 
 
 import asyncio
 import hashlib
-import os
 import random
 import re
 import tempfile
@@ -538,8 +537,3 @@ def nanoseconds(moment: Any) -> int:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return escape(text) or type(error).__name__
-
-
-def temporary_folder() -> Path:
-    """Return the folder in which this machine keeps temporary files."""
-    return Path(os.path.realpath(tempfile.gettempdir()))

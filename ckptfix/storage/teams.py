@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from ckptfix.errors import CkptfixError, OperationError, TeamError
 from ckptfix.storage.parallel import Progress, Share, share_cores
 from ckptfix.storage.partial_results import PartialResults, Unit, Units
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import count_of, human_size, moment
 
 # Shares of units: the same on every process, as each of them plans for all.
 
@@ -519,16 +519,10 @@ def _differs(leader: dict[str, Any], mine: dict[str, Any]) -> str:
         here, there = mine["files"].get(name), leader["files"].get(name)
         if here != there:
             words = [
-                "missing" if one is None else f"{one[0]} bytes of {_moment(one[1])}" for one in (here, there)
+                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}" for one in (here, there)
             ]
             return f"{where}: {name} is {words[0]} (expected {words[1]}); {remedy}"
     return f"{where}: the tensors in its files differ; {remedy}"
-
-
-def _moment(nanoseconds: int) -> str:
-    return (
-        f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(nanoseconds // 10**9))}.{nanoseconds % 10**9:09}"
-    )
 
 
 class LoneShare(_InOrder):

@@ -20,7 +20,7 @@ from typing import Any
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import JournalError
 from ckptfix.storage.atomic import create_file, read_file, sync_folder, write_all
-from ckptfix.storage.comparing import Fingerprint, moment
+from ckptfix.storage.comparing import Fingerprint
 from ckptfix.storage.paths import command, forget, locate
 from ckptfix.storage.recipes import Kept, Recipe
 from ckptfix.storage.transaction_plan import (
@@ -33,6 +33,7 @@ from ckptfix.storage.transaction_plan import (
     sha256_of,
     text,
 )
+from ckptfix.wording import moment
 
 
 @dataclass(frozen=True, slots=True)

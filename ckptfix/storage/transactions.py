@@ -3,11 +3,9 @@
 import os
 import re
 import stat
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Enum
-from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,15 +13,26 @@ from typing_extensions import assert_never
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, JournalError, OperationError
-from ckptfix.storage.comparing import fingerprint, moment, samples_digest
+from ckptfix.storage.comparing import fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
 from ckptfix.storage.reading import Piece, store_of
-from ckptfix.storage.recipes import Absent, Bytes, Kept, Literal, Part, Recipe, differing, parts_of
+from ckptfix.storage.recipes import (
+    Absent,
+    Bytes,
+    Kept,
+    Literal,
+    Part,
+    Recipe,
+    cut_pieces,
+    differing,
+    ends_of,
+    parts_of,
+)
 from ckptfix.storage.transaction_folder import Workspace, read_after, read_samples
 from ckptfix.storage.transaction_plan import TransactionRecord, read_record
-from ckptfix.wording import human_size
+from ckptfix.wording import human_size, moment
 
 if TYPE_CHECKING:
     from ckptfix.storage.stores import Store
@@ -49,8 +58,7 @@ class _View:
 
     @staticmethod
     def of(pieces: Bytes) -> "_View":
-        lengths = (len(one) if isinstance(one, bytes) else one.length for one in pieces)
-        return _View(pieces, tuple(accumulate(lengths)))
+        return _View(pieces, ends_of(pieces))
 
     @property
     def size(self) -> int:
@@ -60,19 +68,7 @@ class _View:
         """Return ``length`` bytes from ``offset``. Raises ChangedError when there are fewer."""
         if offset + length > self.size:
             raise ChangedError(f"byte {offset + length} is needed, the file has {self.size}")
-        found: list[Piece | bytes] = []
-        index, done = bisect_right(self.ends, offset), 0
-        while done < length:
-            one = self.pieces[index]
-            inside = offset + done - (self.ends[index - 1] if index else 0)
-            take = min(length - done, self.ends[index] - offset - done)
-            found.append(
-                one[inside : inside + take]
-                if isinstance(one, bytes)
-                else Piece(one.path, one.offset + inside, take)
-            )
-            index, done = index + 1, done + take
-        return tuple(found)
+        return cut_pieces(self.pieces, self.ends, offset, length)
 
 
 def rebuilt_files(work: Workspace, record: TransactionRecord) -> Iterator[Rebuilt]:

@@ -59,8 +59,8 @@ def test_an_image_has_names_sizes_and_times(url: str) -> None:
     status = os.stat(place / "unet" / "model.safetensors")
     assert (status.st_size, status.st_mtime_ns) == (1000, info.modified_ns)
     assert os.stat(images._session.folder).st_mode & 0o777 == 0o700
-    assert images.store_at(place / "unet" / "model.safetensors") is not None
-    assert images.store_at(CASE) is None
+    assert images.info_at(place / "unet" / "model.safetensors") == info
+    assert images.info_at(CASE) is None
     images.release(place)
     assert not place.exists()
 

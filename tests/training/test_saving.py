@@ -51,10 +51,14 @@ class Views(torch.nn.Module):  # type: ignore[misc]
         self.other.weight = self.one.weight
 
 
-def run(project: Path, **options: Any) -> tuple[Accelerator, torch.nn.Module]:
-    """A run with automatic names, one model, one optimizer."""
+def run(project: Path | str | None, **options: Any) -> tuple[Accelerator, torch.nn.Module]:
+    """A run with one model and one optimizer, and with automatic names where it has a project."""
     torch.manual_seed(0)
-    config = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, **options)
+    config = ProjectConfiguration(
+        project_dir=None if project is None else str(project),
+        automatic_checkpoint_naming=project is not None,
+        **options,
+    )
     accelerator = Accelerator(cpu=True, project_config=config)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

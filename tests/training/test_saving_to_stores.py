@@ -11,7 +11,6 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration
 
 from ckptfix import check
 from ckptfix.checkpoint.latest import incomplete
@@ -21,12 +20,12 @@ from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage import mounts, uploads
 from ckptfix.storage.markers import COMMITTED, DESTINATION, UPLOAD, parse_commit
 from ckptfix.storage.stores import open_store
-from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_state import load_state_tolerant
 from ckptfix.training.resuming.guarded_load import latest_checkpoint
 from tests.stores.faults import proxied
 from tests.stores.servers import Server, bucket, ministack, ministack_process
 from tests.training.ranks import run_ranks
+from tests.training.test_saving import run, set_weight, weight_of
 
 __all__ = ["bucket", "ministack", "ministack_process"]
 
@@ -44,34 +43,10 @@ def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         state._reset_state()
 
 
-def run(project: str | None = None, **options: Any) -> tuple[Accelerator, torch.nn.Module]:
-    torch.manual_seed(0)
-    config = ProjectConfiguration(
-        project_dir=project, automatic_checkpoint_naming=project is not None, **options
-    )
-    accelerator = Accelerator(cpu=True, project_config=config)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    return accelerator, model
-
-
-def set_weight(model: torch.nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-
-
-def weight_of(model: torch.nn.Module) -> float:
-    return float(next(model.parameters()).flatten()[0].item())
-
-
 def test_a_save_arrives_with_its_marker_last_and_is_loaded(
     bucket: str, staging: Path, tmp_path: Path
 ) -> None:
-    accelerator, model = run()
+    accelerator, model = run(None)
     set_weight(model, 3.0)
     url = f"{bucket}/run/checkpoint_7"
     assert accelerator.save_state(url) == url
@@ -116,7 +91,7 @@ def test_numbers_rotation_and_the_newest_one(bucket: str) -> None:
 
 
 def test_a_save_over_another_one_takes_its_place(bucket: str) -> None:
-    accelerator, model = run()
+    accelerator, model = run(None)
     url = f"{bucket}/latest"
     for value in (1.0, 2.0):
         set_weight(model, value)
@@ -182,7 +157,7 @@ def test_an_upload_that_fails_loses_no_save_and_the_command_finishes_it(
 def test_passing_faults_are_not_noticed(
     ministack: Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator, model = run()
+    accelerator, model = run(None)
     set_weight(model, 4.0)
     for every, fault in ((3, "500"), (4, "503"), (5, "cut")):
         url = f"{bucket}/{fault}"
@@ -226,7 +201,7 @@ def test_the_files_of_both_ranks_arrive(bucket: str, staging: Path, monkeypatch:
     url = f"{bucket}/run/checkpoint_7"
 
     def work(rank: int) -> None:
-        accelerator, model = run()
+        accelerator, model = run(None)
         set_weight(model, 5.0)
         assert accelerator.save_state(url) == url
         set_weight(model, 0.0)
@@ -246,7 +221,7 @@ def test_a_rank_whose_upload_fails_fails_all_and_nothing_is_committed(
     url = f"{bucket}/run/checkpoint_7"
 
     def work(rank: int) -> None:
-        accelerator, _ = run()
+        accelerator, _ = run(None)
         if rank == 0:
 
             def refused(*_: object, **__: object) -> None:
@@ -268,7 +243,7 @@ def test_a_rank_that_cannot_write_leaves_no_trace(bucket: str, staging: Path) ->
     url = f"{bucket}/run/checkpoint_7"
 
     def work(rank: int) -> None:
-        accelerator, _ = run()
+        accelerator, _ = run(None)
         if rank == 1:
             torch.save = lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         with pytest.raises(OSError, match="No space left"):
@@ -281,7 +256,7 @@ def test_a_rank_that_cannot_write_leaves_no_trace(bucket: str, staging: Path) ->
 
 def test_a_url_in_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    accelerator, _ = run()
+    accelerator, _ = run(None)
     with pytest.raises(UsageError, match=r"s3:/b/run: a URL in a Path .*: s3://b/run"):
         accelerator.save_state(Path("s3://b/run"))
     assert not Path("s3:").exists()
