@@ -24,7 +24,7 @@ from ckptfix.conversion.migration_plan import (
     make_plan,
 )
 from ckptfix.conversion.producing import outdated, produce, record, shared_staging, source_manifest
-from ckptfix.conversion.proving import prove_copies, prove_model, prove_states
+from ckptfix.conversion.proving import prove_copies, prove_model, prove_modules, prove_states
 from ckptfix.conversion.sources import (
     SourceDigests,
     Watch,
@@ -426,6 +426,9 @@ def migrate(
                     ties=planned.weights.ties,
                     digests=digests,
                     progress=progress,
+                )
+                prove_modules(
+                    f"{output}: {planned.label}", staging.complete, planned, digests, proven, progress
                 )
             states = produced.digests[len(plan.models) :]
             prove_states(plan, staging.complete, states, proven, progress)

@@ -249,6 +249,7 @@ class PlannedModel:
 
     ``sources``: new name -> where its bytes come from; ties are not in it. ``parts``: the same for the keys of the
     ``Data`` in its files, where a file does not hold tensors one by one; None where the keys are the names.
+    ``modules``: file -> name -> key in ``parts``, of the copies of the weights that DeepSpeed's module has.
     """
 
     label: str
@@ -257,6 +258,7 @@ class PlannedModel:
     files: tuple[OutputFile, ...] = field(repr=False)
     sources: Mapping[str, Source] = field(repr=False)
     parts: Mapping[str, Source] | None = field(default=None, repr=False)
+    modules: Mapping[PurePosixPath, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
     @property
     def data(self) -> Mapping[str, Source]:

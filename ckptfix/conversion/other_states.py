@@ -4,7 +4,7 @@ Accelerate and the Trainer keep each in a file of its own. DeepSpeed's engine ha
 in its own files, and looks for them there. What belongs to a process goes on only where the same process does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -15,17 +15,18 @@ from ckptfix.conversion.target_names import LeftOut, OtherFiles, StateNames
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
-from ckptfix.storage.reading import open_reader
+from ckptfix.storage.reading import OpenFiles, open_reader
 from ckptfix.tensors.new_torch_files import Call, torch_file
 from ckptfix.tensors.new_zero import DYNAMIC_SCALE, LOSS_SCALER, dynamic_scaler
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
-from ckptfix.tensors.optimizers import OptimizerState
+from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, Strategy, number_in
 from ckptfix.tensors.stored import StoredTensor
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 _LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
 _ONCE_PER_PROCESS = "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
+_BY_HAND = "Accelerator(step_scheduler_with_optimizer=False) and scheduler.step()"
 
 
 class OtherStates(NamedTuple):
@@ -41,6 +42,7 @@ class OtherStates(NamedTuple):
 def other_states(
     root: Path,
     found: OtherFiles,
+    optimizers: Sequence[OptimizerState],
     *,
     replaced: set[PurePosixPath],
     names: StateNames,
@@ -49,13 +51,14 @@ def other_states(
 ) -> OtherStates:
     """Sort the files that are neither weights nor optimizers, and plan those of new ranks.
 
-    ``replaced``: files of optimizers that change. ``before``: number of the processes that saved, None if unknown.
+    ``optimizers``: as they were saved. ``replaced``: files of optimizers that change. ``before``: number of the
+    processes that saved, None if unknown.
     """
     wanted = names.random_states(processes)
     carried: list[PurePosixPath] = []
     left = [one for one in found.left_out if PurePosixPath(one.what) not in replaced]
     random_states: list[str] = []
-    schedulers: list[str] = []
+    schedulers: dict[str, int] = {}
     for path in found.carried:
         if path in replaced:
             continue
@@ -66,7 +69,7 @@ def other_states(
         if role is Role.RNG_STATE:
             random_states.append(str(path))
         elif role is Role.SCHEDULER:
-            schedulers.append(str(path))
+            schedulers[str(path)] = parsed.index if parsed is not None else 0
         if (role is Role.RNG_STATE and str(path) not in wanted) or (
             role is Role.RUN_STATE and rank >= processes
         ):
@@ -80,7 +83,7 @@ def other_states(
     extras: tuple[PlannedExtra, ...] = ()
     lacking = [name for name in wanted if name not in random_states] if random_states else []
     if lacking:
-        step = None if names.is_trainer else _step(root / random_states[0])
+        step = None if names.is_trainer else _count(root / random_states[0], "step")
         if step is not None:
             files = tuple(torch_file(PurePosixPath(name), {"step": step}) for name in lacking)
             extras = (PlannedExtra(files=files, old_files=(PurePosixPath(random_states[0]),)),)
@@ -91,23 +94,63 @@ def other_states(
                 f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
             )
         )
-    warnings: tuple[str, ...] = ()
-    if schedulers and before not in (None, processes) and not names.is_trainer:
-        warnings = (
-            f"{list_names(schedulers)}: copied unchanged; Accelerate advances a scheduler once per process at each "
-            f"step (by {before} so far, by {processes} from now on), {_ONCE_PER_PROCESS}",
+    warnings: list[str] = []
+    if before is not None and not names.is_trainer:
+        for name, index in schedulers.items():
+            state = next((one for one in optimizers if one.index == index), None)
+            warnings += _other_paces(root / name, state, names.strategy, before, processes)
+    return OtherStates(tuple(carried), found.empty, tuple(left), extras, tuple(warnings))
+
+
+def _other_paces(
+    path: Path, state: OptimizerState | None, strategy: Strategy, before: int, processes: int
+) -> Iterator[str]:
+    """Yield in words where a scheduler of Accelerate advances faster or slower from now on.
+
+    Accelerate advances it once per process at each step, unless the script says otherwise: where it is now, and how
+    many steps the optimizer took, shows which. ``state``: the optimizer of its position, as it was saved.
+    """
+    position, steps = _count(path, "last_epoch"), _steps_of(state)
+    if position is not None and steps and position == steps and before > 1:
+        return  # the script has it advanced by 1 at each step
+    shown = f"at {position} after {count_of(steps, 'step')} of the optimizer" if steps else f"at {position}"
+    is_known = position is not None and steps and position == steps * before and before > 1
+    unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
+    if before != processes:
+        yield (
+            f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at each step (by "
+            f"{before} so far, by {processes} from now on){unless}; next, where the batch of a step stays as large as "
+            f"it was: {_BY_HAND}{f', {before} times' if before > 1 else ''} at each step"
         )
-    return OtherStates(tuple(carried), found.empty, tuple(left), extras, warnings)
+    if strategy not in BY_TORCH and before > 1 and not (state and _has_scheduler(state)):
+        yield (
+            f"{path.name}: {shown}, as Accelerate advanced it by {before} at each step{unless}; a scheduler that "
+            "DeepSpeed's engine has itself (of ds_config, or a DummyScheduler) would go on from there, by 1 at each "
+            "step; next: let the script prepare() its scheduler of torch, which goes on as before"
+        )
 
 
-def _step(path: Path) -> int | None:
-    """Return ``accelerator.step`` from a file of random states, None where it has none."""
+def _steps_of(state: OptimizerState | None) -> int | None:
+    """Return how many steps an optimizer took, None where it does not count them."""
+    counts = [values[STEP] for values in state.states.values() if STEP in values] if state else []
+    with OpenFiles() as files:
+        found = {number_in(one, files) if isinstance(one, StoredTensor) else one for one in counts}
+    return max((int(one) for one in found if isinstance(one, int | float)), default=None)
+
+
+def _has_scheduler(state: OptimizerState) -> bool:
+    """Return whether DeepSpeed's files have a scheduler of the engine."""
+    return state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER) is not None
+
+
+def _count(path: Path, key: str) -> int | None:
+    """Return a whole number from a file of torch, None where it has none."""
     try:
         with open_reader(path) as reader:
-            step = child(read_torch_file(reader).tree.root, "step")
+            count = child(read_torch_file(reader).tree.root, key)
     except (FormatError, OSError):
         return None
-    return step if type(step) is int else None
+    return count if type(count) is int else None
 
 
 def out_of_engines(
@@ -127,7 +170,8 @@ def out_of_engines(
             if processes > 1 and not names.is_trainer:
                 warnings.append(
                     f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and Accelerate advances "
-                    f"it once per process, by {processes} from now on, {_ONCE_PER_PROCESS}"
+                    f"it once per process, by {processes} from now on, {_ONCE_PER_PROCESS}; next, where the batch of a "
+                    f"step stays as large as it was: {_BY_HAND} at each step"
                 )
             continue
         shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
@@ -168,7 +212,7 @@ def into_engine(root: Path, state: OptimizerState, scheduler: str, dtype: str | 
     """
     inside = state.extra.get(MODEL_STATES, {})
     scaler: dict[str, Any] = {}
-    if inside.get(_LR_SCHEDULER) is None:
+    if not _has_scheduler(state):
         inside = {**inside, _LR_SCHEDULER: _plain_values(root / scheduler)}
     saved = _plain_values(root / _SCALER) if dtype == "F16" and LOSS_SCALER not in state.extra else None
     if isinstance(saved, dict) and "scale" in saved:

@@ -131,6 +131,7 @@ def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, 
     """
     models = {
         id(one): {name: source.tensor for name, source in one.sources.items()}
+        | {key: one.data[key].tensor for names in one.modules.values() for key in names.values()}
         for one in plan.models
         if plan.options.verify or has_digests
     }

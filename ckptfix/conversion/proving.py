@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ckptfix.conversion.migration_plan import MigrationPlan
+from ckptfix.conversion.migration_plan import MigrationPlan, PlannedModel
 from ckptfix.conversion.streaming import Source
 from ckptfix.errors import OperationError
 from ckptfix.storage import teams
@@ -16,6 +16,7 @@ from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.optimizers import STEP, OptimizerState, number_in
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
+from ckptfix.tensors.zero_partitions import read_model_states
 
 
 def prove_model(
@@ -33,21 +34,67 @@ def prove_model(
     read. Returns the digests of the new tensors, without names. Raises OperationError about the first tensor that
     differs.
     """
-    planned = {name: (source.new.dtype, source.new.shape) for name, source in sources.items()}
+    planned = {name: source.tensor for name, source in sources.items()}
     planned |= {name: planned[kept] for name, kept in ties.items()}
-    there = {name: (tensor.dtype, tensor.shape) for name, tensor in found.named().items()}
-    for name in (*planned, *there):
-        if planned.get(name) != there.get(name):
-            raise _differs(where, f"{name!r} is {there.get(name)} (expected {planned.get(name)})")
     if found.format is not Format.DCP and dict(found.ties) != dict(ties):
         raise _differs(where, "the tied tensors differ from those of the source")
-    read = hash_all([TensorJob(one) for one in found.tensors], keep_cached=False, progress=progress)
-    for tensor, one in zip(found.tensors, read, strict=True):
+    known = {name: digests[ties.get(name, name)] for name in planned}
+    return _prove_tensors(where, planned, found.named(), known, {}, progress)
+
+
+def prove_modules(
+    where: str,
+    folder: Path,
+    planned: PlannedModel,
+    digests: Mapping[str, str],
+    proven: Mapping[StoredTensor, str],
+    progress: Progress | None,
+) -> None:
+    """Compare the module in each of DeepSpeed's files of model states with the written one: it is what runs first.
+
+    The weights that are found in a checkpoint are the fp32 ones of the optimizer, so this copy of them is not among
+    those that ``prove_model`` reads. ``digests``, ``proven``: as for ``prove_states``. Raises as it does.
+    """
+    for path, keys in planned.modules.items():
+        wanted = {name: planned.data[key].tensor for name, key in keys.items()}
+        known = {name: digests[key] for name, key in keys.items()}
+        module = read_model_states(folder / path).module
+        _prove_tensors(f"{where}: the module in {path.name}", wanted, module, known, proven, progress)
+
+
+def _prove_tensors(
+    where: str,
+    wanted: Mapping[str, StoredTensor],
+    there: Mapping[str, StoredTensor],
+    digests: Mapping[str, str],
+    proven: Mapping[StoredTensor, str],
+    progress: Progress | None,
+) -> dict[StoredTensor, str]:
+    """Compare tensors that were found with the wanted ones, by name: dtype, shape, bytes. Each is read once.
+
+    ``digests``: of the wanted ones. ``proven``: of those that were read already. Returns the digests of those that
+    are there, without names. Raises OperationError about the first tensor that differs.
+    """
+    for name in (*wanted, *there):
+        if _kind(wanted.get(name)) != _kind(there.get(name)):
+            raise _differs(
+                where, f"{name!r} is {_kind(there.get(name))} (expected {_kind(wanted.get(name))})"
+            )
+    nameless = {name: tensor._replace(fqn="") for name, tensor in there.items()}
+    unread: dict[StoredTensor, str] = {}
+    for name, tensor in nameless.items():
+        if tensor not in proven:
+            unread.setdefault(tensor, name)
+    read = hash_all([TensorJob(one) for one in unread], keep_cached=False, progress=progress)
+    found = {tensor: proven[tensor] for tensor in nameless.values() if tensor in proven}
+    for (tensor, name), one in zip(unread.items(), read, strict=True):
         if one.problem:
-            raise _differs(where, f"{tensor.fqn!r} cannot be read back: {one.problem}")
-        if one.digest != digests[ties.get(tensor.fqn, tensor.fqn)]:
-            raise _differs(where, f"{tensor.fqn!r} has other bytes than were read from the source")
-    return {tensor._replace(fqn=""): one.digest for tensor, one in zip(found.tensors, read, strict=True)}
+            raise _differs(where, f"{name!r} cannot be read back: {one.problem}")
+        found[tensor] = one.digest
+    for name, tensor in nameless.items():
+        if found[tensor] != digests[name]:
+            raise _differs(where, f"{name!r} has other bytes than were read from the source")
+    return found
 
 
 def prove_states(
@@ -75,23 +122,8 @@ def prove_states(
             names = [name for group in planned.state.groups for name in group.names]
             state = state.named({str(number): name for number, name in enumerate(names)})
         _compare_groups(where, planned.state, state)
-        wanted, there = state_tensors(planned.state), state_tensors(state)
-        for name in (*wanted, *there):
-            if _kind(wanted.get(name)) != _kind(there.get(name)):
-                raise _differs(
-                    where, f"{name} is {_kind(there.get(name))} (expected {_kind(wanted.get(name))})"
-                )
         _compare_numbers(where, _steps(planned.state), _steps(state))
-        found_now = {name: proven.get(tensor._replace(fqn=""), "") for name, tensor in there.items()}
-        unread = [name for name, digest in found_now.items() if not digest]
-        read = hash_all([TensorJob(there[name]) for name in unread], keep_cached=False, progress=progress)
-        for name, one in zip(unread, read, strict=True):
-            if one.problem:
-                raise _differs(where, f"{name} cannot be read back: {one.problem}")
-            found_now[name] = one.digest
-        for name, digest in found_now.items():
-            if digest != known[name]:
-                raise _differs(where, f"{name} has other bytes than were read from the source")
+        _prove_tensors(where, state_tensors(planned.state), state_tensors(state), known, proven, progress)
 
 
 def _kind(tensor: StoredTensor | None) -> tuple[str, tuple[int, ...]] | None:

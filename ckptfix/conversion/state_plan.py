@@ -83,6 +83,7 @@ def plan_states(source: StoredCheckpoint, path: Path, output: Path, options: Opt
     others = other_states(
         source.root,
         other_files(source, new),
+        optimizers,
         replaced=replaced,
         names=names,
         before=before,
@@ -349,6 +350,7 @@ class _Planning:
             files=files,
             sources=trained | others,
             parts=data,
+            modules=new.modules,
         )
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
 

@@ -74,12 +74,14 @@ class NewStates(NamedTuple):
 
     ``dtypes``: key -> dtype in the new file, in safetensors' nouns, where its source has another one: such a tensor is
     converted while it is written. ``notes``: what the new files hold otherwise than the old ones, in sentences.
+    ``modules``: file -> name in DeepSpeed's module there -> key of its ``Data``.
     """
 
     files: tuple[OutputFile, ...]
     sources: Mapping[str, StoredTensor]
     dtypes: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
+    modules: Mapping[PurePosixPath, Mapping[str, str]] = {}
 
 
 NO_WORDS: Mapping[str, Any] = {}

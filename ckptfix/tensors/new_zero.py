@@ -123,7 +123,7 @@ def zero_files(
     with OpenFiles() as opened:
         plan = _Plan(strategy, folder, weights, state, processes, dtype, frozenset(frozen), buffers, opened)
         files = tuple(plan.files())
-    return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes))
+    return NewStates(files, plan.sources, plan.dtypes, tuple(plan.notes), plan.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def module_dtype(new: NewStates, fqn: str) -> str | None:
 
 
 class _Plan:
-    """The files of one checkpoint. ``sources``, ``dtypes`` and ``notes``: as ``NewStates`` has them."""
+    """The files of one checkpoint. ``sources``, ``dtypes``, ``notes``, ``modules``: as ``NewStates`` has them."""
 
     def __init__(
         self,
@@ -176,6 +176,7 @@ class _Plan:
         self.sources: dict[str, StoredTensor] = {}
         self.dtypes: dict[str, str] = {}
         self.notes: list[str] = []
+        self.modules: dict[PurePosixPath, Mapping[str, str]] = {}
         self._strategy, self._folder, self._weights, self._state = strategy, folder, weights, state
         self._ranks = processes
         self._model_states = state.extra.get(MODEL_STATES, {})
@@ -337,11 +338,13 @@ class _Plan:
 
     def _model_file(self, rank: int | None) -> OutputFile:
         """Return a file of model states. ``rank``: None for those of all ranks, which have the complete module."""
-        module: dict[str, Any] = {}
+        path = self._path(DeepSpeedPart.MODEL, rank)
+        module: dict[str, NewTensor] = {}
         for name in (*(tensor.fqn for tensor in self._weights.tensors), *self._weights.ties):
             kept = self._ties.get(name, name)
             is_empty = rank is not None and kept not in self._buffers
             module[name] = self._empty(kept) if is_empty else self._module_tensor(kept)
+        self.modules[path] = {name: tensor.fqn for name, tensor in module.items()}
         versions = {module: {"version": version} for module, version in self._weights.versions.items()}
         metadata = {"_metadata": _ordered(versions)} if versions else None
         has_frozen = self._strategy is not Strategy.ZERO1 and (
@@ -366,7 +369,7 @@ class _Plan:
             "ds_config": self._config(),
             "ds_version": _VERSION,
         }
-        return torch_file(self._path(DeepSpeedPart.MODEL, rank), content | self._kept_model_states())
+        return torch_file(path, content | self._kept_model_states())
 
     def _module_tensor(self, name: str) -> NewTensor:
         stored = self._named[name]

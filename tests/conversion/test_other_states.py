@@ -20,7 +20,8 @@ def test_fewer_processes(tmp_path: Path) -> None:
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= names
     assert not {"random_states_2.pkl", "random_states_3.pkl"} & names
     assert [one.what for one in receipt.left_out] == ["random_states_2.pkl", "random_states_3.pkl"]
-    assert "by 4 so far, by 2 from now on" in receipt.warnings[0]
+    assert "at 6 after 3 steps of the optimizer; " in receipt.warnings[0]
+    assert "by 4 so far, by 2 from now on), unless" in receipt.warnings[0]
 
 
 def test_new_processes_get_the_step_and_no_random_states(tmp_path: Path) -> None:
@@ -70,3 +71,53 @@ def test_a_scheduler_that_counted_once_for_all_processes_is_named(tmp_path: Path
     )
     words = "advanced this scheduler by 1 at each step, and Accelerate advances it once per process, by 3 from now"
     assert [words in one for one in receipt.warnings] == [True] * (processes > 1)
+
+
+def paces(root: Path, last_epoch: int, to: str, *, before: int, processes: int) -> list[str]:
+    """Return what is said of a scheduler that is at ``last_epoch`` after three steps of its optimizer."""
+    source = save_state(root / "source", "fsdp", trained(), processes=before)
+    torch.save({"last_epoch": last_epoch, "_step_count": last_epoch + 1}, source / "scheduler.bin")
+    receipt = ckptfix.migrate(source, root / "new", to=to, state="all", processes=processes)
+    assert (root / "new" / "scheduler.bin").read_bytes() == (source / "scheduler.bin").read_bytes()
+    return [words for words in receipt.warnings if "scheduler" in words]
+
+
+def test_a_scheduler_that_advances_once_per_process_is_named_with_both_numbers(tmp_path: Path) -> None:
+    (words,) = paces(tmp_path, 6, "ddp", before=2, processes=4)
+    assert words.startswith("scheduler.bin: copied unchanged, at 6 after 3 steps of the optimizer; ")
+    assert (
+        "(by 2 so far, by 4 from now on); next, where the batch of a step stays as large as it was: " in words
+    )
+    assert words.endswith("(step_scheduler_with_optimizer=False) and scheduler.step(), 2 times at each step")
+
+
+@pytest.mark.parametrize("to", ["zero2", "universal"])
+def test_a_scheduler_that_advances_once_per_process_is_named_where_an_engine_takes_it(
+    tmp_path: Path, to: str
+) -> None:
+    (words,) = paces(tmp_path, 6, to, before=2, processes=2)
+    assert (
+        "at 6 after 3 steps of the optimizer, as Accelerate advanced it by 2 at each step; a scheduler"
+        in words
+    )
+    assert words.endswith("next: let the script prepare() its scheduler of torch, which goes on as before")
+
+
+@pytest.mark.parametrize(
+    ("last_epoch", "to", "before", "processes", "lines"),
+    [
+        (3, "ddp", 2, 4, 0),  # step_scheduler_with_optimizer=False
+        (3, "zero1", 2, 4, 0),
+        (3, "zero1", 1, 1, 0),
+        (3, "ddp", 1, 4, 1),  # of one process nothing shows what the script says
+        (6, "ddp", 2, 2, 0),
+        (6, "zero1", 2, 4, 2),
+        (5, "zero1", 2, 2, 1),  # a script that does otherwise
+    ],
+)
+def test_what_is_said_of_the_pace_of_a_scheduler(
+    tmp_path: Path, last_epoch: int, to: str, before: int, processes: int, lines: int
+) -> None:
+    found = paces(tmp_path, last_epoch, to, before=before, processes=processes)
+    assert len(found) == lines
+    assert all(("unless" in words) == (last_epoch != 6) for words in found)

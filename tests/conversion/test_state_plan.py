@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckptfix
+from ckptfix.conversion.producing import produce
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.stored import StoredTensor
+from ckptfix.tensors.stored import Contiguous, StoredTensor
+from ckptfix.tensors.zero_partitions import read_model_states
 from tests.conversion.state_making import (
     STRATEGIES,
     Trained,
@@ -26,6 +28,7 @@ from tests.conversion.state_making import (
     trained,
 )
 from tests.tensors.dcp_making import load
+from tests.verification.sealed import flip
 
 
 @pytest.mark.parametrize("before", STRATEGIES)
@@ -490,10 +493,10 @@ def test_without_verification_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: state["state"]["0.weight"]["exp_avg"].add_(1), "0.weight/exp_avg has other bytes"),
+        (lambda state: state["state"]["0.weight"]["exp_avg"].add_(1), "'0.weight/exp_avg' has other bytes"),
         (lambda state: state["state"]["0.weight"].update(step=torch.tensor(9.0)), "0.weight/step is 9.0 (expected 3"),
         (lambda state: state["param_groups"][1].update(weight_decay=0.5), "'weight_decay' of param group 1 is 0.5"),
-        (lambda state: state["state"]["2.bias"].pop("exp_avg_sq"), "2.bias/exp_avg_sq is None"),
+        (lambda state: state["state"]["2.bias"].pop("exp_avg_sq"), "'2.bias/exp_avg_sq' is None"),
         (lambda state: state["param_groups"][0]["params"].reverse(), "its param groups have other parameters"),
     ],
 )  # fmt: skip
@@ -501,7 +504,6 @@ def test_the_proof_finds_what_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, words: str
 ) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained())
-    produce = ckptfix.conversion.migrate.produce
 
     def altered(plan: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
         produced = produce(plan, folder, *args, **kwargs)
@@ -514,6 +516,39 @@ def test_the_proof_finds_what_differs(
     with pytest.raises(OperationError) as caught:
         ckptfix.migrate(source, tmp_path / "new", to="fsdp-full", state="all")
     assert words in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("after", "dtype", "name", "file"),
+    [
+        ("zero1", None, "0.weight", "mp_rank_00_model_states.pt"),
+        ("zero2", "bf16", "3.bias", "mp_rank_00_model_states.pt"),
+        ("zero2", None, "2.weight", "mp_rank_00_model_states.pt"),  # frozen
+        ("zero3", "bf16", "offset", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("universal", None, "1.weight", "mp_rank_00_model_states.pt"),
+        ("universal", None, "offset", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_the_proof_finds_a_flipped_bit_in_the_module_of_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, dtype: str | None, name: str, file: str
+) -> None:
+    """The module is what runs first; the weights that other readers find are the optimizer's."""
+    source = save_state(tmp_path / "source", "fsdp-full", with_frozen_in_its_group())
+
+    def flipped(plan: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
+        produced = produce(plan, folder, *args, **kwargs)
+        path = folder / "pytorch_model" / file
+        layout = read_model_states(path).module[name].layout
+        assert isinstance(layout, Contiguous)
+        flip(path, layout.pieces[0].offset + 1)
+        return produced
+
+    options: dict[str, Any] = {"to": after, "state": "all", "model": frozen_net, "dtype": dtype}
+    ckptfix.migrate(source, tmp_path / "intact", **options)
+    monkeypatch.setattr("ckptfix.conversion.migrate.produce", flipped)
+    with pytest.raises(OperationError, match=f"'{name}' has other bytes"):
+        ckptfix.migrate(source, tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
