@@ -212,8 +212,11 @@ class _Parts:
 
 
 def _depth(path: tuple[str, ...], found: Mapping[tuple[str, ...], _Parts]) -> int | None:
-    """Return the number of steps of a path that lead to one of these optimizers, None where none do."""
-    return next((depth for depth in range(len(path)) if path[:depth] in found), None)
+    """Return the number of steps of a path that lead to one of these optimizers, None where none do.
+
+    An optimizer can lie in the state dict of another one, which wraps it: the inner one's parts are its own.
+    """
+    return next((depth for depth in reversed(range(len(path))) if path[:depth] in found), None)
 
 
 class _Weights:

@@ -12,15 +12,17 @@ from torch.distributed.checkpoint import _nested_dict as nested_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.tensor import DTensor, Shard
 
+from ckptfix.checkpoint.dcp import optimizers_in
 from ckptfix.conversion.migrate import migrate
 from ckptfix.diagnosis.check import check
 from ckptfix.errors import OperationError
+from ckptfix.formats.dcp_rewrite import paths_of
 from ckptfix.storage.reading import OpenFiles
 from ckptfix.tensors.dcp_tensors import read_metadata_of
 from ckptfix.tensors.hashing import first_place
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizer_opening import open_optimizers
-from ckptfix.tensors.optimizers import OptimizerState, Strategy
+from ckptfix.tensors.optimizers import STEP, OptimizerState, Strategy
 from ckptfix.tensors.stored import StoredTensor, Tiled
 from ckptfix.verification.diff import diff
 from tests.tensors.dcp_making import save
@@ -398,6 +400,60 @@ def test_an_optimizer_at_the_root_of_a_dcp_folder(tmp_path: Path) -> None:
     (found,) = open_optimizers(tmp_path)
     assert (found.label, found.index) == ("optimizer_3", 3)
     ensure_same(found, seen)
+
+
+def plain_state() -> dict[str, Any]:
+    return {
+        "state": {"a.w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
+        "param_groups": [{"lr": 0.1, "params": ["a.w"]}],
+    }
+
+
+MODEL = {"model": {"a.w": torch.ones(2)}}
+ONE = ("optimizer",)
+
+
+@pytest.mark.parametrize(
+    ("content", "found", "opened"),
+    [
+        pytest.param({"optimizer": plain_state() | {"loss_scale": 8.0}}, [ONE], [["a.w"]], id="more-keys"),
+        pytest.param({"optimizer": {"state": plain_state()["state"]}}, [ONE], [], id="moments-alone"),
+        pytest.param(
+            {"optimizer": {"state": plain_state()["state"], "scaler": torch.ones(1)}}, [], [],
+            id="moments-with-more-keys",
+        ),
+        pytest.param(
+            {"optimizer": plain_state() | {"param_groups": {"fast": {"lr": torch.ones(1)}}}}, [], [],
+            id="groups-by-name",
+        ),
+        pytest.param({"sampler": {"param_groups": {"fast": torch.ones(1)}}}, [], [], id="no-list-of-groups"),
+        pytest.param(
+            {"optimizer": {"state": {}, "param_groups": plain_state()["param_groups"]}}, [ONE], [["a.w"]],
+            id="no-moments",
+        ),
+        pytest.param(
+            {"optimizer": plain_state() | {"base": plain_state()}}, [ONE, ("optimizer", "base")], [["a.w"], ["a.w"]],
+            id="one-in-the-other",
+        ),
+        pytest.param(
+            {"a": {"b": {"c": {"d": {"e": plain_state()}}}}}, [tuple("abcde")], [["a.w"]], id="deep",
+        ),
+        pytest.param(
+            {"optimizer": plain_state() | {"state": {"param_groups": {"exp_avg": torch.ones(2)}}}}, [ONE], [["a.w"]],
+            id="a-parameter-called-param_groups",
+        ),
+    ],
+)  # fmt: skip
+def test_check_and_migrate_find_the_same_optimizers_in_a_dcp_folder(
+    tmp_path: Path, content: Any, found: list[tuple[str, ...]], opened: list[list[str]]
+) -> None:
+    """Moments without param groups are renamed with their model, but no loader takes them for an optimizer."""
+    save(tmp_path / "all", MODEL | content)
+    assert sorted(optimizers_in(paths_of(read_metadata_of(tmp_path / "all")).values())) == found
+    states = open_optimizers(tmp_path / "all")
+    assert [[name for group in state.groups for name in group.names] for state in states] == opened
+    assert all(STEP not in state.extra and not state.unfit for state in states)
+    assert check(tmp_path / "all").status == 0
 
 
 class OldMesh:
