@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -15,27 +14,19 @@ import torch
 
 from ckptfix.cli import run
 from fixtures.models import RunSettings
+from tests.commanding import Said, said
 from tests.repairs.builders import write_safetensors
 from tests.tensors.dcp_making import save
 
+__all__ = ["said"]
+
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CLEAN = FIXTURES / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
-Said = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(CLEAN, tmp_path / "c"))
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    def said(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        status = run([str(argument) for argument in arguments])
-        return status, capsys.readouterr().out
-
-    return said
 
 
 def shorten(path: Path, count: int) -> None:
@@ -52,7 +43,7 @@ def test_what_is_whole_of_a_cut_file_is_to_be_salvaged(folder: Path, said: Said,
         ["repair", "--dry-run"],
         ["repair", "--output", tmp_path / "copy"],
     ):
-        status, out = said(*command, folder)
+        status, out, _ = said(*command, folder)
         assert status == 1
         assert "truncated-file" in out
         assert next_line in out
@@ -116,7 +107,7 @@ def test_salvage_comes_before_a_repair_that_brings_nothing_back(said: Said, tmp_
     shutil.copytree(FIXTURES / "accelerate-1.15.0" / "pairs-twice" / "checkpoint", folder)
     shorten(folder / "model.safetensors", 20)
     salvage, repair = f"ckptfix salvage {folder} NEW_FOLDER", f"ckptfix repair {folder}"
-    status, out = said("check", folder)
+    status, out, _ = said("check", folder)
     assert status == 1
     assert f"next, to recover what is intact: {salvage}\nthen: {repair}\n" in out
     assert f"; next: {salvage}\n" in said("verify", folder)[1]
@@ -130,7 +121,7 @@ def test_salvage_comes_before_a_repair_that_brings_nothing_back(said: Said, tmp_
 
 def test_a_dry_run_shows_what_it_does_not_repair(folder: Path, said: Said) -> None:
     shorten(folder / "model.safetensors", 5)
-    status, out = said("repair", folder, "--dry-run")
+    status, out, _ = said("repair", folder, "--dry-run")
     assert status == 1
     assert f"a repair would change nothing in {folder}" in out
     assert "error truncated-file: model.safetensors" in out
@@ -180,7 +171,7 @@ def test_what_the_trainer_pickles_is_a_note(folder: Path, said: Said) -> None:
         path.unlink()
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     (folder / "trainer_state.json").write_text('{"global_step": 1}')
-    status, out = said("check", folder)
+    status, out, _ = said("check", folder)
     assert status == 0
     assert out.count("note trainer-pickle") == 3
     assert said("verify", folder, "--data")[0] == 0
@@ -242,7 +233,7 @@ def test_a_repair_names_the_command_for_a_model_below(
         shorten(weights, cut)
     copy = folder.parent / "copy"
     given = [str(copy) if option == "COPY" else option for option in options]
-    status, out = said("repair", folder, *given)
+    status, out, _ = said("repair", folder, *given)
     assert status == 1
     where = copy if copy.exists() else folder
     assert f"ckptfix {helps} {where / 'unet'}" in out

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix.cli import run
 from ckptfix.errors import ChangedError, StoreError
 from ckptfix.storage import images, stores
 from ckptfix.storage.stores import Patience, open_store
+from tests.commanding import Said, said
 from tests.sampling import sampled
 from tests.stores.faults import LASTING, PASSING, Proxy, proxied
 from tests.stores.servers import Server, bucket, ministack, ministack_process, upload_folder
 
-__all__ = ["bucket", "ministack", "ministack_process"]
+__all__ = ["bucket", "ministack", "ministack_process", "said"]
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASE = FIXTURES / "golden" / "doubled-model" / "checkpoint"
 pytestmark = pytest.mark.slow
-
-Said = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -39,17 +37,6 @@ def proxy(ministack: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]
 def url(bucket: str) -> str:
     upload_folder(CASE, f"{bucket}/run/checkpoint")
     return f"{bucket}/run/checkpoint"
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 VERBS = {

@@ -2,35 +2,23 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ckptfix.cli import run
 from ckptfix.storage import images, stores
 from ckptfix.storage.stores import Store
+from tests.commanding import Said, said
 from tests.sampling import sampled
 from tests.stores.servers import QUICK, bucket, ministack, ministack_process, upload_folder
 
-__all__ = ["bucket", "ministack", "ministack_process"]
+__all__ = ["bucket", "ministack", "ministack_process", "said"]
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 GOLDEN = sorted(path for path in (FIXTURES / "golden").iterdir())
 REAL = sorted(
     path for path in FIXTURES.glob("accelerate-1.15.0/*") if (path / "checkpoint").is_dir()
 ) + sorted(FIXTURES.glob("deepspeed-*/*"))
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 @pytest.fixture
@@ -49,7 +37,7 @@ def prepared(source: Path, folder: Path, url: str) -> Store:
     return store
 
 
-def same(said: Callable[..., tuple[int, str, str]], folder: Path, url: str, *arguments: object) -> int:
+def same(said: Said, folder: Path, url: str, *arguments: object) -> int:
     """Run a verb on the folder and on the URL, in text and JSON, and compare; return the exit status."""
     status = 0
     for form in ("text", "json"):
@@ -65,9 +53,7 @@ def same(said: Callable[..., tuple[int, str, str]], folder: Path, url: str, *arg
 @pytest.mark.parametrize(
     "case", sampled([*GOLDEN, *REAL]), ids=lambda path: f"{path.parent.name}-{path.name}"
 )
-def test_a_url_is_as_good_as_a_folder(
-    case: Path, tmp_path: Path, in_memory: str, said: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_url_is_as_good_as_a_folder(case: Path, tmp_path: Path, in_memory: str, said: Said) -> None:
     source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
     folder, url = tmp_path / "checkpoint", f"{in_memory}/checkpoint"
     prepared(source, folder, url)
@@ -81,9 +67,7 @@ def test_a_url_is_as_good_as_a_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled([*GOLDEN, *REAL]), ids=lambda path: path.name)
-def test_an_s3_server_is_as_good_as_a_folder(
-    case: Path, tmp_path: Path, bucket: str, said: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_an_s3_server_is_as_good_as_a_folder(case: Path, tmp_path: Path, bucket: str, said: Said) -> None:
     source = case / "checkpoint" if (case / "checkpoint").is_dir() else case
     folder, url = tmp_path / "my runs" / "checkpoint", f"{bucket}/my runs/checkpoint"
     prepared(source, folder, url)
