@@ -270,7 +270,7 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         return None, Problem(kind=ProblemKind.NOT_A_TENSOR_FILE, message="not a regular file")
     with open_reader(full) as reader:
         try:
-            return _parser(reader, name)(reader), None
+            return _parser(name)(reader), None
         except TruncatedError as error:
             have, need, in_header = error.have, error.need, error.in_header
             kind = ProblemKind.TRUNCATED
@@ -284,7 +284,7 @@ def _read(full: Path, status: os.stat_result, name: FileName) -> tuple[Content |
         return None, _judged(reader, name, problem)
 
 
-def _parser(reader: FileReader, name: FileName) -> Callable[[FileReader], Content]:
+def _parser(name: FileName) -> Callable[[FileReader], Content]:
     if name.role is Role.WEIGHTS_INDEX:
         return _read_index
     return read_safetensors if name.suffix == ".safetensors" else read_torch_file

@@ -141,15 +141,6 @@ def staged_copy(destination: torch.Tensor, source: torch.Tensor, *, waiting: Wai
     _carry(target, sent, lambda: destination.copy_(arrived), waiting)
 
 
-def staged_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor.to(device)`` for a tensor of any kind, by way of the host.
-
-    Plain operations, so that autograd takes the way back through the host too, and sparse, nested and quantized
-    tensors and subclasses do what their own ``to`` does.
-    """
-    return tensor.to("cpu").to(device)
-
-
 def release_slots() -> None:
     """Give the pinned memory back. Copies that are under way keep theirs until they are done.
 

@@ -449,7 +449,7 @@ def _undo_replace(work: Workspace, index: int, edit: Replaced, note: Note, progr
         if found is not None and not work.is_the(found, note.new):
             raise work.not_the(path, found, note.new)
         if not os.path.lexists(old):
-            _rebuild(work, index, edit.path, edit.previous, old, note, progress)
+            _rebuild(work, edit.path, edit.previous, old, note, progress)
         if found is None:  # moved away by hand; the rule above needs a stand-in
             create_file(new, b"", mode=0o600)
         else:
@@ -485,7 +485,7 @@ def _undo_remove(work: Workspace, index: int, edit: Remove, note: Note, progress
         sync_folder(path.parent)
         return
     if not os.path.lexists(old):
-        _rebuild(work, index, edit.path, edit.previous, old, note, progress)
+        _rebuild(work, edit.path, edit.previous, old, note, progress)
     _make_folder(path.parent)
     move(old, path)
 
@@ -499,7 +499,6 @@ def _make_folder(folder: Path) -> None:
 
 def _rebuild(
     work: Workspace,
-    index: int,
     path: PurePosixPath,
     previous: object,
     old: Path,

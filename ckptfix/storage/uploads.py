@@ -321,34 +321,6 @@ def upload_folder(
     finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
 
 
-def finish_interrupted(place: Place) -> bool:
-    """Finish an upload whose objects were all there when it was interrupted; False when there is none.
-
-    Only an upload over an older checkpoint can be finished by anybody: its objects lie complete below ``.ckptfix/``.
-    """
-    there = place.list()
-    begun, commit = _records(place, there)
-    if begun is None or (commit is not None and commit.upload == begun.upload):
-        return False
-    prefix = f"{_NEW}{begun.upload}/"
-    for name, size in begun.files.items():
-        new = there.get(f"{prefix}{name}")
-        if new is None or new.size != size:
-            return False
-    seen = {name: info.etag for name, info in there.items()}
-    plan = UploadPlan(upload=begun.upload, files=begun.files, is_direct=False, seen=seen, stale=())
-    sent = {
-        name: Uploaded(
-            size, _digest(place, f"{prefix}{name}", there[f"{prefix}{name}"]), seen[f"{prefix}{name}"]
-        )
-        for name, size in begun.files.items()
-    }
-    named = _give_names(place, plan, sent)
-    _put_record(place, COMMITTED, Commit(plan.upload, time.time(), named).to_bytes())
-    _sweep(place)
-    return True
-
-
 def remove_checkpoint(place: Place) -> None:
     """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever taken for complete."""
     there = place.list()

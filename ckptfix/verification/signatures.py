@@ -142,7 +142,7 @@ def open_statement(path: Path, trust: Trust | None) -> Opened:
         kind=_kind(statement),
         is_signed=True,
         is_verified=True,
-        signer=_signer(bundle, trust),
+        signer=_signer(trust),
         notes=tuple(" ".join(notes.getvalue().split()).split("\n")) if notes.getvalue() else (),
     )
     return Opened(attestation, statement)
@@ -369,7 +369,7 @@ def _use_identity(config: Any, trust: Trust) -> None:
         raise _unreachable(error, _VERIFY_OTHERWISE) from error
 
 
-def _signer(bundle: _Bundle, trust: Trust) -> str:
+def _signer(trust: Trust) -> str:
     if trust.identity is not None:
         return f"{trust.identity} at {trust.identity_provider}"
     if trust.key is not None:

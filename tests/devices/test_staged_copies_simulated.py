@@ -16,7 +16,6 @@ from ckptfix.devices.staged_copies import (
     Waiting,
     release_slots,
     staged_copy,
-    staged_to,
 )
 from tests.simulated.simulator import Simulator
 
@@ -143,17 +142,6 @@ def test_lazy_conjugates_and_negatives(rows: int) -> None:
     staged_copy(into.conj(), host.to("cuda:0"))
     as_torch_does.conj().copy_(host.to("cuda:1"))
     assert same_bits(into, as_torch_does)
-
-
-def test_other_kinds_of_tensor_go_by_plain_operations() -> None:
-    class Tagged(torch.Tensor):  # type: ignore[misc]
-        pass
-
-    dense = torch.randn(6, 6).relu()
-    assert isinstance(staged_to(dense.to("cuda:0").as_subclass(Tagged), torch.device("cuda:1")), Tagged)
-    leaf = dense.clone().requires_grad_()
-    staged_to(leaf.to("cuda:0"), torch.device("cuda:1")).square().sum().backward()
-    assert torch.equal(leaf.grad, 2 * dense)
 
 
 def test_two_slots_of_pinned_memory_for_each_pair_that_copied() -> None:

@@ -156,10 +156,6 @@ class Memory:
         """Return a block of ``size`` bytes on the host; what it holds is not defined."""
         return self._block(size, role, torch.device("cpu"))
 
-    def on_device(self, size: int, where: Any, role: str) -> Any:
-        """Return a block of ``size`` bytes on a device; what it holds is not defined."""
-        return self._block(size, role, where)
-
     def upload(self, block: Any, where: Any, role: str) -> Any:
         """Return a block on a device, filled from one on the host."""
         return self._block(block.numel(), role, where).copy_(block)
@@ -239,7 +235,7 @@ def _kind(
         return Kind.SWAP
     if _displaced(arrived, sent, wrong, first, count):
         return Kind.SHIFT
-    return _by_extent(wrong, first, count)
+    return _by_extent(wrong, count)
 
 
 def _bits(flipped: Any) -> int:
@@ -282,7 +278,7 @@ def _bytes(tensor: Any) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
-def _by_extent(wrong: Any, first: int, count: int) -> Kind:
+def _by_extent(wrong: Any, count: int) -> Kind:
     size = wrong.numel()
     block = _BLOCK if size >= 8 * _BLOCK else 8 if size >= 64 else 1
     padded = torch.nn.functional.pad(wrong, (0, -size % block))

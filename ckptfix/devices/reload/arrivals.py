@@ -218,7 +218,7 @@ def prove_files(
             on_disk = placed is not None and placed(name) == DISK
             _through_the_disk(shown, value, folder, proofs.offload, must=on_disk)
             if placed is not None and hops.count:
-                _onto_a_device(shown, value, placed(name), weights, stored, proofs.placement, hops)
+                _onto_a_device(shown, value, placed(name), stored, proofs.placement, hops)
             progress(stored.nbytes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -249,7 +249,7 @@ def _through_the_disk(name: str, value: torch.Tensor, folder: Path, tally: Tally
 
 
 def _onto_a_device(
-    name: str, value: torch.Tensor, place: Device, weights: Weights, stored: FileTensor, tally: Tally, hops: Hops
+    name: str, value: torch.Tensor, place: Device, stored: FileTensor, tally: Tally, hops: Hops
 ) -> None:  # fmt: skip
     index = place if isinstance(place, int) else 0
     if index >= hops.count:

@@ -295,14 +295,6 @@ class AccelerateConfig:
         """The distributed type in upper case, "" when none is given."""
         return str(self.values.get("distributed_type", "")).upper()
 
-    @property
-    def processes_here(self) -> int | None:
-        """Return how many processes it starts on this machine, None when it does not say."""
-        total, machines = self.values.get("num_processes"), self.values.get("num_machines", 1)
-        if not isinstance(total, int) or isinstance(total, bool) or total < 1:
-            return None
-        return max(total // machines, 1) if isinstance(machines, int) and machines > 0 else total
-
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``VARIABLES`` that are set."""

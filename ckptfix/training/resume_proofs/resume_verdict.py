@@ -123,7 +123,7 @@ def control(a: RankRuns, b: RankRuns, last: int | None = None) -> tuple[Differen
                 break
             hard = [state for state in STATES if state not in _OWN and _differs(state, row, again)]
             if hard:
-                words = _words(hard[0], row, again, Relation.NONE)
+                words = _words(hard[0], row, again)
                 found.append(Difference(row.step, one.rank, hard[0], words, _names(hard[0], row, again)))
                 break
             for state in _OWN:
@@ -166,9 +166,7 @@ def compare(
     agreement: dict[str, dict[int, bool]] = {}
     begun = 0
     for rank, (killed, one, again) in enumerate(zip(interrupted, reference, resumed, strict=True)):
-        pair = _Pair(
-            saved_at, killed, one, again, reference, _case(one, again, killed, saves, files, len(reference))
-        )
+        pair = _Pair(saved_at, one, again, reference, _case(one, again, killed, saves, files, len(reference)))
         found += pair.differences(ignored, agreement)
         if rank == 0:
             at = _rows_before(one, saved_at)
@@ -250,7 +248,6 @@ class _Pair:
     def __init__(
         self,
         saved_at: int,
-        killed: RankRun,
         one: RankRun,
         again: RankRun,
         all_ranks: RankRuns,
@@ -335,7 +332,7 @@ class _Pair:
         for state in _AT_ENTRY:
             names = _kept(state, _names(state, row, other), ignored)
             if names:
-                words = f"{_words(state, row, other, Relation.NONE)}, before the first batch"
+                words = f"{_words(state, row, other)}, before the first batch"
                 yield self._explained(
                     self._difference(self._saved_at + 1, state, words, names, row, other), 0
                 )
@@ -345,7 +342,7 @@ class _Pair:
         relation, words = Relation.NONE, ""
         if state == "batch":
             relation, words = self._relation(row, other)
-        words = words or _words(state, row, other, relation)
+        words = words or _words(state, row, other)
         one = self._difference(row.step, state, words, names, row, other)
         if state not in ("batch", "generators", "learning rate", "scheduler"):
             one = replace(one, expected={}, found={})
@@ -449,7 +446,7 @@ def _source(name: str) -> str:
     return name.partition(" at loss ")[0].removesuffix(_AFTER)
 
 
-def _words(state: str, row: _Row, other: _Row, relation: Relation) -> str:
+def _words(state: str, row: _Row, other: _Row) -> str:
     """Return what differs in a state, in words."""
     names = _names(state, row, other)
     was, now = row.states.get(state, {}), other.states.get(state, {})
