@@ -19,10 +19,11 @@ from ckptfix.tensors.stored import Contiguous, Layout, StoredTensor, digest_head
 
 
 class Mark(NamedTuple):
-    """The bytes of a source in which a wanted tensor lies."""
+    """The bytes of a source in which a wanted tensor lies, and its number among those wanted."""
 
     begin: int
     end: int
+    number: int
     tensor: StoredTensor
 
 
@@ -34,55 +35,69 @@ class Digests:
     """
 
     def __init__(self, wanted: Iterable[StoredTensor]) -> None:
-        self._found = dict.fromkeys(wanted, "")
-        self._by_layout: dict[Layout, list[StoredTensor]] = {}
-        self._by_piece: dict[Piece, list[StoredTensor]] = {}
-        for one in self._found:
+        # Tensors are numbered, as the hash of one is that of all of its pieces, and every look-up takes it anew.
+        self._numbers: dict[StoredTensor, int] = {}
+        self._by_layout: dict[Layout, list[tuple[int, StoredTensor]]] = {}
+        self._by_piece: dict[Piece, list[tuple[int, StoredTensor]]] = {}
+        self._found: list[str] = []
+        for one in wanted:
+            number = self._numbers.setdefault(one, len(self._found))
+            if number < len(self._found):
+                continue
+            self._found.append("")
             if not one.nbytes:
-                self.add(one, hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest())
+                self.add(number, hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest())
             elif isinstance(one.layout, Contiguous):
-                self._by_piece.setdefault(one.layout.pieces[0], []).append(one)
+                self._by_piece.setdefault(one.layout.pieces[0], []).append((number, one))
             else:
-                self._by_layout.setdefault(one.layout, []).append(one)
+                self._by_layout.setdefault(one.layout, []).append((number, one))
 
-    def add(self, tensor: StoredTensor, digest: str) -> None:
+    def add(self, number: int, digest: str) -> None:
         """Note the digest of a wanted tensor; any thread may."""
-        self._found[tensor] = digest
+        self._found[number] = digest
 
     def of(self, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Return name -> digest of those tensors that were found."""
-        found = {name: self._found.get(one._replace(fqn=""), "") for name, one in tensors.items()}
-        return {name: digest for name, digest in found.items() if digest}
+        numbers = {name: self._numbers.get(one._replace(fqn="")) for name, one in tensors.items()}
+        return {
+            name: self._found[number]
+            for name, number in numbers.items()
+            if number is not None and self._found[number]
+        }
 
     def found(self) -> list[tuple[int, str]]:
-        """Return the digests so far, by the number of the tensor among those wanted."""
-        wanted = sorted(self._found, key=_place)
-        return [(number, self._found[one]) for number, one in enumerate(wanted) if self._found[one]]
+        """Return the digests so far, by the place of the tensor among those wanted, the same in every process."""
+        return [(place, self._found[number]) for place, number in self._places() if self._found[number]]
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
         """Take what another process has found."""
-        wanted = sorted(self._found, key=_place)
-        for number, digest in found:
-            self._found[wanted[number]] = digest
+        numbers = dict(self._places())
+        for place, digest in found:
+            self._found[numbers[place]] = digest
+
+    def _places(self) -> Iterable[tuple[int, int]]:
+        """Return place and number of each tensor; the order of ``wanted`` can differ, as sets went into it."""
+        return enumerate(self._numbers[one] for one in sorted(self._numbers, key=_place))
 
     def marks(self, source: StoredTensor) -> list[Mark]:
         """Return the wanted tensors, not found so far, that lie complete in another one, by their first bytes."""
-        if not self._found or not source.nbytes:
+        if not self._numbers or not source.nbytes:
             return []
         if not isinstance(source.layout, Contiguous | Joined):
-            return [] if self._found.get(source) != "" else [Mark(0, source.nbytes, source)]
+            number = self._numbers.get(source)
+            return [] if number is None or self._found[number] else [Mark(0, source.nbytes, number, source)]
         return sorted(self._inside(source.layout), key=lambda mark: mark.begin)
 
     def _inside(self, layout: Contiguous | Joined, start: int = 0) -> Iterator[Mark]:
         if isinstance(layout, Contiguous):
             pieces = layout.pieces
             begins = accumulate((piece.length for piece in pieces), initial=start)
-            for number, (piece, begin) in enumerate(zip(pieces, begins, strict=False)):
-                for one in self._by_piece.get(piece, ()):
+            for at, (piece, begin) in enumerate(zip(pieces, begins, strict=False)):
+                for number, one in self._by_piece.get(piece, ()):
                     assert isinstance(one.layout, Contiguous)
                     mine = one.layout.pieces
-                    if not self._found[one] and pieces[number : number + len(mine)] == mine:
-                        yield Mark(begin, begin + one.nbytes, one)
+                    if not self._found[number] and pieces[at : at + len(mine)] == mine:
+                        yield Mark(begin, begin + one.nbytes, number, one)
             return
         for part in layout.parts:
             if isinstance(part, Zeros):
@@ -91,14 +106,14 @@ class Digests:
             inner, begin, end = part
             if isinstance(inner, Contiguous | Joined) and begin == 0:
                 yield from (mark for mark in self._inside(inner, start) if mark.end <= start + end)
-            for one in self._by_layout.get(inner, ()):
-                if not self._found[one] and (begin, end) == (0, one.nbytes):
-                    yield Mark(start, start + end, one)
+            for number, one in self._by_layout.get(inner, ()):
+                if not self._found[number] and (begin, end) == (0, one.nbytes):
+                    yield Mark(start, start + end, number, one)
             start += end - begin
 
 
 def _place(tensor: StoredTensor) -> tuple[str, tuple[int, ...], str]:
-    """Return what puts tensors into the same order in every process; dicts that sets went into are in none."""
+    """Return what puts tensors into the same order in every process."""
     return tensor.dtype, tensor.shape, repr(tensor.layout)
 
 

@@ -144,13 +144,13 @@ def _complete(digests: Digests, planned: Planned, tensors: Mapping[str, StoredTe
     found = digests.of(tensors)
     left = {name: one for name, one in tensors.items() if name not in found}
     read = hash_all([TensorJob(one) for one in left.values()], keep_cached=False)
-    for (name, tensor), one in zip(left.items(), read, strict=True):
+    for name, one in zip(left, read, strict=True):
         if one.problem:
             raise OperationError(
                 f"{_label(planned)}: {name!r} cannot be read: {one.problem}; nothing was written"
             )
-        digests.add(tensor._replace(fqn=""), one.digest)
-    return digests.of(tensors)
+        found[name] = one.digest
+    return found
 
 
 def _label(planned: Planned) -> str:
