@@ -104,8 +104,9 @@ def test_the_proof_reads_the_result_once_and_the_source_no_second_time(
     most = {"zero2": 2 * 64 * 16 * 4, "zero3": size}.get(to, 0)
     assert most <= again + steps
     assert again <= most + steps
+    module = 0 if to in ("ddp", "fsdp") else size // 3
     new = tensors_of(read, source, below=False)
-    assert size <= new <= size + steps
+    assert size + module <= new <= size + module + steps, "DeepSpeed's module is one more copy of the weights"
 
 
 @pytest.mark.parametrize("between", ["zero2", "zero3"])
@@ -158,7 +159,7 @@ def test_a_writer_that_takes_other_moments_than_it_says_is_found(
         return real(plan, exchanged(name) if state == "exp_avg" else name, state)
 
     monkeypatch.setattr(new_zero._Plan, "_in_fp32", wrong)
-    with pytest.raises(OperationError, match=r"layer\.[36]\.weight/exp_avg has other bytes than were read"):
+    with pytest.raises(OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"):
         migrate(source, tmp_path / "new", to=to, state="all", processes=2)
     assert not (tmp_path / "new").exists()
 
@@ -177,7 +178,7 @@ def test_a_writer_of_torch_that_takes_other_moments_than_it_says_is_found(
         return found
 
     monkeypatch.setattr(new_optimizers._New, "_option", wrong)
-    with pytest.raises(OperationError, match=r"layer\.[36]\.weight/exp_avg has other bytes than were read"):
+    with pytest.raises(OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"):
         migrate(source, tmp_path / "new", to=to, state="all", processes=2, model=list_of(source))
     assert not (tmp_path / "new").exists()
 
