@@ -46,15 +46,19 @@ class Digests:
                 continue
             self._found.append("")
             if not one.nbytes:
-                self.add(number, hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest())
+                self.add(one, hashlib.sha256(digest_head(one.dtype, one.shape)).hexdigest())
             elif isinstance(one.layout, Contiguous):
                 self._by_piece.setdefault(one.layout.pieces[0], []).append((number, one))
             else:
                 self._by_layout.setdefault(one.layout, []).append((number, one))
 
-    def add(self, number: int, digest: str) -> None:
-        """Note the digest of a wanted tensor; any thread may."""
-        self._found[number] = digest
+    def add(self, tensor: StoredTensor, digest: str) -> None:
+        """Note the digest of a wanted tensor."""
+        self._found[self._numbers[tensor]] = digest
+
+    def passed(self, mark: Mark, digest: str) -> None:
+        """Note the digest of the tensor of a mark; any thread may."""
+        self._found[mark.number] = digest
 
     def of(self, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Return name -> digest of those tensors that were found."""

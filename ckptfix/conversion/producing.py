@@ -142,15 +142,15 @@ def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, 
 def _complete(digests: Digests, planned: Planned, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Return the digests of tensors by name; those that new files have in parts are read once more."""
     found = digests.of(tensors)
-    left = {name: one for name, one in tensors.items() if name not in found}
-    read = hash_all([TensorJob(one) for one in left.values()], keep_cached=False)
-    for name, one in zip(left, read, strict=True):
+    left = {tensor._replace(fqn=""): name for name, tensor in tensors.items() if name not in found}
+    read = hash_all([TensorJob(one) for one in left], keep_cached=False)
+    for (tensor, name), one in zip(left.items(), read, strict=True):
         if one.problem:
             raise OperationError(
                 f"{_label(planned)}: {name!r} cannot be read: {one.problem}; nothing was written"
             )
-        found[name] = one.digest
-    return found
+        digests.add(tensor, one.digest)
+    return digests.of(tensors)
 
 
 def _label(planned: Planned) -> str:

@@ -358,7 +358,7 @@ class _Hashing:
         for mark, digest in self._active:
             digest.update(data[max(mark.begin - begin, 0) : mark.end - begin])
             if mark.end <= end:
-                self._file.digests.add(mark.number, digest.hexdigest())
+                self._file.digests.passed(mark, digest.hexdigest())
         self._active = [one for one in self._active if one[0].end > end]
 
     def skip(self, count: int) -> None:
