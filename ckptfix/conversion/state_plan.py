@@ -44,6 +44,7 @@ from ckptfix.tensors.parameter_sources import (
     run_of,
 )
 from ckptfix.tensors.stored import Format, StoredCheckpoint, StoredTensor, Weights
+from ckptfix.tensors.zero_states import BUFFERS, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
@@ -162,8 +163,7 @@ class _Planning:
             _ensure_own_model(named)
         if self._options.model is not None:
             self._noted_run()
-        if self._strategy in _BY_POSITION:
-            named = [self._in_order(one) for one in named]
+        named = [self._in_order(one) for one in named]
         if self._strategy is not Strategy.DDP:
             ties = self._built.ties if self._built is not None else ()
             self._weights = tuple(with_lost_ties(one, ties) for one in self._weights)
@@ -203,26 +203,54 @@ class _Planning:
             )
 
     def _in_order(self, state: OptimizerState) -> OptimizerState:
-        """Return an optimizer of FSDP with its parameters where a loader that goes by position looks for them.
+        """Return an optimizer of FSDP or DeepSpeed with its parameters where the new loader looks for them.
 
         FSDP1 without ``use_orig_params``, Accelerate's default, lists the parameters of each wrapped module together.
+        DeepSpeed leaves frozen parameters out of param groups, and a script may list them.
         """
-        if state.strategy not in (Strategy.FSDP, Strategy.FSDP_FULL):
+        is_of_engine = state.strategy not in BY_TORCH
+        if state.strategy is Strategy.DDP or not (is_of_engine or self._strategy in _BY_POSITION):
             return state
         names = [tensor.fqn for one in self._weights if one.index == state.index for tensor in one.tensors]
         if self._built is not None:
             groups = self._built.optimizers
             if state.index < len(groups):
                 ties = {other: first for model, other, first in self._built.ties if model == state.index}
-                return ordered_as(state, [[one.name for one in group] for group in groups[state.index]], ties)
+                return ordered_as(state, groups[state.index], ties)
             names = [one.name for one in self._built.parameters if one.model == state.index] or names
-        if found := first_out_of_order(state, names):
+        if is_of_engine:
+            self._note_left_out(state)
+        elif found := first_out_of_order(state, names):
             raise OperationError(
                 f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in the model, as FSDP1 "
                 f"without use_orig_params has them; the loader of {self._strategy.value} goes by position; help: "
                 "--model MODULE:FACTORY with a factory that returns (model, optimizer) of the new run"
             )
         return state
+
+    def _note_left_out(self, state: OptimizerState) -> None:
+        """Say that an optimizer of DeepSpeed lists no frozen parameters, where another loader may ask for them."""
+        if self._strategy not in BY_TORCH:
+            return
+        listed = {name for group in state.groups for name in group.names}
+        buffers = state.extra.get(MODEL_STATES, {}).get(BUFFERS, ())
+        tensors = [
+            one.fqn for weights in self._weights if weights.index == state.index for one in weights.tensors
+        ]
+        if frozen := [name for name in tensors if name not in listed and name not in buffers]:
+            self.warnings.append(
+                f"{state.label}: {count_of(len(frozen), 'frozen parameter')}, {list_names(frozen)}: DeepSpeed leaves "
+                "them out of its param groups; where the script gives them to its optimizer, a load fails, or FSDP gives "
+                "moments to other parameters; next, then: --model MODULE:FACTORY with a factory that returns "
+                "(model, optimizer)"
+            )
+
+    def _frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
+        """Return the parameters in the param groups of an optimizer that are known not to be trained."""
+        listed = {name for group in state.groups for name in group.names}
+        known = self._built.parameters if self._built is not None else ()
+        frozen = {one.name for one in known if one.model == state.index and one.trainable is False}
+        return frozen & listed | self._told_frozen(state, tensors)
 
     def _is_kept(self, state: OptimizerState) -> bool:
         """Return whether the files of an optimizer are those that the new loader looks for."""
@@ -244,12 +272,14 @@ class _Planning:
         if self._strategy is not Strategy.DDP or state.is_named:
             _ensure_fit(state, tensors)
         if self._strategy is not Strategy.DDP:
-            lacking = [name for group in state.groups for name in group.names if not state.states.get(name)]
-            state = state.started({name: tensor.shape for name, tensor in tensors.items()})
+            frozen = self._frozen(state, tensors)
+            lacking = state.lacking(frozen)
+            state = state.started({name: tensor.shape for name, tensor in tensors.items()}, frozen)
             if lacking and state.states:
                 self.warnings.append(
                     f"{state.label}: {count_of(len(lacking), 'parameter')} without moments, {list_names(lacking)}: "
-                    "they get zeros and step 0, with which torch starts them at their first gradient"
+                    "they get zeros and step 0, with which torch starts them at their first gradient; next, where the "
+                    "script freezes them: --frozen REGEX"
                 )
         home = self._names.optimizer(state.index)
         try:
@@ -294,9 +324,7 @@ class _Planning:
             else [one for one in self._built.parameters if one.model == weights.index]
         )
         listed = {name for group in state.groups for name in group.names}
-        frozen = {one.name for one in known if one.trainable is False} & listed | self._told_frozen(
-            state, tensors
-        )
+        frozen = self._frozen(state, tensors)
         buffers = (
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
         )
@@ -355,7 +383,7 @@ class _Planning:
         return model, PlannedState(label=state.label, before=before, state=state, files=(), data={})
 
     def _told_frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
-        """Return the parameters of an optimizer that ``--frozen`` matches: DeepSpeed's own leaves them out."""
+        """Return the parameters of an optimizer that ``--frozen`` matches."""
         pattern = frozen_pattern(self._options.frozen)
         found = {name for name in tensors if pattern is not None and pattern.search(name)}
         every = {name for one in self._weights for name in one.named()}

@@ -4,7 +4,8 @@ safetensors files keep one of the names, and so do optimizers. FSDP saves both a
 keeps one tensor and the other name. The run's model says what is tied; without it, equal bytes suggest it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptfix.formats.tensor import DTYPE_BITS
@@ -13,6 +14,9 @@ from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.optimizers import OptimizerState
 from ckptfix.tensors.stored import StoredTensor, Weights
 from ckptfix.wording import list_names
+
+_BEGIN = 1 << 12
+"""Bytes by which different tensors of one shape are told apart, most of them."""
 
 Ties = Sequence[tuple[int, str, str]]
 """Position of a model, and the two names of one of its parameters."""
@@ -37,7 +41,8 @@ def with_ties_joined(
     """Return weights in which a tie that was saved as two tensors is one again, and what that rests on, in words.
 
     ``ties``: those of the run's model, None where no model is known. Then a tensor of no optimizer is taken for a tie
-    of a trained one that is equal in every byte, unless all its elements are the same.
+    of another one that is equal in every byte, unless all its elements are the same: the trained one stays, else the
+    first. Frozen ones are taken for a tie where there is one alone.
     """
     trained = {
         name
@@ -47,10 +52,13 @@ def with_ties_joined(
         for name in group.names
     }
     if ties is not None:
-        return _joined(weights, _equal(weights, trained, set(map(frozenset, _of(weights, ties))))), ""
+        return _joined(weights, _equal(weights, trained, dict(_of(weights, ties)))), ""
     found = _equal(weights, trained, None)
     tensors = weights.named()
     found = {name: kept for name, kept in found.items() if not _is_constant(tensors[name])}
+    of_frozen = {kept for kept in found.values() if kept not in trained}
+    if len(of_frozen) > 1:  # a copy of a model, not the tie of its embeddings
+        found = {name: kept for name, kept in found.items() if kept in trained}
     if not found:
         return weights, ""
     return _joined(weights, found), (
@@ -65,32 +73,54 @@ def _of(weights: Weights, ties: Ties) -> list[tuple[str, str]]:
     return [pair for model, *pair in ties if model == weights.index]  # type: ignore[misc]
 
 
-def _equal(
-    weights: Weights, trained: Collection[str], pairs: Collection[frozenset[str]] | None
-) -> dict[str, str]:
-    """Return the names of tensors that are not trained -> those of trained ones with equal bytes.
+def _equal(weights: Weights, trained: Collection[str], pairs: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the names of tensors that are not trained -> those of others with equal bytes, trained ones if there are.
 
-    ``pairs``: the only ones that are looked at, None for any.
+    ``pairs``: other name -> first name of the only ones that are looked at, None for any.
     """
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[list[StoredTensor], list[StoredTensor]]] = {}
-    paired = None if pairs is None else {name for pair in pairs for name in pair}
-    for tensor in weights.tensors:
-        if tensor.nbytes and (paired is None or tensor.fqn in paired):
-            both = kinds.setdefault((tensor.dtype, tensor.shape), ([], []))
-            both[tensor.fqn in trained].append(tensor)
-    asked = [one for others, own in kinds.values() if others and own for one in (*others, *own)]
-    read = hash_all([TensorJob(one) for one in asked])
-    digests = {tensor.fqn: one.digest for tensor, one in zip(asked, read, strict=True) if one.digest}
-    equal: dict[str, list[str]] = {}
-    for name in digests:
-        if name in trained:
-            equal.setdefault(digests[name], []).append(name)
+    members = None if pairs is None else {*pairs, *pairs.values()}
     found: dict[str, str] = {}
-    for name in digests:
-        for kept in equal.get(digests[name], ()) if name not in trained else ():
-            if pairs is None or frozenset((name, kept)) in pairs:
-                found.setdefault(name, kept)
-    return found
+    for names in _alike([one for one in weights.tensors if members is None or one.fqn in members]):
+        own = [name for name in names if name in trained]
+        for name in names:
+            if name in trained:
+                continue
+            if pairs is None:
+                kept = (own or names)[0]
+            else:
+                tied = {pairs.get(name, name)} | {other for other, first in pairs.items() if first == name}
+                kept = next((one for one in own if one in tied), pairs.get(name, name))
+            if kept != name and kept in names:
+                found[name] = kept
+    return {name: found.get(kept, kept) for name, kept in found.items()}
+
+
+def _alike(tensors: Sequence[StoredTensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors that are equal in every byte, where there are several; only those that begin alike are
+    read completely.
+    """
+    begins: dict[tuple[str, tuple[int, ...], bytes], list[StoredTensor]] = {}
+    kinds = Counter((one.dtype, one.shape) for one in tensors)
+    with OpenFiles() as files:
+        for one in tensors:
+            if one.nbytes and kinds[one.dtype, one.shape] > 1:
+                begins.setdefault((one.dtype, one.shape, _begin(one, files)), []).append(one)
+    asked = [one for several in begins.values() if len(several) > 1 for one in several]
+    equal: dict[str, list[str]] = {}
+    for tensor, hashed in zip(asked, hash_all([TensorJob(one) for one in asked]), strict=True):
+        if hashed.digest:
+            equal.setdefault(hashed.digest, []).append(tensor.fqn)
+    yield from (names for names in equal.values() if len(names) > 1)
+
+
+def _begin(tensor: StoredTensor, files: OpenFiles) -> bytes:
+    """Return the first bytes of a tensor."""
+    found = b""
+    for block in tensor.blocks(files, memoryview(bytearray(1 << 16))):
+        found += block[:_BEGIN]
+        if len(found) >= _BEGIN:
+            break
+    return found[:_BEGIN]
 
 
 def _is_constant(tensor: StoredTensor) -> bool:

@@ -7,7 +7,7 @@ each turns an ``OptimizerState`` into files, so that any of them becomes any oth
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field, replace
 from enum import Enum
 from pathlib import PurePosixPath
@@ -114,13 +114,16 @@ class OptimizerState:
             shapes={names.get(name, name): shape for name, shape in self.shapes.items()},
         )
 
-    def started(self, shapes: Mapping[str, tuple[int, ...]]) -> "OptimizerState":
+    def started(
+        self, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()
+    ) -> "OptimizerState":
         """Return the same optimizer with states for all its parameters: zeros, and step 0, for those without any.
 
         That is how torch starts them at their first gradient. FSDP and ZeRO expect every parameter to have states.
-        ``shapes``: of the parameters. Raises OperationError for an optimizer that starts in another way.
+        ``shapes``: of the parameters. ``frozen``: those that never get a gradient, and no states. Raises OperationError
+        for an optimizer that starts in another way.
         """
-        lacking = [name for group in self.groups for name in group.names if not self.states.get(name)]
+        lacking = self.lacking(frozen)
         kind = next((state for state in self.states.values() if state), None)
         if not lacking or kind is None:
             return self
@@ -134,6 +137,11 @@ class OptimizerState:
             name: {key: _zero(value, shapes.get(name, ())) for key, value in kind.items()} for name in lacking
         }
         return replace(self, states={**self.states, **started})
+
+    def lacking(self, frozen: Collection[str] = ()) -> list[str]:
+        """Return the parameters of its groups, but for the ``frozen`` ones, that have no states."""
+        listed = (name for group in self.groups for name in group.names)
+        return [name for name in listed if name not in frozen and not self.states.get(name)]
 
 
 def moments_of(state: OptimizerState, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:

@@ -171,22 +171,25 @@ def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str
 
 
 def ordered_as(
-    state: OptimizerState, groups: Sequence[Sequence[str]], ties: Mapping[str, str]
+    state: OptimizerState, groups: Sequence[Sequence[Parameter]], ties: Mapping[str, str]
 ) -> OptimizerState:
-    """Return an optimizer with the parameters of each param group in another order. ``ties``: other name -> name.
+    """Return an optimizer with the parameters of each param group as in ``groups``. ``ties``: other name -> name.
 
-    Raises OperationError when these groups do not have the same parameters.
+    Frozen parameters come in, without states: DeepSpeed leaves them out of its param groups. Raises OperationError
+    when these groups do not have the same parameters otherwise.
     """
     ordered = []
     for number, group in enumerate(state.groups):
         own = {ties.get(name, name): name for name in group.names}
-        wanted = [ties.get(name, name) for name in groups[number]] if number < len(groups) else []
-        if len(groups) != len(state.groups) or sorted(own) != sorted(wanted):
+        here = groups[number] if number < len(groups) else []
+        frozen = {ties.get(one.name, one.name) for one in here if one.trainable is False} - own.keys()
+        wanted = [ties.get(one.name, one.name) for one in here]
+        if len(groups) != len(state.groups) or sorted((*own, *frozen)) != sorted(wanted):
             raise OperationError(
                 f"{state.label}: the optimizer of --model has other parameters in its {count_of(len(groups), 'group')} "
                 f"than the {len(state.groups)} here; next: let the factory make it as the run did"
             )
-        ordered.append(replace(group, names=tuple(own[name] for name in wanted)))
+        ordered.append(replace(group, names=tuple(own.get(name, name) for name in wanted)))
     return replace(state, groups=tuple(ordered))
 
 

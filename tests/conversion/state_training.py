@@ -46,8 +46,15 @@ STRATEGIES = ("ddp", "fsdp", "fsdp-full", "zero1", "zero2", "zero3", "universal"
 SOURCES = (*STRATEGIES, "fsdp-ranks")
 """``fsdp-ranks``: as ``use_dcp=False`` of accelerate saves, a file for each rank. ``load_state`` does not load it."""
 
-CASES = ("llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32")
-"""Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one model alone."""
+CASES = (
+    "llama-fp32", "llama-bf16", "bert-fp32", "bert-bf16", "two-fp32", "lora-fp32", "lora-bf16", "lorall-fp32",
+    "nadam-fp32", "asgd-fp32",
+)  # fmt: skip
+"""Models and precision; ``two``: both models, with an optimizer each. DeepSpeed's engine takes one model alone.
+
+``lora``: Llama frozen, with the two small matrices of peft for each projection; ``lorall``: the same, and the optimizer
+gets the frozen parameters, too, as in many scripts. ``nadam``, ``asgd``: Llama with these optimizers.
+"""
 
 ALTERATIONS = ("zeroed", "swapped", "changed")
 """Moments of zero; moments of two parameters of one shape swapped; hyperparameters changed."""
@@ -59,10 +66,24 @@ SWAPPED = {
         "bert.encoder.layer.1.output.dense.weight",
     ),
 }
+SWAPPED["nadam"] = SWAPPED["asgd"] = SWAPPED["llama"]
+SWAPPED["lora"] = SWAPPED["lorall"] = (
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    "base_model.model.model.layers.1.self_attn.v_proj.lora_A.default.weight",
+)
 FROZEN = {"llama": "model.layers.0.input_layernorm.weight", "bert": "bert.embeddings.LayerNorm.weight"}
-WRAPPED = {"llama": "LlamaDecoderLayer", "bert": "BertLayer"}
-OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIONS = (
+    "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "momentum_decay", "lambd", "alpha", "t0",
+)  # fmt: skip
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "nadam": torch.optim.NAdam,
+    "asgd": partial(torch.optim.ASGD, t0=1),  # averages from the second step on, not the millionth
+}
+MOMENTS = {"asgd": ("ax",)}
+ADAM = ("exp_avg", "exp_avg_sq")
+NUMBERS = {"nadam": ("step", "mu_product"), "asgd": ("step", "eta", "mu")}
+"""The states that have one number for a parameter; of others ``step`` alone."""
+
 STEPS = 3
 VOCABULARY, BATCH, LENGTH, ACCUMULATION = 67, 4, 9, 2
 
@@ -101,14 +122,29 @@ def _frozen(model: torch.nn.Module, kind: str) -> torch.nn.Module:
     return model
 
 
+def lora() -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(2)
+    return get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+
+
 def two() -> tuple[Any, ...]:
     """Return both models and their optimizers: nothing else says which model's parameters an optimizer has."""
     models = llama(), bert()
     return *models, *(torch.optim.AdamW(param_groups(model)) for model in models)
 
 
-BUILDERS = {"llama": llama, "bert": bert}
-FACTORIES = {**BUILDERS, "two": two}
+BUILDERS = {"llama": llama, "bert": bert, "lora": lora, "lorall": lora, "nadam": llama, "asgd": llama}
+
+
+def lora_and_optimizer() -> tuple[Any, ...]:
+    """Return a model and its optimizer: DeepSpeed does not keep which frozen parameters a script lists."""
+    model = lora()
+    return model, torch.optim.AdamW(param_groups(model, "lorall"))
+
+
+FACTORIES = {**BUILDERS, "two": two, "lorall": lora_and_optimizer}
 """What ``migrate`` gets as the model of a case."""
 
 
@@ -117,13 +153,22 @@ def kinds(case: str) -> tuple[str, ...]:
     return ("llama", "bert") if case.startswith("two") else (case.split("-")[0],)
 
 
-def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+def param_groups(model: torch.nn.Module, kind: str = "") -> list[dict[str, Any]]:
     """Return the two groups of parameters that most scripts make: weight decay for matrices alone."""
+    if kind == "lorall":
+        return [{"params": list(model.parameters()), "weight_decay": 0.1}]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
+    groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
         {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def trained_of(model: torch.nn.Module, parameters: list[Any]) -> list[str]:
+    """Return the names of those of these parameters that are trained."""
+    wanted = {id(one) for one in parameters if one.requires_grad}
+    return [name for name, one in model.named_parameters() if id(one) in wanted]
 
 
 class Run:
@@ -136,8 +181,12 @@ class Run:
         self.stage = int(strategy[4]) if strategy.startswith("zero") else stage if self.is_zero else 0
         forget()
         models = [BUILDERS[kind]() for kind in self.kinds]
-        self.groups = [[[name for name, one in model.named_parameters() if any(one is p for p in group["params"])]
-                        for group in param_groups(model)] for model in models]  # fmt: skip
+        self.groups = [
+            [trained_of(model, group["params"]) for group in param_groups(model, kind)]
+            for kind, model in zip(self.kinds, models, strict=True)
+        ]
+        self.moments = MOMENTS.get(self.kinds[0], ADAM)
+        self.numbers = NUMBERS.get(self.kinds[0], ("step",))
         self.accelerator = self._accelerator(case.endswith("bf16"))
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
@@ -145,7 +194,7 @@ class Run:
         for kind, model in zip(self.kinds, models, strict=True):
             if self.strategy.startswith("fsdp"):
                 self._switch_on_fsdp(self.accelerator, kind, case.endswith("bf16"))
-            optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
+            optimizer = OPTIMIZERS.get(kind, torch.optim.AdamW)(param_groups(model, kind), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + 0.1 * number))
             prepared = self.accelerator.prepare(model, optimizer, scheduler)
             for found, one in zip((self.models, self.optimizers, self.schedulers), prepared, strict=True):
@@ -172,7 +221,7 @@ class Run:
             fsdp_version=2,
             state_dict_type="FULL_STATE_DICT" if self.strategy == "fsdp-full" else "SHARDED_STATE_DICT",
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[WRAPPED[kind]],
+            transformer_cls_names_to_wrap=["BertLayer" if kind == "bert" else "LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
         )
         if is_bf16:
@@ -235,9 +284,10 @@ class Run:
                 self._set_weight(parameter, model["weights"][name])
                 if name in owners:
                     self.set_options(index, owners[name], model["options"][name])
-                    for key in MOMENTS:
+                    for key in self.moments:
                         self.set_moment(index, owners[name], parameter, key, model["states"][name][key])
-                    self._set_step(index, owners[name], parameter, model["states"][name]["step"])
+                    for key in self.numbers:
+                        self._set_number(index, owners[name], parameter, key, model["states"][name][key])
             scheduler = self.schedulers[index].scheduler
             scheduler.load_state_dict(scheduler.state_dict() | model["scheduler"])
 
@@ -247,13 +297,14 @@ class Run:
             for number, group in enumerate(self.groups[index]):
                 options = dict(memory[index]["options"][group[0]])
                 if how == "changed":
-                    options |= {"betas": (0.5, 0.9), "weight_decay": options["weight_decay"] + 0.25}
+                    other = {"betas": (0.5, 0.9)} if "betas" in options else {"alpha": 0.5}
+                    options |= {**other, "weight_decay": options["weight_decay"] + 0.25}
                 self.set_options(index, number, options)
             first, second = SWAPPED[kind]
             instead = {first: second, second: first} if how == "swapped" else {}
             owners = {name: number for number, group in enumerate(self.groups[index]) for name in group}
             for name, parameter in self._parameters(index):
-                for key in MOMENTS if name in owners else ():
+                for key in self.moments if name in owners else ():
                     value = memory[index]["states"][instead.get(name, name)][key]
                     value = torch.zeros_like(value) if how == "zeroed" else value
                     self.set_moment(index, owners[name], parameter, key, value)
@@ -275,7 +326,7 @@ class Run:
     def _options(self, index: int, number: int) -> dict[str, Any]:
         group = self._group(index, number)
         found = {key: group[key] for key in OPTIONS if key in group}
-        return found | {"betas": tuple(found["betas"])}
+        return found | ({"betas": tuple(found["betas"])} if "betas" in found else {})
 
     def set_options(self, index: int, number: int, options: dict[str, Any]) -> None:
         self._group(index, number).update(options)
@@ -306,10 +357,14 @@ class Run:
     def _state(self, index: int, number: int, parameter: Any) -> Model:
         if not self.is_zero:
             state = self._torch_optimizer(index).state.get(parameter, {})
-            return {key: float(value) if key == "step" else _whole(value) for key, value in state.items()}
-        found: Model = {key: self._moment(index, number, parameter, key) for key in MOMENTS}
-        steps = {float(state["step"]) for state in self._flat_states(index, number)}
-        return found | {"step": steps.pop() if len(steps) == 1 else sorted(steps)}
+            return {
+                key: float(value) if key in self.numbers else _whole(value) for key, value in state.items()
+            }
+        found: Model = {key: self._moment(index, number, parameter, key) for key in self.moments}
+        for key in self.numbers:
+            every = {float(state[key]) for state in self._flat_states(index, number)}
+            found[key] = every.pop() if len(every) == 1 else sorted(every)
+        return found
 
     def _moment(self, index: int, number: int, parameter: Any, key: str) -> torch.Tensor:
         """Put a moment together from what each rank's optimizer steps with.
@@ -356,14 +411,14 @@ class Run:
             mine, values = fragment
             values.copy_(value.flatten()[mine])
 
-    def _set_step(self, index: int, number: int, parameter: Any, step: float) -> None:
+    def _set_number(self, index: int, number: int, parameter: Any, key: str, value: float) -> None:
         optimizer = self._torch_optimizer(index)
         states = self._flat_states(index, number) if self.is_zero else [optimizer.state[parameter]]
         for state in states:
-            if torch.is_tensor(state["step"]):
-                state["step"].fill_(step)
+            if torch.is_tensor(state[key]):
+                state[key].fill_(value)
             else:
-                state["step"] = step
+                state[key] = value
 
 
 def zero_config(

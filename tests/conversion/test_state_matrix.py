@@ -20,17 +20,19 @@ from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 
 def sample() -> list[Cell]:
-    """Return the cells of this run's share: three sources of one case, each for 1 and for 2 processes."""
+    """Return the cells of this run's share: a case or two, and three sources, each for 1 and for 2 processes."""
     if sampling.is_exhaustive():
         return cells_of(CASES, SOURCES, STRATEGIES, (2,), PROCESSES)
     share = int(os.environ.get(sampling.SHARE, "0"))
     chance = random.Random(share)
-    case = CASES[share % len(CASES)]
-    held = [strategy for strategy in STRATEGIES if can_hold(case, strategy)]
-    sources = chance.sample([*held, *SOURCES[len(STRATEGIES) :]], 3)
-    return [
-        Cell(case, source, chance.choice(held), 2, processes) for source in sources for processes in (1, 2)
-    ]
+    cases = CASES[share :: sampling.PARTS]
+    found = []
+    for number in range(3):
+        case = cases[number % len(cases)]
+        held = [strategy for strategy in STRATEGIES if can_hold(case, strategy)]
+        source, target = chance.choice([one for one in SOURCES if can_hold(case, one)]), chance.choice(held)
+        found += [Cell(case, source, target, 2, processes) for processes in (1, 2)]
+    return list(dict.fromkeys(found))
 
 
 @pytest.mark.slow

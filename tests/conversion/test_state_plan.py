@@ -123,6 +123,51 @@ def test_a_frozen_parameter_in_a_param_group_is_in_no_partition(
         assert "--frozen REGEX" in words
 
 
+@pytest.mark.parametrize("options", [{"model": frozen_net}, {"model": net, "frozen": r"^2\.weight$"}])
+@pytest.mark.parametrize("after", ["fsdp", "fsdp-full"])
+def test_a_frozen_parameter_in_a_param_group_gets_no_moments(
+    tmp_path: Path, after: str, options: dict[str, Any]
+) -> None:
+    """Zeros for a frozen model of which small matrices are trained would be twice as large as the model."""
+    model, optimizer = with_frozen_in_its_group()
+    source = save_state(tmp_path / "source", "ddp", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all", **options)
+    assert not receipt.warnings
+    (state,) = open_optimizers(tmp_path / "new")
+    assert state.groups[0].names == tuple(name for name, _ in model.named_parameters())
+    assert {name for name, held in state.states.items() if held} == {*state.groups[0].names} - {"2.weight"}
+
+
+@pytest.mark.parametrize("between", ["zero2", "zero3"])
+@pytest.mark.parametrize("after", STRATEGIES)
+def test_frozen_parameters_come_back_into_the_groups_that_deepspeed_leaves_them_out_of(
+    tmp_path: Path, between: str, after: str
+) -> None:
+    run = with_frozen_in_its_group()
+
+    def of_run() -> Any:
+        model = frozen_net()
+        return model, torch.optim.AdamW(model.parameters())
+
+    source = save_state(tmp_path / "source", "ddp", run)
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all", model=frozen_net)
+    receipt = ckptfix.migrate(tmp_path / "between", tmp_path / "new", to=after, state="all", model=of_run)
+    assert not [words for words in receipt.warnings if "frozen" in words]
+    (state,) = open_optimizers(tmp_path / "new")
+    (group,) = state.groups
+    if after == "ddp":
+        found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
+        assert_same(found, run[1].state_dict())
+    else:
+        assert group.names == tuple(name for name, _ in run[0].named_parameters())
+        assert not state.states.get("2.weight")
+    receipt = ckptfix.migrate(
+        tmp_path / "between", tmp_path / "other", to=after, state="all", model=frozen_net
+    )
+    (words,) = [words for words in receipt.warnings if "frozen" in words]
+    assert "1 frozen parameter, '2.weight': DeepSpeed leaves them out of its param groups" in words
+
+
 class Scaled(torch.nn.Module):  # type: ignore[misc]
     """A model with a parameter of no dimension, as the temperature of CLIP."""
 
