@@ -240,8 +240,8 @@ class _Planning:
         if frozen := [name for name in tensors if name not in listed and name not in buffers]:
             self.warnings.append(
                 f"{state.label}: {count_of(len(frozen), 'frozen parameter')}, {list_names(frozen)}: DeepSpeed leaves "
-                "them out of its param groups; where the script gives them to its optimizer, a load fails, or FSDP gives "
-                "moments to other parameters; next, then: --model MODULE:FACTORY with a factory that returns "
+                "them out of its param groups; where the script gives them to its optimizer, a load fails, or FSDP "
+                "gives moments to other parameters; next, then: --model MODULE:FACTORY with a factory that returns "
                 "(model, optimizer)"
             )
 

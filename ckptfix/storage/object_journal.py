@@ -464,10 +464,10 @@ def _locked(store: Store, verb: str) -> LockedError:
         owner = f"{what} of {body['user']} on {body['host']} (process {int(body['pid'])})"
         age = max(0, time.time() - float(body["since"]))
         since = f" for {_age(age)}, since {moment(int(float(body['since']) * 1e9))}"
-    url = shell_path(store.url)
+    breaking = "undo" if verb == "undo" else "repair"  # the verbs that have the option
     return LockedError(
         f"{store.name(LOCK)}: {owner} has held this lock{since}; next: wait until it has ended; if it was killed, so "
-        f"that it cannot go on: ckptfix {verb} --break-lock {url}"
+        f"that it cannot go on: ckptfix {breaking} --break-lock {shell_path(store.url)}"
     )
 
 

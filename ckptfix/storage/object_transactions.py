@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -452,6 +453,8 @@ def _finish(
 
     for turn in sorted({change.turn for change in plan.changes}):
         together([index for index, one in enumerate(plan.changes) if one.turn == turn], place, _AT_ONCE)
+    if plan.undoes is not None:
+        _pass_on(store, plan.undoes, after)
     done = ObjectState(
         stage=Stage.DONE, plan=state.plan, new=state.new, kept=state.kept, after=after, undoes=plan.undoes
     )
@@ -466,6 +469,29 @@ def _finish(
             f"{error}; the {verb} of {store.name()} is complete; objects that nothing needs any more may be left below "
             f"{store.name(JOURNAL)}, and the next repair or undo deletes them"
         ) from error
+
+
+def _pass_on(store: Store, undone: int, restored: Mapping[str, ObjectInfo | None]) -> None:
+    """Tell the transactions before an undone one which objects have their bytes now, so that they can be undone, too.
+
+    A store may give an object another ETag though its bytes are the same: it was encrypted anew, or has other parts.
+    """
+    every = {one.number: one for one in found_transactions(store.list(JOURNAL)) if one.has_begun}
+    if undone not in every:
+        return
+    left = read_plan(store, every[undone], read_state(store, every[undone]))
+    for number, one in every.items():
+        if number >= undone:
+            continue
+        state = read_state(store, one)
+        after = {
+            change.key: restored[change.key]
+            for change in left.changes
+            if change.old is not None and state.after.get(change.key) == change.old
+        }
+        if after:
+            new = replace(state, after={**state.after, **after})
+            write_state(store, number, new, one.objects["state.json"].etag)
 
 
 def _place(

@@ -6,7 +6,6 @@ fsspec is configured (``FSSPEC_S3_...``).
 
 import asyncio
 import base64
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,11 +196,13 @@ class S3Store(Store):
                 **_condition(expected),
             )  # fmt: skip
         except Exception as error:
-            # An earlier attempt may have arrived, whose answer was lost: then our own object is what is there.
+            # An earlier attempt may have arrived, whose answer was lost: then our own object is what is there. Its
+            # bytes say so: the ETag of an encrypted object is no digest.
             if (
                 not isinstance(self._judge(error), Refused)
                 or (now := self._stat(key)) is None
-                or now.etag != digest
+                or now.size != len(data)
+                or (data and self._read(key, 0, now.size, now.etag) != data)
             ):
                 raise
             return now
@@ -280,17 +281,16 @@ class S3Store(Store):
                     {"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(etags, 1)
                 ]
             }
-            self._complete(key, upload, listed, etags, expected)
+            self._complete(key, upload, listed, expected)
         except BaseException:
             self._abort(upload)
             raise
         return self._written(key, size)
 
     def _complete(
-        self, key: str, upload: Mapping[str, Any], listed: Mapping[str, Any], etags: Sequence[str],
-        expected: str | Expected,
-    ) -> None:  # fmt: skip
-        """Put the parts together. An attempt whose answer was lost is recognised by the ETag of the object."""
+        self, key: str, upload: Mapping[str, Any], listed: Mapping[str, Any], expected: str | Expected
+    ) -> None:
+        """Put the parts together. An attempt whose answer was lost has ended the upload, which a refused one leaves."""
         attempts = 0
 
         def ask() -> None:
@@ -301,15 +301,22 @@ class S3Store(Store):
                     "complete_multipart_upload", MultipartUpload=listed, **upload, **_condition(expected)
                 )
             except Exception as error:
-                is_gone = _code(error) in ("NoSuchUpload", "404")
-                if attempts > 1 and (is_gone or isinstance(self._judge(error), Refused)):
-                    now = self._stat(key)
-                    if now is not None and now.etag == _etag_of_parts(etags):
-                        return
-                    raise Refused from error
-                raise
+                if attempts == 1 or not (_is_gone(error) or isinstance(self._judge(error), Refused)):
+                    raise
+                if not _is_gone(error) and self._has_parts(upload):
+                    raise
 
         self._persist(key, ask, has_condition=True)
+
+    def _has_parts(self, upload: Mapping[str, Any]) -> bool:
+        """Return whether an upload goes on: it is neither complete nor aborted."""
+        try:
+            self.ask("list_parts", MaxParts=1, **upload)
+        except Exception as error:
+            if _is_gone(error):
+                return False
+            raise
+        return True
 
     def _abort(self, upload: Mapping[str, Any]) -> None:
         # Parts that stay behind cost money, and nobody sees them. The error that led here is the one to report.
@@ -487,12 +494,9 @@ def _base64(digest: str) -> str:
     return base64.b64encode(bytes.fromhex(digest)).decode()
 
 
-def _etag_of_parts(etags: Sequence[str]) -> str:
-    try:
-        joined = b"".join(map(bytes.fromhex, etags))
-    except ValueError:  # of a store that names its parts otherwise
-        return ""
-    return f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(etags)}"
+def _is_gone(error: BaseException) -> bool:
+    """Return whether an upload of parts no longer exists."""
+    return _code(error) in ("NoSuchUpload", "404")
 
 
 def _code(error: BaseException) -> str:

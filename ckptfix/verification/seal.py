@@ -41,6 +41,7 @@ from ckptfix.verification.verify_report import Change, Item, Outcome, differing_
 from ckptfix.wording import Line, Printable, count_of, human_size, line
 
 if TYPE_CHECKING:
+    from ckptfix.storage.object_journal import StoreLock
     from ckptfix.storage.stores import Store
 
 
@@ -168,7 +169,7 @@ def seal(
     findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
-    with folder_lock(target.root) if teams.leads() else nullcontext():
+    with folder_lock(target.root, verb="seal") if teams.leads() else nullcontext() as lock:
         if any(one.state is State.PENDING for one in transactions(target.root)):
             raise OperationError(
                 f"{target.root}: a repair was interrupted; next: {command('undo', target.root)}"
@@ -198,7 +199,7 @@ def seal(
         new = {name: data for name, data in statements.items() if before.get(name) != hashed[name].digest}
         number = None
         if teams.leads():
-            number = _write(target.root, manifest, new) if new or manifest != old else None
+            number = _write(target.root, manifest, new, lock) if new or manifest != old else None
             PartialResults(default_folder(target.root)).remove()  # of several processes that were interrupted
     return SealReceipt(
         path=target.path,
@@ -290,17 +291,14 @@ def _put(root: Path, store: "Store", files: Mapping[str, bytes]) -> None:
     from ckptfix.storage.images import info_at
     from ckptfix.storage.stores import ABSENT
 
-    if transactions(root):
-        raise OperationError(
-            f"{root}: repairs of it can still be undone, and undoing them needs the manifest as it is; nothing was "
-            "written; next: seal a copy, or the folder after an undo"
-        )
     for name, data in files.items():
         info = info_at(root / name)
         store.put(name, data, expected=ABSENT if info is None else info.etag)
 
 
-def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> int | None:
+def _write(
+    root: Path, manifest: Manifest, statements: Mapping[str, bytes], lock: "StoreLock | None"
+) -> int | None:
     """Put the statements in their places, then the manifest by one rename, which lists them.
 
     Returns the number of the transaction, if there has to be one.
@@ -311,22 +309,14 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
             f"{root}: the manifest would take {len(data)} bytes, {MAX_MANIFEST} are read at most"
         )
     files = {**statements, MANIFEST: data}
-    if (store := store_of(root)) is not None:
-        _put(root, store, files)
+    store = store_of(root)
+    if not transactions(root):
+        if store is None:
+            _rename(root, files)
+        else:
+            _put(root, store, files)
         return None
-    with ExitStack() as waiting:
-        # In the journal's folder: next to the files of the checkpoint, one that a kill left would be sealed as theirs.
-        new = {
-            name: waiting.enter_context(temporary_file(root / JOURNAL / PurePosixPath(name).name, one))
-            for name, one in files.items()
-        }
-        if not transactions(root):
-            for name, one in new.items():
-                os.replace(one, root / name)
-            sync_folder(root / JOURNAL)
-            sync_folder(root)
-            return None
-        mode = stat.S_IMODE(os.stat(new[MANIFEST]).st_mode)
+    mode = 0o644 if store is not None else _mode_of_new(root)
     # The files as they are before a repair need the manifest as it was then: an undo undoes this one first.
     edits = [
         Replace(
@@ -337,4 +327,28 @@ def _write(root: Path, manifest: Manifest, statements: Mapping[str, bytes]) -> i
         for name, content in files.items()
     ]
     summary = [f"write the digests of {len(manifest.sha256)} files to {', '.join(files)}"]
-    return commit(root, edits, target="", summary=summary, verify=lambda: None)
+    # Hundreds of KiB may travel to a store that cannot compose objects.
+    return commit(root, edits, target="", summary=summary, verify=lambda: None, lock=lock, transfer=True)
+
+
+def _rename(root: Path, files: Mapping[str, bytes]) -> None:
+    """Put files into a folder by renames, the manifest last.
+
+    They are written in the journal's folder: next to the files of the checkpoint, one that a kill left would be sealed
+    as theirs.
+    """
+    with ExitStack() as waiting:
+        new = {
+            name: waiting.enter_context(temporary_file(root / JOURNAL / PurePosixPath(name).name, one))
+            for name, one in files.items()
+        }
+        for name, one in new.items():
+            os.replace(one, root / name)
+        sync_folder(root / JOURNAL)
+        sync_folder(root)
+
+
+def _mode_of_new(root: Path) -> int:
+    """Return the mode bits of a new file in a folder, as the umask and the folder's own rules make them."""
+    with temporary_file(root / JOURNAL / PurePosixPath(MANIFEST).name, b"") as probe:
+        return stat.S_IMODE(probe.stat().st_mode)

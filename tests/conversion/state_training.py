@@ -174,6 +174,9 @@ def trained_of(model: torch.nn.Module, parameters: list[Any]) -> list[str]:
 class Run:
     """Models, optimizers and schedulers, as stock accelerate prepares them for a strategy."""
 
+    moments: tuple[str, ...] = ADAM
+    numbers: tuple[str, ...] = ("step",)
+
     def __init__(self, strategy: str, case: str, *, stage: int = 2) -> None:
         """``stage``: that of DeepSpeed when it loads a universal checkpoint."""
         self.strategy, self.kinds = strategy, kinds(case)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptfix import CkptfixError, Policy, UsageError, check, repair, undo
+from ckptfix import CkptfixError, Policy, UsageError, check, repair, seal, undo, verify
 from ckptfix.cli import run as cli
 from ckptfix.diagnosis.policy import Keys
-from ckptfix.errors import ChangedError, JournalError
+from ckptfix.errors import ChangedError, JournalError, LockedError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD
@@ -38,9 +38,9 @@ SCENARIOS = {
 Objects = dict[str, bytes]
 
 
-def put(cloud: Cloud, folder: Path) -> Objects:
+def put(cloud: Cloud, folder: Path, *, is_encrypted: bool = False) -> Objects:
     """Make the bucket new, and upload a folder."""
-    cloud.__init__(1 << 10)  # type: ignore[misc]
+    cloud.__init__(1 << 10, is_encrypted=is_encrypted)  # type: ignore[misc]
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             cloud.write(PREFIX + path.relative_to(folder).as_posix(), path.read_bytes())
@@ -424,3 +424,81 @@ def test_an_undo_that_lost_the_store_is_never_two(bucket: Cloud) -> None:
         if words and "is complete" not in words:
             assert undo(URL, break_lock=True).remaining == 1, f"refused from request {at} on: {words}"
         assert objects(bucket) == old, f"refused from request {at} on: {words}"
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize("name", ["rename", "drop and renumber"])
+def test_a_repaired_checkpoint_is_sealed_and_undone_step_by_step(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str], name: str, is_encrypted: bool
+) -> None:
+    """Each undo restores the bytes before its step, also where every write gives an object another ETag."""
+    old = put(bucket, FIXTURES / SCENARIOS[name][0] / "checkpoint", is_encrypted=is_encrypted)
+    assert repair(URL).transaction == 1
+    repaired = objects(bucket)
+    receipt = seal(URL, oms=True)
+    assert receipt.transaction == 2
+    assert f"to undo this, before any earlier repair: ckptfix undo {URL}" in str(receipt)
+    assert verify(URL).status == 0
+    sealed = objects(bucket)
+    assert seal(URL, oms=True).transaction is None, "nothing is new"
+    assert objects(bucket) == sealed
+    bucket.write(f"{PREFIX}notes.txt", b"added later")
+    assert seal(URL).transaction == 3
+    assert undo(URL).remaining == 2
+    assert objects(bucket) == {**sealed, "notes.txt": b"added later"}
+    assert undo(URL).remaining == 1
+    assert objects(bucket) == {**repaired, "notes.txt": b"added later"}
+    assert undo(URL).remaining == 0
+    assert objects(bucket) == {**old, "notes.txt": b"added later"}
+    assert bucket.journal() == []
+
+
+@pytest.mark.slow
+def test_killed_at_any_request_a_seal_and_its_undo_leave_the_way_to_the_next_undo(bucket: Cloud) -> None:
+    def fresh() -> tuple[Objects, Objects]:
+        old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint", is_encrypted=True)
+        repair(URL)
+        return old, objects(bucket)
+
+    def count(action: Callable[[], object]) -> int:
+        start = bucket.requests
+        action()
+        return bucket.requests - start
+
+    fresh()
+    counts = {"seal": count(lambda: seal(URL)), "undo": count(lambda: undo(URL))}
+    for verb, is_after in ((verb, is_after) for verb in counts for is_after in (False, True)):
+        for at in sampled(range(1, counts[verb] + 1)):
+            old, repaired = fresh()
+            if verb == "undo":
+                seal(URL)
+            bucket.strike = KillAt(at, is_after=is_after)
+            with suppress(Killed):
+                seal(URL) if verb == "seal" else undo(URL)
+            bucket.strike = lambda method, key, is_after: None
+            repair(URL, break_lock=True)  # finishes, or rolls back
+            while (left := undo(URL).remaining) is not None and left:
+                assert objects(bucket) == repaired, (verb, at, is_after)
+            assert objects(bucket) == old, (verb, at, is_after)
+            assert bucket.journal() == []
+
+
+def test_the_lock_of_a_seal_is_broken_by_a_command_that_exists(bucket: Cloud) -> None:
+    put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    bucket.strike = KillAt(6, is_after=True)
+    with suppress(Killed):
+        seal(URL, force=True)
+    bucket.strike = lambda method, key, is_after: None
+    with pytest.raises(LockedError, match=f"ckptfix repair --break-lock {URL}"):
+        seal(URL, force=True)
+
+
+def test_a_seal_after_a_repair_where_the_bytes_travelled(memory: str) -> None:
+    store = upload_folder(FIXTURES / "lone-nested-safetensors" / "checkpoint", memory)
+    before = objects_of(store)
+    repair(memory, transfer=True)
+    assert seal(memory).transaction == 2
+    assert verify(memory).status == 0
+    assert undo(memory, transfer=True).remaining == 1
+    assert undo(memory, transfer=True).remaining == 0
+    assert objects_of(store) == before

@@ -51,9 +51,9 @@ def fill(cloud: Cloud) -> None:
     cloud.write("run/checkpoint_70/model.safetensors", b"a neighbour")
 
 
-def anew(cloud: Cloud) -> None:
+def anew(cloud: Cloud, *, is_encrypted: bool = False) -> None:
     """Make the bucket new. Its parts are small: in a sweep over hundreds of points megabytes take time, not sense."""
-    cloud.__init__(1 << 12)  # type: ignore[misc]
+    cloud.__init__(1 << 12, is_encrypted=is_encrypted)  # type: ignore[misc]
     fill(cloud)
 
 
@@ -367,10 +367,11 @@ def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: st
 
 
 @pytest.mark.slow
-def test_a_lost_answer_is_no_other_writer(cloud: Cloud) -> None:
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_lost_answer_is_no_other_writer(cloud: Cloud, is_encrypted: bool) -> None:
     """The connection is cut after the server has done its work: at every request, the repair finishes."""
     for at in sampled(range(1, requests_of(commit, undoing=False) + 1)):
-        anew(cloud)
+        anew(cloud, is_encrypted=is_encrypted)
         store = open_simulated(cloud, URL)
         seen = 0
 

@@ -7,6 +7,7 @@ are computed where they are read. Conditions, sizes of parts, ETags and metadata
 
 import hashlib
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -132,10 +133,14 @@ class Object:
 
 
 class Cloud:
-    """A bucket. ``strike`` is called before and after each request and may raise: a kill, or a fault."""
+    """A bucket. ``strike`` is called before and after each request and may raise: a kill, or a fault.
 
-    def __init__(self, least_part: int = 5 << 20) -> None:
+    ``is_encrypted``: as with the keys of SSE-KMS no ETag follows from bytes, and each write has another one.
+    """
+
+    def __init__(self, least_part: int = 5 << 20, *, is_encrypted: bool = False) -> None:
         self.least_part = least_part
+        self.is_encrypted = is_encrypted
         self.objects: dict[str, Object] = {}
         self.uploads: dict[str, dict[str, Any]] = {}
         self.lock = threading.RLock()
@@ -149,7 +154,11 @@ class Cloud:
         body = (body,) if isinstance(body, bytes) else body
         with self.lock:
             self.clock += 1
-            self.objects[key] = Object(body, digest(body), metadata, {}, self.clock)
+            self.objects[key] = Object(body, self.etag(digest(body)), metadata, {}, self.clock)
+
+    def etag(self, plain: str) -> str:
+        """Return the ETag of a write that without encryption has the ETag ``plain``."""
+        return secrets.token_hex(16) if self.is_encrypted else plain
 
     def names(self) -> dict[str, str]:
         """Return the digest of every object but those of the journal; the manifest is one of them."""
@@ -267,7 +276,11 @@ class SimulatedStore(S3Store):
 
     def _on_upload_part(self, Key: str, UploadId: str, PartNumber: int, Body: bytes, ContentMD5: str) -> Any:
         self._upload_of(UploadId, "upload_part")["parts"][PartNumber] = (bytes(Body),)
-        return {"ETag": f'"{digest((bytes(Body),))}"'}
+        return {"ETag": f'"{self.cloud.etag(digest((bytes(Body),)))}"'}
+
+    def _on_list_parts(self, Key: str, UploadId: str, MaxParts: int) -> Any:
+        self._upload_of(UploadId, "list_parts")
+        return {}
 
     def _on_upload_part_copy(
         self, Key: str, UploadId: str, PartNumber: int, CopySource: Any, CopySourceRange: str,
@@ -282,7 +295,7 @@ class SimulatedStore(S3Store):
             raise self._refuse(400, "InvalidRequest", "upload_part_copy")
         self.cloud.copied += length_of(body)
         self._upload_of(UploadId, "upload_part_copy")["parts"][PartNumber] = body
-        return {"CopyPartResult": {"ETag": f'"{digest(body)}"'}}
+        return {"CopyPartResult": {"ETag": f'"{self.cloud.etag(digest(body))}"'}}
 
     def _on_complete_multipart_upload(
         self, Key: str, UploadId: str, MultipartUpload: Any, **words: Any
@@ -295,7 +308,8 @@ class SimulatedStore(S3Store):
             raise self._refuse(400, "EntityTooSmall", "complete_multipart_upload")
         assert 1 <= len(bodies) <= 10_000
         joined = "".join(one["ETag"].strip('"') for one in listed)
-        etag = f"{hashlib.md5(bytes.fromhex(joined), usedforsecurity=False).hexdigest()}-{len(listed)}"
+        plain = hashlib.md5(bytes.fromhex(joined), usedforsecurity=False).hexdigest()
+        etag = f"{self.cloud.etag(plain)}-{len(listed)}"
         body = tuple(piece for one in bodies for piece in one)
         words = {name: value for name, value in upload["words"].items() if name != "Metadata"}
         self.cloud.clock += 1

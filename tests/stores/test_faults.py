@@ -126,8 +126,8 @@ def test_a_stale_listing_is_noticed(proxy: Proxy, url: str, said: Said) -> None:
 
     def choose(number: int, method: str, path: str) -> None:
         if key in path and "list-type" not in path and method == "GET" and not replaced:
-            replaced.append(path)
             real.put(key, b"another object, of another size")
+            replaced.append(path)  # only now: where a busy machine lost the write, the client asks again
 
     replaced: list[str] = []
     proxy.choose = choose
