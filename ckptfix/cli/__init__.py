@@ -219,6 +219,12 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error.format_message(), error.exit_code, form)
     except FAILURES as error:
         return _fail(*ending_of(error), form)
+    except Exception as error:  # python's own status would be 1, as of damage
+        import traceback  # never needed, one hopes
+
+        if form is Form.TEXT:
+            put(traceback.format_exc().rstrip(), err=True)
+        return _fail(*ending_of(error), form)
 
 
 def _fail(message: str, status: int, form: Form) -> int:

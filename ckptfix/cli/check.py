@@ -83,6 +83,8 @@ def _check_all(
         if not report.has_begun:
             raise
         return report.finish({"error": "interrupted: nothing was changed"}, INTERRUPTED)
+    except Exception as error:
+        return report.break_off(error)
     below.report_unheld(report, batch)
     if batch.is_of_many:
         report.show(batch.lines(VERDICTS))

@@ -43,14 +43,21 @@ class Ending(NamedTuple):
 
 
 def ending_of(error: Exception) -> Ending:
-    """Return how a verb ends with one of ``FAILURES``."""
+    """Return how a verb ends with one of ``FAILURES``, or with an error that nobody has foreseen."""
     if isinstance(error, Interrupted):
         return Ending(str(error), INTERRUPTED)
     if isinstance(error, CkptfixError):
         return Ending(str(error), 2 if isinstance(error, UsageError) else 3)
     if isinstance(error, MemoryError):
         return Ending("out of memory; nothing was changed", 3)
-    is_full = isinstance(error, OSError) and error.errno in DISK_FULL
+    if not isinstance(error, OSError):
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        code = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace else ""
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return Ending(f"{why}{code}: this is a fault of ckptfix, so nothing is known; please report it", 3)
+    is_full = error.errno in DISK_FULL
     return Ending(
         f"{described(error)}{'; next: make room on that disk, and run it again' if is_full else ''}", 3
     )
@@ -227,6 +234,14 @@ class Report:
         elif self.form is Form.SARIF:
             put(json_text(sarif(self._annotations, status)))
         return status
+
+    def break_off(self, error: Exception) -> int:
+        """Complete a document that was begun, for an error that ends the run. Raises the error where none was."""
+        if not self.has_begun:
+            raise error
+        message, status = ending_of(error)
+        put(f"ckptfix: {escape(message)}", err=True)
+        return self.finish({"error": message}, status)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int], None]]:

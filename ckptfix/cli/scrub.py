@@ -117,6 +117,8 @@ def _scrub(
         if not report.has_begun:
             report.message(f"ckptfix: {words}")
         return report.finish({"error": words}, INTERRUPTED)
+    except Exception as error:
+        return report.break_off(error)
     below.report_unheld(report, batch)
     gone = 0
     if not scrub.is_late:  # what could not be listed is not gone

@@ -117,7 +117,7 @@ def visit(
             around = interruptible(state_after(path)) if state_after is not None else nullcontext()
             with around, teams.as_one():
                 return work(path)
-        except FAILURES as error:
+        except Exception as error:  # of those that nobody has foreseen, too: the others of a fleet go on
             return error
 
     for path, result in in_turn(left, attempt, threads=1 if is_alone else threads, stop=stop):
@@ -125,6 +125,8 @@ def visit(
             if is_alone or isinstance(result, TeamError):
                 raise result
             message, status = ending_of(result)
+            if not isinstance(result, FAILURES):
+                message = f"{path}: {message}"
             report.message(f"ckptfix: {message}")
             keep({"path": path, "status": status, "error": message})
             batch.add(status, _FAILED)

@@ -24,7 +24,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.doors import etag_of, watched
-from ckptfix.storage.parallel import Progress, Share
+from ckptfix.storage.parallel import Progress, Share, Stopped
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
@@ -220,9 +220,11 @@ class Scrub:
         try:
             with watched(path):
                 result, look, readings, gone = self._look(Path(path), place, last)
-        except (CkptfixError, OSError) as error:
-            if not os.path.lexists(path):  # a run keeps its last checkpoints, and removes the others
-                return ScrubResult(path=Path(path), verdict=_REMOVED)
+        except Stopped:  # an interrupt
+            raise
+        except Exception as error:  # of those that nobody has foreseen, too: nothing is known of this one
+            if isinstance(error, CkptfixError | OSError) and not os.path.lexists(path):
+                return ScrubResult(path=Path(path), verdict=_REMOVED)  # a run keeps its last checkpoints only
             verdict = {"verdict": _FAILED, "structure": {"status": 3, "unfinished": [escape(str(error))]}}
             self.state.keep(self.scope, Look(place, time(), 0.0, "", verdict), {})
             raise

@@ -339,6 +339,61 @@ def test_an_interrupt_leaves_documents_that_can_be_read(
     assert [one["path"] for one in done] == [str(runs / "1")]
 
 
+@pytest.mark.parametrize("verb", ["check", "scrub"])
+@pytest.mark.parametrize("form", ["json", "jsonl", "text"])
+def test_an_error_that_nobody_has_foreseen_ends_one_checkpoint_alone(
+    form: str, verb: str, runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ["--state", str(tmp_path / "state.sqlite")] if verb == "scrub" else ["-r"]
+    module = "ckptfix.verification.scrub" if verb == "scrub" else "ckptfix.cli.check"
+
+    def faulty(path: str | Path, **options: Any) -> CheckReport:
+        if Path(path).name == "2":
+            raise RuntimeError("a fault\nof ours")
+        return check(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.check", faulty)
+        assert run([verb, *options, str(runs), "--format", form]) == 3
+        out, err = capsys.readouterr()
+        words = "RuntimeError: a fault of ours (test_several_paths.py, line"
+        if form == "text":
+            assert f"{runs}/2: {words}" in err
+            assert "this is a fault of ckptfix, so nothing is known; please report it" in err
+            assert out.splitlines()[-1] == "4 checkpoints: 2 damaged, 1 clean, 1 failed"
+        else:
+            documents = [json.loads(line) for line in out.splitlines()]
+            ones = documents[:-1] if form == "jsonl" else documents[0]["checkpoints"]
+            assert [one["status"] for one in ones] == [0, 3, 1, 1]
+            assert words in ones[1]["error"]
+            assert documents[-1]["status"] == 3
+        assert run([verb, *options, str(runs / "2"), "--format", form]) == 3
+        out, err = capsys.readouterr()
+        if form == "text":
+            assert "Traceback" in err
+            assert words in err
+        else:
+            assert words in json.loads(out.splitlines()[-1])["error"]
+    assert run([verb, *options, str(runs), "-q", *(["--max-age", "1d"] if verb == "scrub" else [])]) == 1
+
+
+def test_an_error_between_two_checkpoints_leaves_a_document(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(path: Any) -> Any:
+        yield runs / "1"
+        yield runs / "2"
+        yield runs / "4"
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("ckptfix.cli.several_paths.find_checkpoints", ending)
+    monkeypatch.setattr("ckptfix.cli.check.THREADS", 1)
+    assert run(["check", "-r", str(runs), "--json"]) == 3
+    document = printed(capsys)
+    assert [one["status"] for one in document["checkpoints"]] == [0, 1, 1]
+    assert "RuntimeError: a fault of ours" in document["error"]
+
+
 def test_threads_print_in_the_order_of_the_paths(
     runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
