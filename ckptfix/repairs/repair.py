@@ -480,7 +480,7 @@ def _plan(target: Target, policy: Policy, output: Path | str | None, progress: P
             compiled=compiled,
             pending=interrupted(target),
             recovered=False,
-            carriage=carriage(target.root, compiled.edits),
+            carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
         )
 
 

@@ -255,14 +255,19 @@ def _commit_objects(
     return number
 
 
-def carriage(root: Path, edits: Sequence[Edit]) -> str | None:
-    """Return in words the bytes that the edits send to the store of an image, None for a folder on this machine."""
-    if (store := store_of(root)) is None or not edits:
+def carriage(root: Path, edits: Sequence[Edit], *, is_copy: bool) -> str | None:
+    """Return in words the bytes that the edits send to the store of an image, None for a folder on this machine.
+
+    ``is_copy``: they are made in a copy of the whole checkpoint.
+    """
+    if (store := store_of(root)) is None or not (edits or is_copy):
         return None
     from ckptfix.storage.images import objects_at
+    from ckptfix.storage.object_copies import carriage_of_copy
     from ckptfix.storage.object_transactions import carriage_of_edits
 
-    return str(carriage_of_edits(store, edits, objects_at(root)))
+    cost = carriage_of_copy if is_copy else carriage_of_edits
+    return str(cost(store, edits, objects_at(root)))
 
 
 def _act(work: Workspace, index: int, edit: Edit, note: Note) -> None:

@@ -16,7 +16,7 @@ from ckptfix.storage.edits import Edit
 from ckptfix.storage.images import Shown, objects_at, showing
 from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
-from ckptfix.storage.object_transactions import carriage_of
+from ckptfix.storage.object_transactions import Carriage, carriage_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, open_store, together
@@ -83,20 +83,12 @@ def copy_repaired(
     places = places_of(source, output)
     infos = objects_at(root)
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
-    contents: dict[str, Content] = {
-        key: joined((Source(key, 0, info.size),))
-        for key, info in infos.items()
-        if key == MANIFEST or not key.startswith(f"{JOURNAL}/")
-    }
-    for path, content in after.items():
-        contents.pop(str(path), None)
-        if content is not None:
-            contents[str(path)] = content
+    contents = _contents(infos, after)
     if not (places.bucket.abilities.composes or transfer):
         travel = carriage_of(places.bucket, contents.values(), is_placed=False)
         raise UsageError(
             f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must travel: {travel}; "
-            "nothing was written; next, to let them travel: add --transfer"
+            "nothing was written; next, to let them travel: the same command with --transfer"
         )
     check_free(output)
     number = secrets.token_hex(8)
@@ -128,6 +120,28 @@ def copy_repaired(
         if isinstance(error, CkptfixError):
             raise OperationError(f"{error}; {words}") from error
         raise
+
+
+def carriage_of_copy(store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]) -> Carriage:
+    """Return the bytes that a copy with these edits costs. Raises OperationError for impossible ones."""
+    after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
+    return carriage_of(store, _contents(infos, after).values(), is_placed=False)
+
+
+def _contents(
+    infos: Mapping[str, ObjectInfo], after: Mapping[PurePosixPath, Content | None]
+) -> dict[str, Content]:
+    """Return every object of a copy: those of the checkpoint, but for those that edits change or delete."""
+    contents: dict[str, Content] = {
+        key: joined((Source(key, 0, info.size),))
+        for key, info in infos.items()
+        if key == MANIFEST or not key.startswith(f"{JOURNAL}/")
+    }
+    for path, content in after.items():
+        contents.pop(str(path), None)
+        if content is not None:
+            contents[str(path)] = content
+    return contents
 
 
 def _composed(places: Places, name: str, content: Content, infos: Mapping[str, ObjectInfo]) -> ObjectInfo:

@@ -8,7 +8,7 @@ that is cut short is rolled back before "commit", and finished after it.
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from ckptfix.errors import (
     JournalError,
     OperationError,
     RolledBackError,
+    StoreError,
     UsageError,
 )
 from ckptfix.storage.edits import Edit, Remove, read_paths
@@ -372,7 +373,7 @@ def _check_carriage(store: Store, draft: Draft, transfer: bool) -> None:
     travel = _total(store, draft.contents.values(), draft.kept.values())
     raise UsageError(
         f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: {travel}{alone}; "
-        "nothing was changed; next, to let them travel: add --transfer"
+        "nothing was changed; next, to let them travel: the same command with --transfer"
     )
 
 
@@ -611,6 +612,8 @@ def recover_objects(store: Store, *, progress: Progress | None = None) -> Recove
             continue
         state = read_state(store, found)
         if state.stage is Stage.STAGING:
+            with suppress(StoreError):  # a credential may not be allowed to list uploads
+                leftovers += store.abandoned(folder(found.number))
             leftovers += _delete_transaction(store, found)
             continue
         is_clean = set(found.objects) <= {"state.json", "plan", *(f"kept/{index}" for index in state.kept)}

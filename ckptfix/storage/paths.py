@@ -28,6 +28,12 @@ MANIFEST = f"{JOURNAL}/manifest.json"
 RECEIPT = f"{JOURNAL}/migrated.json"
 """Path of the file by which a folder that ``migrate`` wrote is known (``conversion.destination``), relative to it."""
 
+SIGNED = ("model.sig", "tensors.sig")
+"""Names of the signed statements that ``seal`` writes: of the files, and of the tensors."""
+
+UNSIGNED = ("model.oms.json", "tensors.oms.json")
+"""Names of the same without a signature."""
+
 _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",

@@ -323,6 +323,13 @@ class S3Store(Store):
         with suppress(Exception):
             self._persist(upload["Key"], lambda: self.ask("abort_multipart_upload", **upload))
 
+    def _abandoned(self, below: str) -> int:
+        prefix = self._path(f"{below}/")
+        found = self.ask("list_multipart_uploads", Prefix=prefix).get("Uploads", ())  # 1,000 of them at most
+        for one in found:
+            self._abort({"Key": one["Key"], "UploadId": one["UploadId"]})
+        return len(found)
+
     def _send_part(self, key: str, upload: Mapping[str, Any], number: int, data: bytes) -> str:
         digest = md5(data)
 

@@ -297,6 +297,10 @@ class Store:
     def _mark(self, key: str) -> str:
         return ""
 
+    def _abandoned(self, below: str) -> int:
+        """Remove the parts of uploads below a prefix that no object is made of, and return the number of uploads."""
+        return 0
+
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)
         self.traffic.add()
@@ -432,6 +436,13 @@ class Store:
     def mark(self, key: str) -> str:
         """Return the mark of an object that was composed with one, "" for any other."""
         return self._persist(key, lambda: self._mark(key))
+
+    def abandoned(self, below: str) -> int:
+        """Remove what uploads below a prefix left that were killed: parts, which no listing shows and somebody pays.
+
+        Return the number of these uploads. Nobody else may write there.
+        """
+        return self._persist(below, lambda: self._abandoned(below))
 
     def delete(self, key: str, *, expected: str | Expected = ANY) -> None:
         """Delete an object; none there is fine. Raises ChangedError when another one than ``expected`` exists."""

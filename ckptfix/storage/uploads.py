@@ -31,7 +31,7 @@ from ckptfix.storage.markers import (
     parse_commit,
 )
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, shell_path
+from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.stores import (
     ABSENT,
@@ -192,13 +192,15 @@ def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
             f"{place.name()} holds {count_of(len(there), 'object')}; choose another place, or --overwrite"
         )
     changed = changed_since(place)
+    if changed is not None:
+        changed = [name for name in changed if name != MANIFEST]  # seal writes it
     what = "it has no commit marker" if changed is None else f"changed since: {list_names(changed)}"
     if commit is None or changed:
         raise UsageError(
             f"{place.name()}: --overwrite replaces only what ckptfix uploaded, as it was then ({what}); choose another "
             "place, or delete it yourself"
         )
-    return list(commit.objects)
+    return [*commit.objects, MANIFEST]
 
 
 def staged_files(folder: Path) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Weights
 from ckptfix.verification.digests import named_results
@@ -200,7 +200,9 @@ def _at(given: str | os.PathLike[str], target: Target) -> Path:
     inside = target.root / path
     if not os.path.lexists(path) and not path.is_absolute() and os.path.isfile(inside):
         raise UsageError(f"{path} does not exist; did you mean {inside}?")
-    return existing(path)
+    if existing(given).is_dir():
+        raise UsageError(f"{path} is a folder; name the file in it, such as {path / SIGNED[0]}")
+    return path
 
 
 def _alone(files: FileStatement, target: Target, attestations: Iterable[Attestation]) -> FileStatement:

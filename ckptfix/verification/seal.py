@@ -26,7 +26,7 @@ from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command, list_folder
+from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, list_folder
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
@@ -35,7 +35,7 @@ from ckptfix.tensors.hashing import Hashed
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import compare
 from ckptfix.verification.signatures import Signing
-from ckptfix.verification.statements import SIGNED, UNSIGNED, statement_of_files, statement_of_tensors
+from ckptfix.verification.statements import statement_of_files, statement_of_tensors
 from ckptfix.verification.verify import forbids_seal, hash_recorded, structure
 from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
 from ckptfix.wording import Line, Printable, count_of, human_size, line

@@ -21,16 +21,10 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED
 from ckptfix.tensors.hashing import ALGORITHMS, FileJob, Hashed
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
 from ckptfix.wording import count_of
-
-SIGNED = ("model.sig", "tensors.sig")
-"""Names of the signed statements that ``seal`` writes: of the files, and of the tensors."""
-
-UNSIGNED = ("model.oms.json", "tensors.oms.json")
-"""Names of the same without a signature."""
 
 ALONE = "."
 """The path of a file that was signed alone, without its folder."""

@@ -17,7 +17,7 @@ from ckptfix.diagnosis.target import Target, find_target
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
@@ -25,7 +25,7 @@ from ckptfix.verification.attested import Attested, Evidence, gather, with_own_f
 from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
-from ckptfix.verification.statements import SIGNED, Scheme
+from ckptfix.verification.statements import Scheme
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names

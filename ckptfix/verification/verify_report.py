@@ -12,9 +12,8 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import status_of
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines, labelled
 from ckptfix.reports import Serialized
-from ckptfix.storage.paths import command
+from ckptfix.storage.paths import SIGNED, command
 from ckptfix.verification.signatures import Attestation
-from ckptfix.verification.statements import SIGNED
 from ckptfix.verification.values import ADVICE, ValueFinding
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
 

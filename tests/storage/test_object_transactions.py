@@ -366,6 +366,29 @@ def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: st
         assert finished == len(sampled(range(1, requests + 1))), "a fault that passes must not end the repair"
 
 
+def test_the_parts_of_killed_uploads_go(cloud: Cloud) -> None:
+    """No listing shows them, and somebody pays for them; those of other programs stay."""
+    anew(cloud)
+    store = open_simulated(cloud, URL)
+    store.ask("create_multipart_upload", Key=PREFIX + "optimizer.bin")
+
+    def kill(method: str, key: str, is_after: bool) -> None:
+        if method == "complete_multipart_upload" and "/new/" in key:
+            cloud.strike = die
+            raise Killed
+
+    def die(method: str, key: str, is_after: bool) -> None:
+        raise Killed
+
+    cloud.strike = kill
+    with pytest.raises(Killed):
+        commit(store)
+    cloud.strike = lambda method, key, is_after: None
+    assert len(cloud.uploads) > 1
+    recover(store)
+    assert [one["key"] for one in cloud.uploads.values()] == [PREFIX + "optimizer.bin"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_a_lost_answer_is_no_other_writer(cloud: Cloud, is_encrypted: bool) -> None:

@@ -278,6 +278,10 @@ class SimulatedStore(S3Store):
         self._upload_of(UploadId, "upload_part")["parts"][PartNumber] = (bytes(Body),)
         return {"ETag": f'"{self.cloud.etag(digest((bytes(Body),)))}"'}
 
+    def _on_list_multipart_uploads(self, Prefix: str) -> Any:
+        below = {name: one for name, one in self.cloud.uploads.items() if one["key"].startswith(Prefix)}
+        return {"Uploads": [{"Key": one["key"], "UploadId": name} for name, one in below.items()]}
+
     def _on_list_parts(self, Key: str, UploadId: str, MaxParts: int) -> Any:
         self._upload_of(UploadId, "list_parts")
         return {}

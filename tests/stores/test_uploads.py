@@ -12,6 +12,7 @@ from ckptfix import check, migrate
 from ckptfix.cli import run
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
+from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.stores import open_store
 from ckptfix.storage.uploads import (
     MountedFolder,
@@ -173,7 +174,12 @@ def test_only_what_was_uploaded_may_be_replaced(tmp_path: Path, cloud: Cloud) ->
     upload_folder(place, folder_of(tmp_path, "old", OLD))
     with pytest.raises(UsageError, match="or --overwrite"):
         objects_replaced(place, overwrite=False)
-    assert set(objects_replaced(place, overwrite=True)) == set(OLD)
+    assert set(objects_replaced(place, overwrite=True)) == {*OLD, MANIFEST}
+    cloud.write(f"run/checkpoint_7/{MANIFEST}", b"of a seal")
+    upload_folder(
+        place, folder_of(tmp_path, "new", {"a": b"new"}), stale=objects_replaced(place, overwrite=True)
+    )
+    assert set(place.list()) == {"a", UPLOAD, COMMITTED}
     cloud.write("run/checkpoint_7/notes.txt", b"mine")
     assert changed_since(place) == ["notes.txt"]
     with pytest.raises(UsageError, match=r"changed since: 'notes\.txt'"):

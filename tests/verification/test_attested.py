@@ -20,12 +20,12 @@ from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.paths import MANIFEST, UNSIGNED
 from ckptfix.storage.reading import Piece
 from ckptfix.tensors.hashing import hash_all
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.stored import Contiguous, Strided, Tiled
-from ckptfix.verification.statements import UNSIGNED, FileStatement, TensorStatement, parse_statement
+from ckptfix.verification.statements import FileStatement, TensorStatement, parse_statement
 from ckptfix.verification.verify_report import Change, Kind, Outcome
 from tests.sampling import is_exhaustive, sampled
 from tests.storage.crash import Fault, points, strike
@@ -461,6 +461,21 @@ def test_a_checkpoint_in_a_store_is_compared_with_a_statement(
     said = capsys.readouterr().out
     assert "tensors: 3 match, 1 differ" in said
     assert f"ckptfix verify --oms {statements[0]}" in said
+
+
+def test_a_folder_is_no_statement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(folder), "--oms", str(folder)]) == 2
+    assert "is a folder; name the file in it" in capsys.readouterr().err
+    assert run(["verify", str(folder), "--oms", ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
+
+
+def test_migrate_leaves_out_what_is_about_the_old_files(folder: Path, tmp_path: Path) -> None:
+    """The reference verifier would refuse the new folder; the statement of the tensors is right there."""
+    receipt = migrate(folder, tmp_path / "new", to="bin")
+    assert [one.what for one in receipt.left_out] == ["model.oms.json"]
+    assert "ckptfix seal" in receipt.left_out[0].reason
+    assert run(["verify", str(tmp_path / "new"), "--oms", str(tmp_path / "new" / TENSORS)]) == 0
 
 
 @pytest.mark.slow

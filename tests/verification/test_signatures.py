@@ -25,7 +25,7 @@ from ckptfix import (
     verify,
 )
 from ckptfix.cli import run
-from ckptfix.verification.statements import SIGNED
+from ckptfix.storage.paths import SIGNED
 from ckptfix.verification.verify_report import Outcome
 from tests.verification.sealed import KINDS, flip, place, wrong
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ckptfix import OperationError, UsageError, seal, verify
 from ckptfix.checkpoint.manifest import MAX_MANIFEST
+from ckptfix.storage.paths import UNSIGNED
 from ckptfix.verification.statements import (
-    UNSIGNED,
     FileStatement,
     TensorStatement,
     parse_statement,
