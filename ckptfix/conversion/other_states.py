@@ -10,23 +10,35 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ckptfix.checkpoint.filenames import Role, parse_file_name
-from ckptfix.conversion.migration_plan import PlannedExtra
+from ckptfix.conversion.migration_plan import PlannedExtra, source_of
 from ckptfix.conversion.target_names import LeftOut, OtherFiles, StateNames
 from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import child
 from ckptfix.formats.torch_file import read_torch_file
-from ckptfix.storage.reading import OpenFiles, open_reader
-from ckptfix.tensors.new_torch_files import Call, torch_file
+from ckptfix.storage.reading import OpenFiles, Piece, open_reader
+from ckptfix.tensors.new_torch_files import Call, torch_file, with_new_tensors
 from ckptfix.tensors.new_zero import DYNAMIC_SCALE, LOSS_SCALER, dynamic_scaler
 from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, Strategy, number_in
+from ckptfix.tensors.single_files import record_checksums
 from ckptfix.tensors.stored import StoredTensor
 from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 _LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
 _ONCE_PER_PROCESS = "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
-_BY_HAND = "Accelerator(step_scheduler_with_optimizer=False) and scheduler.step()"
+_NEW_CYCLE = (
+    "it counts batches within gradient accumulation; the new run begins with a complete cycle, whatever its "
+    "gradient_accumulation_steps"
+)
+_STEP_STAYS = (
+    "{names}: copied unchanged, with accelerator.step {step}, which counts batches within gradient accumulation: where "
+    "gradient_accumulation_steps does not divide it, the first step takes fewer batches; next, unless the guard of "
+    "ckptfix resumes: accelerator.step = 0 after load_state"
+)
+_BY_HAND = (
+    "Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, scheduler.step()"
+)
 
 
 class OtherStates(NamedTuple):
@@ -58,6 +70,7 @@ def other_states(
     carried: list[PurePosixPath] = []
     left = [one for one in found.left_out if PurePosixPath(one.what) not in replaced]
     random_states: list[str] = []
+    is_guarded = False
     schedulers: dict[str, int] = {}
     for path in found.carried:
         if path in replaced:
@@ -65,6 +78,7 @@ def other_states(
         parsed = parse_file_name(str(path))
         role = parsed.role if parsed is not None else None
         rank = parsed.rank or 0 if parsed is not None else 0
+        is_guarded |= role is Role.RUN_STATE
         why = ""
         if role is Role.RNG_STATE:
             random_states.append(str(path))
@@ -80,26 +94,51 @@ def other_states(
             left.append(LeftOut(str(path), why))
         else:
             carried.append(path)
-    extras: tuple[PlannedExtra, ...] = ()
+    extras: list[PlannedExtra] = []
+    warnings: list[str] = []
+    step = None if names.is_trainer or not random_states else _count(root / random_states[0], STEP)
+    if step and before != processes:
+        own = [PurePosixPath(name) for name in random_states if name in wanted]
+        anew = [] if is_guarded else [_of_new_cycle(root, path) for path in own]
+        if None in anew or is_guarded:
+            warnings.append(_STEP_STAYS.format(step=step, names=list_names(random_states)))
+        else:
+            extras += [one for one in anew if one is not None]
+            carried = [path for path in carried if path not in own]
+            left.append(LeftOut(f"accelerator.step, {step}, in the random states", _NEW_CYCLE))
+            step = 0
     lacking = [name for name in wanted if name not in random_states] if random_states else []
     if lacking:
-        step = None if names.is_trainer else _count(root / random_states[0], "step")
         if step is not None:
-            files = tuple(torch_file(PurePosixPath(name), {"step": step}) for name in lacking)
-            extras = (PlannedExtra(files=files, old_files=(PurePosixPath(random_states[0]),)),)
-        only = f": only accelerator.step, {step}, is in it" if extras else ""
+            files = tuple(torch_file(PurePosixPath(name), {STEP: step}) for name in lacking)
+            extras.append(PlannedExtra(files=files, old_files=(PurePosixPath(random_states[0]),)))
+        only = f": only accelerator.step, {step}, is in it" if step is not None else ""
         left.append(
             LeftOut(
                 f"random states in {list_names(lacking)}",
                 f"no such rank saved any{only}; a copy of another rank's would give both the same dropout",
             )
         )
-    warnings: list[str] = []
     if before is not None and not names.is_trainer:
         for name, index in schedulers.items():
             state = next((one for one in optimizers if one.index == index), None)
             warnings += _other_paces(root / name, state, names.strategy, before, processes)
-    return OtherStates(tuple(carried), found.empty, tuple(left), extras, tuple(warnings))
+    return OtherStates(tuple(carried), found.empty, tuple(left), tuple(extras), tuple(warnings))
+
+
+def _of_new_cycle(root: Path, path: PurePosixPath) -> PlannedExtra | None:
+    """Plan the random states of a rank with ``accelerator.step`` 0; None where they cannot be written anew."""
+    values, checksums = _plain_values(root / path)
+    if not isinstance(values, dict):
+        return None
+    sources: dict[str, StoredTensor] = {}
+    content = with_new_tensors({**values, STEP: 0}, str(path), sources)
+    return PlannedExtra(
+        files=(torch_file(path, content),),
+        old_files=(path,),
+        data={key: source_of(tensor._replace(fqn=key), None, str(path)) for key, tensor in sources.items()},
+        checksums=checksums,
+    )
 
 
 def _other_paces(
@@ -120,7 +159,7 @@ def _other_paces(
         yield (
             f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at each step (by "
             f"{before} so far, by {processes} from now on){unless}; next, where the batch of a step stays as large as "
-            f"it was: {_BY_HAND}{f', {before} times' if before > 1 else ''} at each step"
+            f"it was: {_BY_HAND}{f' {before} times' if before > 1 else ''}"
         )
     if strategy not in BY_TORCH and before > 1 and not (state and _has_scheduler(state)):
         yield (
@@ -171,7 +210,7 @@ def out_of_engines(
                 warnings.append(
                     f"{name}: DeepSpeed's engine advanced this scheduler by 1 at each step, and Accelerate advances "
                     f"it once per process, by {processes} from now on, {_ONCE_PER_PROCESS}; next, where the batch of a "
-                    f"step stays as large as it was: {_BY_HAND} at each step"
+                    f"step stays as large as it was: {_BY_HAND}"
                 )
             continue
         shown = f", {held}" if isinstance(held, dict) and len(held) < 4 else ""
@@ -213,8 +252,8 @@ def into_engine(root: Path, state: OptimizerState, scheduler: str, dtype: str | 
     inside = state.extra.get(MODEL_STATES, {})
     scaler: dict[str, Any] = {}
     if not _has_scheduler(state):
-        inside = {**inside, _LR_SCHEDULER: _plain_values(root / scheduler)}
-    saved = _plain_values(root / _SCALER) if dtype == "F16" and LOSS_SCALER not in state.extra else None
+        inside = {**inside, _LR_SCHEDULER: _plain_values(root / scheduler)[0]}
+    saved = _plain_values(root / _SCALER)[0] if dtype == "F16" and LOSS_SCALER not in state.extra else None
     if isinstance(saved, dict) and "scale" in saved:
         inside = {**inside, DTYPE: "F16"}
         scaler = {
@@ -230,20 +269,22 @@ def into_engine(root: Path, state: OptimizerState, scheduler: str, dtype: str | 
     return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside})
 
 
-def _plain_values(path: Path) -> Any:
-    """Return the plain values in a file of torch, None where there are others, or no such file."""
+def _plain_values(path: Path) -> tuple[Any, Mapping[Piece, int]]:
+    """Return the plain values in a file of torch, None where there are others, or no such file; and its checksums."""
     try:
         with open_reader(path) as reader:
             file = read_torch_file(reader)
         value = PickledValues(path, file).value(file.tree.root)
+        return (None if _has(value, (Unread,)) else value), dict(record_checksums(path, file))
     except (FormatError, OperationError, OSError):
-        return None
-    return None if _has(value, (Unread,)) else value
+        return None, {}
 
 
 def _has(value: Any, kinds: tuple[type, ...]) -> bool:
     """Return whether a value of one of these types is in a value."""
     if isinstance(value, kinds):
         return True
+    if isinstance(value, Call):
+        value = (value.args, value.items, value.state)
     inner = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else ()
     return any(_has(one, kinds) for one in inner)

@@ -15,7 +15,7 @@ from ckptfix.errors import UnsupportedFormat
 from ckptfix.tensors.joined import Inline
 from ckptfix.tensors.new_dcp import StatePath, dcp_state_files
 from ckptfix.tensors.new_files import NewStates, NewTensor
-from ckptfix.tensors.new_torch_files import torch_file
+from ckptfix.tensors.new_torch_files import torch_file, with_new_tensors
 from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, StateValue
 from ckptfix.tensors.stored import StoredTensor
 
@@ -105,7 +105,7 @@ class _New:
             if name in state.states
         }
         self.groups = [
-            {key: self._option(value, f"{_GROUPS}/{number}/{key}") for key, value in group.options.items()}
+            with_new_tensors(group.options, f"{_GROUPS}/{number}", self.sources)
             for number, group in enumerate(state.groups)
         ]
 
@@ -113,14 +113,4 @@ class _New:
         """Return a state. DeepSpeed's own optimizers count steps in an int, PyTorch's in a tensor."""
         if key == STEP and isinstance(value, int | float) and not self._is_of_torch:
             value = StoredTensor(key, "F32", (), Inline(struct.pack("<f", value)))
-        return self._option(value, name)
-
-    def _option(self, value: Any, name: str) -> Any:
-        if isinstance(value, StoredTensor):
-            self.sources[name] = value
-            return NewTensor(name, value.dtype, value.shape, value.nbytes)
-        if isinstance(value, Mapping):
-            return {key: self._option(inner, f"{name}/{key}") for key, inner in value.items()}
-        if isinstance(value, list) or type(value) is tuple:
-            return type(value)(self._option(inner, f"{name}/{number}") for number, inner in enumerate(value))
-        return value
+        return with_new_tensors(value, name, self.sources)

@@ -18,6 +18,7 @@ Python's own pickle module takes no part: classes are names here, and are never 
 import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from struct import pack
@@ -42,6 +43,7 @@ from ckptfix.tensors.new_files import (
     index_file,
     shard_names,
 )
+from ckptfix.tensors.stored import StoredTensor
 
 _IN_DESCRIPTOR = 0x8
 _MADE_BY = 0x031E  # as miniz puts it into the end record: Unix, version 3.0
@@ -183,6 +185,28 @@ class Call:
     items: Mapping[Any, Any] | None = None
     state: Any = None
     new: bool = False
+
+
+def with_new_tensors(value: Any, name: str, sources: dict[str, StoredTensor]) -> Any:
+    """Return a value for ``torch_file``: with ``NewTensor`` for the tensors in it, which go into ``sources``.
+
+    ``name``: of a tensor that is the value itself; those below have the keys that lead to them behind it.
+    """
+    if isinstance(value, StoredTensor):
+        sources[name] = value
+        return NewTensor(name, value.dtype, value.shape, value.nbytes)
+    if isinstance(value, Mapping):
+        return {key: with_new_tensors(one, f"{name}/{key}", sources) for key, one in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(
+            with_new_tensors(one, f"{name}/{place}", sources) for place, one in enumerate(value)
+        )
+    if isinstance(value, Call):
+        parts = {"args": value.args, "items": value.items, "state": value.state}
+        return replace(
+            value, **{key: with_new_tensors(one, f"{name}/{key}", sources) for key, one in parts.items()}
+        )
+    return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from ckptfix.storage.reading import OpenFiles
 from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined
 from ckptfix.tensors.new_files import NewStates, NewTensor, OutputFile
-from ckptfix.tensors.new_torch_files import Call, Global, torch_file
+from ckptfix.tensors.new_torch_files import Call, Global, torch_file, with_new_tensors
 from ckptfix.tensors.optimizer_files import PARAMS
 from ckptfix.tensors.optimizers import (
     STEP,
@@ -607,13 +607,7 @@ class _Plan:
 
     def _placed(self, value: Any, key: str) -> Any:
         """Return a value with ``NewTensor`` for the tensors in it."""
-        if isinstance(value, StoredTensor):
-            return self._tensor(key, value, value.dtype)
-        if isinstance(value, Mapping):
-            return {name: self._placed(one, f"{key}/{name}") for name, one in value.items()}
-        if isinstance(value, list) or type(value) is tuple:
-            return type(value)(self._placed(one, f"{key}/{place}") for place, one in enumerate(value))
-        return value
+        return with_new_tensors(value, key, self.sources)
 
 
 def partition_size(numel: int, ranks: int) -> int:

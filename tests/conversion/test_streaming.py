@@ -168,16 +168,16 @@ def test_a_writer_that_takes_other_moments_than_it_says_is_found(
 def test_a_writer_of_torch_that_takes_other_moments_than_it_says_is_found(
     source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = new_optimizers._New._option
+    real = new_optimizers._New._value
 
-    def wrong(new: new_optimizers._New, value: Any, name: str) -> Any:
-        found = real(new, value, name)
+    def wrong(new: new_optimizers._New, key: str, value: Any, name: str) -> Any:
+        found = real(new, key, value, name)
         pair = [f"layer.{number}.weight/exp_avg" for number in (3, 6)]
         if name == pair[1]:
             new.sources[pair[0]], new.sources[pair[1]] = new.sources[pair[1]], new.sources[pair[0]]
         return found
 
-    monkeypatch.setattr(new_optimizers._New, "_option", wrong)
+    monkeypatch.setattr(new_optimizers._New, "_value", wrong)
     with pytest.raises(OperationError, match=r"'layer\.[36]\.weight/exp_avg' has other bytes than were read"):
         migrate(source, tmp_path / "new", to=to, state="all", processes=2, model=list_of(source))
     assert not (tmp_path / "new").exists()

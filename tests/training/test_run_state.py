@@ -259,6 +259,19 @@ def test_gradients_of_a_cut_accumulation_are_in_the_file(tmp_path: Path) -> None
     assert run().resume(tmp_path / "c") == expected
 
 
+def test_another_accumulation_begins_with_a_complete_cycle(tmp_path: Path) -> None:
+    """The symptom: the first step took 2 batches instead of 4, with a quarter of each one's gradient."""
+    Run(gradient_accumulation_steps=2).save_at(tmp_path / "c", 2)
+    run = Run(gradient_accumulation_steps=4)
+    with pytest.warns(UserWarning, match="saved with gradient_accumulation_steps=2, now 4"):
+        run.accelerator.load_state(str(tmp_path / "c"))
+    is_step = []
+    for batch in run.accelerator.resume_dataloader(run.loader):
+        run.train(batch)
+        is_step.append(run.accelerator.sync_gradients)
+    assert is_step == [False, False, False, True]
+
+
 @pytest.mark.slow
 def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> None:
     Run().save_at(tmp_path / "c", 2)
@@ -270,6 +283,7 @@ def test_another_number_of_processes_uses_no_sample_twice(tmp_path: Path) -> Non
             warnings.simplefilter("always")
             run.accelerator.load_state(str(tmp_path / "c"))
         words = [str(one.message) for one in said]
+        assert run.accelerator.step == 0
         assert any("not bit-exact: saved with 1 process, now 2" in one for one in words) == (rank == 0), words
         seeds = (torch.initial_seed(), random.random(), float(np.random.rand()))
         torch.save((len(list(run.accelerator.resume_dataloader(run.loader))), seeds), tmp_path / f"{rank}.pt")

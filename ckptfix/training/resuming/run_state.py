@@ -375,6 +375,8 @@ class _Restoring:
                 f"saved with gradient_accumulation_steps={state['accumulation']}, "
                 f"now {accelerator.gradient_accumulation_steps}"
             )
+        if "step" not in self._left:
+            self._restore_step()
         if "optimizers" not in self._left:
             self._order_moments()
         if "schedulers" not in self._left:
@@ -415,8 +417,6 @@ class _Restoring:
         if state["is_cut"]:
             self._problems.append("the save cut an accumulation, and its gradients are spread over the ranks")
         if "step" not in self._left:
-            accelerator.step = state["step"]
-            self._checks.append(("accelerator.step", state["step"], lambda: accelerator.step))
             self._restore_gradients(state["gradients"] or {})
         if "schedulers" not in self._left:
             self._restore_each("scheduler", accelerator._schedulers, state["schedulers"])
@@ -424,6 +424,20 @@ class _Restoring:
             self._restore_each("gradient scaler", [accelerator.scaler], [state["scaler"]])
         if "custom" not in self._left:
             self._restore_each("custom object", accelerator._custom_objects, state["custom"])
+
+    def _restore_step(self) -> None:
+        """Restore the count of batches within an accumulation, or begin a complete one where it is another one.
+
+        The symptom: saved after 5 steps of 2 batches, the first step of a run with 4 batches had 2, scaled by 1/4.
+        """
+        accelerator, state = self._accelerator, self._state
+        step = state["step"]
+        if not self._is_same_world or (
+            state["accumulation"] != accelerator.gradient_accumulation_steps and not state["gradients"]
+        ):
+            step = 0
+        accelerator.step = step
+        self._checks.append(("accelerator.step", step, lambda: accelerator.step))
 
     def _restore_each(self, what: str, things: Sequence[Any], saved: Sequence[State | None]) -> None:
         for number, (thing, described) in enumerate(zip(things, saved, strict=False)):
