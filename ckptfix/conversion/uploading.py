@@ -18,7 +18,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, OperationError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
-from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.doors import local_path, looks_like_url
 from ckptfix.storage.markers import DESTINATION
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.parallel import Progress
@@ -107,13 +107,17 @@ def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     def decorate(verb: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(verb)
         def writing(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given: Any = args[1] if len(args) > 1 else kwargs.get(name)
-            if not looks_like_url(given):
-                return verb(*args, **kwargs)
-            with _uploaded(str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))) as local:
-                places: list[Any] = [*args[:1], local, *args[2:]] if len(args) > 1 else list(args)
-                words: dict[str, Any] = {**kwargs, name: local} if len(args) < 2 else kwargs
+            given = local_path(args[1] if len(args) > 1 else kwargs.get(name))
+
+            def write(place: Any) -> _R:
+                places: list[Any] = [*args[:1], place, *args[2:]] if len(args) > 1 else list(args)
+                words: dict[str, Any] = {**kwargs, name: place} if name in kwargs else kwargs
                 return verb(*places, **words)
+
+            if not looks_like_url(given):
+                return write(given)
+            with _uploaded(str(given).rstrip("/"), overwrite=bool(kwargs.get("overwrite"))) as local:
+                return write(local)
 
         return writing
 

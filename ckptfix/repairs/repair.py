@@ -55,7 +55,7 @@ from ckptfix.repairs.steps import (
 from ckptfix.repairs.steps_to_edits import Compiled, compile_plan, free_space, space_needed
 from ckptfix.reports import Serialized
 from ckptfix.storage.copying import supports_reflink
-from ckptfix.storage.doors import looks_like_url, opened, takes_urls
+from ckptfix.storage.doors import local_path, looks_like_url, opened, takes_urls
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.journal import RecoveryReport, carriage, commit
 from ckptfix.storage.journal import recover as recover_folder
@@ -372,6 +372,7 @@ def plan_repair(
     Raises UsageError for an invalid path or policy, OperationError for a folder that cannot be repaired now,
     OSError when it cannot be read.
     """
+    output = local_path(output)
     if isinstance(path, str) and looks_like_url(path):
         with ExitStack() as image:
             place = image.enter_context(opened(path))

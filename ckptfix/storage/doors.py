@@ -10,9 +10,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ckptfix.errors import CkptfixError
+from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.paths import existing
-from ckptfix.wording import shown
+from ckptfix.wording import escape, shown
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,6 +22,16 @@ def looks_like_url(path: object) -> bool:
     """Return whether a path can be a URL; no checkpoint on this machine is named so."""
     scheme, found, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
     return bool(found) and "/" not in scheme
+
+
+def local_path(path: Any) -> Any:
+    """Return the path that a ``file://`` URL names, and anything else as it is. Raises UsageError."""
+    if not isinstance(path, str) or not path.startswith("file://"):
+        return path
+    place = path.removeprefix("file://").removeprefix("localhost")
+    if not place.startswith("/"):  # never the current folder, or one below it
+        raise UsageError(f"{escape(path)} names no file of this machine: expected file:///PATH")
+    return place
 
 
 def takes_urls(*names: str, complete: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -83,6 +93,7 @@ def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterato
 
     An error that passes through names the URL. ``watches``: the block is ``watched``, too.
     """
+    path = local_path(path)
     if not looks_like_url(path):
         yield Path(path) if path else existing(path)  # raises: Path("") would be the current folder
         return

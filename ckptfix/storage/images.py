@@ -160,11 +160,6 @@ def image_of(url: str, *, complete: bool = True) -> Path:
     ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld`` returns it. Raises
     UsageError when nothing is there, StoreError.
     """
-    if url.startswith("file://"):
-        place = url.removeprefix("file://").removeprefix("localhost")
-        if not place.startswith("/"):  # never the current folder, or one below it
-            raise UsageError(f"{escape(url)} names no file of this machine: expected file:///PATH")
-        return Path(place)
     store = open_store(url)
     rest = url.partition("://")[2].rstrip("/")
     if any(part in ("", ".", "..") for part in rest.split("/")):

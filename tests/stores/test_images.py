@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptfix import check, diff, migrate, salvage, verify
+from ckptfix import check, diff, migrate, repair, salvage, verify
 from ckptfix.cli import run
 from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
 from ckptfix.storage import images, stores
@@ -247,6 +247,13 @@ def test_one_object_is_checked_as_one_file(url: str) -> None:
 
 def test_a_file_url_is_a_path(url: str) -> None:
     assert check(f"file://{CASE}").as_json() == check(CASE).as_json()
+
+
+def test_a_url_of_a_file_is_a_path_where_a_verb_writes(tmp_path: Path) -> None:
+    migrate(f"file://{CASE}", f"file://{tmp_path}/new", to="bin")
+    assert check(tmp_path / "new").folder.components
+    repair(CASE, output=f"file://{tmp_path}/repaired")
+    assert check(tmp_path / "repaired").status == 0
 
 
 def test_a_relative_name_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
