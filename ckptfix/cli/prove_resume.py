@@ -13,6 +13,7 @@ from ckptfix.errors import UsageError
 @click.command(
     "prove-resume",
     cls=Verb,
+    unfit=lambda params: "prove-resume starts COMMAND itself, and the launcher belongs into COMMAND",
     context_settings={"allow_interspersed_args": False},
     examples=[
         (

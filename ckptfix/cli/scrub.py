@@ -25,6 +25,9 @@ from ckptfix.wording import Line, count_of, escape, line
 @click.command(
     "scrub",
     cls=Verb,
+    unfit=lambda params: (
+        "processes share a fleet by --shard I/N alone, each with a state file and a report of its own"
+    ),
     forms=[Form.TEXT, Form.JSON, Form.JSONL],
     quiet="Print only the paths that are not clean, one a line, quoted where xargs needs it.",
     examples=[

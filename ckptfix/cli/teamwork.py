@@ -1,6 +1,7 @@
 """A verb in several processes: those of torchrun, accelerate launch or Slurm, or one by one as tasks of a job array."""
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ from ckptfix.cli.report import Report
 from ckptfix.errors import TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
+from ckptfix.storage.joined_team import TIMEOUT, TIMEOUT_VARIABLE, JoinedTeam, ensure_same_files
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
 from ckptfix.storage.paths import command, shell_path
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import count_of, escape, human_size
 
 _PLACES = ("RANK", "SLURM_PROCID")
 """Without one of these variables no launcher started this process, and nothing more is imported to find out."""
 
-_team: teams.JoinedTeam | None = None
+_ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
+
+_team: JoinedTeam | None = None
+_remedy = ""
+"""The next step when a process fails, in words that end its message."""
 
 
 def share_options() -> list[click.Parameter]:
@@ -45,13 +51,13 @@ def run_shared(
 
     ``params``: the verb's own, for ``merge``. ``unfit``: why its work has no shares, "" where it has.
     """
-    global _team
+    global _remedy
     place = _launched()
     if shard is None and partial is None and place is None:
         return work()
     if unfit:
         if shard is None and partial is None:
-            raise UsageError(f"{unfit}; run it in one process, without the launcher, or with CKPTFIX_TEAM=0")
+            raise UsageError(f"{unfit}; {_ONE_PROCESS}")
         raise UsageError(f"{unfit}; leave out {'--shard' if shard is not None else '--partial'}")
     paths = [str(one) for one in params.get("paths", ())]
     if partial is not None and (not partial or looks_like_url(partial)):
@@ -73,10 +79,54 @@ def run_shared(
         assert results is not None
         results.begin(request)
         return _finish(results, teams.LoneWorker(results, _say), work)
+    team = _joined(place, results)
+
+    def begun() -> int:
+        if team.leads and results is not None:
+            results.begin(request)
+        return work()
+
+    _remedy = (
+        "the same command goes on from what was read"
+        if results is not None
+        else "run it again"
+        if verb == "migrate"
+        else "run it again with --partial FOLDER, to keep what is read, should it fail again"
+    )
+    try:
+        return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))
+    except TeamError as error:
+        raise TeamError(_with_next(error)) from error
+
+
+def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], unfit: str) -> int:
+    """Run a verb whose work is not shared: the first process of a team does it, the others end with its status.
+
+    ``params``: the verb's own. ``unfit``: why one process must not do it for all, "" where it may.
+    """
+    global _remedy
+    place = _launched()
+    if place is None:
+        return work()
+    if unfit:
+        raise UsageError(f"{unfit}; {_ONE_PROCESS}")
+    team = _joined(place, None)
+    _remedy = f"CKPTFIX_TEAM=0 {_command(verb, params)}"
+    try:
+        with teams.working_in(team), teams.as_one():
+            _ensure_alike(team, verb, params)
+    except TeamError as error:
+        raise TeamError(_with_next(error)) from error
+    return work() if team.leads else 0  # in the end, the others wait for the leader's status
+
+
+def _joined(place: Any, results: PartialResults | None) -> JoinedTeam:
+    """Join the team that this process was started in; from then on its leader alone prints."""
+    global _team
     from ckptfix.training.rendezvous import join
 
     timeout = _timeout()
-    team = _team = teams.JoinedTeam(
+    _team = JoinedTeam(
         place.rank,
         place.total,
         join(place, timeout),
@@ -85,27 +135,53 @@ def run_shared(
         timeout=timeout,
         say=_say,
     )
-    if not team.leads:
+    if not _team.leads:
         printing.mute()
-    elif results is not None:
-        results.begin(request)
-    try:
-        return _finish(results, team, work)
-    except TeamError as error:
-        remedy = (
-            "the same command goes on from what was read"
-            if results is not None
-            else "run it again"
-            if verb == "migrate"
-            else "run it again with --partial FOLDER, to keep what is read, should it fail again"
-        )
-        raise TeamError(f"{error}; next: {remedy}") from error
+    return _team
 
 
-def _finish(results: PartialResults | None, team: teams.Team, work: Callable[[], int]) -> int:
+def _ensure_alike(team: JoinedTeam, verb: str, params: Mapping[str, Any]) -> None:
+    """Find out whether all were started with the same command, and see the same files. Raises OperationError."""
+    mine = _command(verb, params)
+    team.ensure_same(
+        mine,
+        lambda leader, theirs: (
+            f"runs another command than {leader}: {mine} (expected {theirs}); {_ONE_PROCESS}"
+        ),
+    )
+    if not params.get("recursive"):  # many checkpoints are compared one by one
+        ensure_same_files(_paths(params))
+
+
+def _command(verb: str, params: Mapping[str, Any]) -> str:
+    return shlex.join(["ckptfix", verb, *_words(params)])
+
+
+def _with_next(error: TeamError) -> str:
+    return str(error) if "; next: " in str(error) else f"{error}; next: {_remedy}"
+
+
+def _paths(params: Mapping[str, Any]) -> list[Path]:
+    """Return the paths that a verb reads, URLs left out."""
+    read = [one for one in click.get_current_context().command.params if isinstance(one.type, click.Path)]
+    names = [str(one.name) for one in read if isinstance(one, click.Argument) or one.name == "against"]
+    values = [params.get(name) or () for name in names]
+    given = [
+        str(path) for value in values for path in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return [Path(path) for path in given if not looks_like_url(path)]
+
+
+def _finish(
+    results: PartialResults | None, team: teams.Team, work: Callable[[], int],
+    prepare: Callable[[], object] = lambda: None,
+) -> int:  # fmt: skip
     try:
-        with teams.working_in(team), teams.as_one():
-            status = work()
+        with teams.working_in(team):
+            with teams.as_one():
+                prepare()
+            with teams.as_one():
+                status = work()
     finally:
         if results is not None:
             results.close()
@@ -161,10 +237,18 @@ def leave(status: int) -> int:
     if _team is None:
         return status
     try:
-        return _team.finish(status)
-    except TeamError:
+        try:
+            return _team.finish(status)
+        except KeyboardInterrupt:  # the leader got it, too, and says in what state it left the folder
+            return _team.finish(status)
+    except KeyboardInterrupt:
+        return printing.INTERRUPTED
+    except TeamError as error:
         printing.unmute(withheld=True)  # the leader is gone: what this process has to say is all there is
-        return status
+        if status > 1:
+            return status
+        _say(escape(_with_next(error)))
+        return 3
 
 
 def _words(params: Mapping[str, Any]) -> list[str]:
@@ -193,13 +277,13 @@ def _launched() -> Any:
 
 
 def _timeout() -> float:
-    text = os.environ.get(teams.VARIABLE) or str(teams.TIMEOUT)
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(TIMEOUT)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise UsageError(f"{teams.VARIABLE}={text}: expected a number of seconds above 0")
+        raise UsageError(f"{TIMEOUT_VARIABLE}={text}: expected a number of seconds above 0")
     return seconds
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ckptfix.cli.report import COLOUR, Form, Report
-from ckptfix.cli.teamwork import run_shared, share_options
+from ckptfix.cli.teamwork import run_by_one, run_shared, share_options
 
 Example = tuple[str, str]
 """A command to paste, and what it does."""
@@ -31,6 +31,7 @@ class Verb(click.Command):
 
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
     ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
+    ``unfit``: of any other verb, why the first of several processes must not do the work of all, or "".
     ``keeps_results``: it can go on from results of an earlier run, or of shares that run one by one.
     """
 
@@ -42,12 +43,13 @@ class Verb(click.Command):
         forms: Sequence[Form] = (Form.TEXT, Form.JSON),
         quiet: str = _QUIET,
         shared: Callable[[Mapping[str, Any]], str] | None = None,
+        unfit: Callable[[Mapping[str, Any]], str] = lambda params: "",
         keeps_results: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
-        self.shared = shared
+        self.shared, self.unfit = shared, unfit
         if shared is not None and keeps_results:
             self.params += share_options()
         self.common: tuple[click.Parameter, ...] = (
@@ -67,13 +69,14 @@ class Verb(click.Command):
         if as_json and form not in (Form.TEXT.value, Form.JSON.value):
             raise click.UsageError(f"--json and --format {form} contradict each other", ctx)
         report = Report(Form.JSON if as_json else Form(form), quiet=quiet)
+        work = partial_call(super().invoke, ctx)
         if self.shared is None:
+            own = dict(ctx.params)
             ctx.params["report"] = report
-            return super().invoke(ctx)
+            return run_by_one(str(self.name), own, work, self.unfit(own))
         shard, partial = (ctx.params.pop(name, None) for name in ("shard", "partial"))
         own = dict(ctx.params)
         ctx.params["report"] = report
-        work = partial_call(super().invoke, ctx)
         return run_shared(str(self.name), own, report, shard, partial, work, self.shared(own))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -4,28 +4,21 @@ The processes of a team run the same verb on the same folder. Planning is cheap,
 and calls ``share`` with the same units. The results are gathered, and every process goes on as a single one would; the
 leader alone writes and prints.
 
-Torch's store comes from ``training.rendezvous``; nothing here knows a network. It is a store and no collective
-operation: a process that waits for a key can stop when another one has failed, and 1,024 processes need one connection
-each, not one to each other.
+``joined_team`` has the team of processes that see each other; the others here work one by one.
 """
 
-import hashlib
 import heapq
-import json
-import os
-import threading
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptfix.errors import CkptfixError, OperationError, TeamError
+from ckptfix.errors import OperationError
 from ckptfix.storage.parallel import Progress, Share, share_cores
 from ckptfix.storage.partial_results import PartialResults, Unit, Units
-from ckptfix.wording import count_of, human_size, moment
+from ckptfix.wording import count_of, human_size
 
 # Shares of units: the same on every process, as each of them plans for all.
 
@@ -208,23 +201,7 @@ def each(
     return _current.share(what, every, do, lambda number: [], progress)
 
 
-class Store(Protocol):
-    """The keys and values that all processes of a team see, as torch's stores have them; no call waits for a key."""
-
-    def set(self, key: str, value: bytes, /) -> object:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is there."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, 0 at first, and return it."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all of these keys are there."""
-
-
-class _InOrder(ABC):
+class InOrder(ABC):
     """Processes that bring the units into one order first: a list that came out of a set has another one in each."""
 
     def share(
@@ -254,252 +231,8 @@ class _InOrder(ABC):
         """Return the results of units that are in order."""
 
 
-TIMEOUT = 60.0
-"""Seconds without a sign of life after which a process counts as lost; the variable below sets another number."""
-
-VARIABLE = "CKPTFIX_TEAM_TIMEOUT"
-_LOOKS = 0.3
-"""Seconds between two looks whether another process has failed."""
-
-_LONGEST_VALUE = 4 << 20
-"""Bytes: torch's store takes at most 8 MiB at a time."""
-
-_LINGERS = 10.0
-"""Seconds that the leader waits for the others at the end: it may be the one that runs the store."""
-
-
-class JoinedTeam(_InOrder):
-    """Processes that see one store: those of torchrun, accelerate launch or Slurm."""
-
-    def __init__(
-        self,
-        rank: int,
-        count: int,
-        store: Store,
-        *,
-        here: int = 1,
-        partial: PartialResults | None = None,
-        timeout: float = TIMEOUT,
-        say: Callable[[str], None] = lambda words: None,
-    ) -> None:
-        """Take one place in it. ``say`` prints a message, on the leader alone."""
-        self.rank, self.count, self.here = rank, count, here
-        self.leads = rank == 0
-        self.partial = partial
-        self._store, self._timeout, self._say = store, timeout, say
-        self._name = f"rank {rank} (process {os.getpid()} on {os.uname().nodename})"
-        self._step = 0
-        self._part = 0
-        self._over = threading.Event()
-        self._lost = ""
-        self._failed: dict[int, str] = {}
-        self._watch = threading.Thread(target=self._look, daemon=True)
-        store.set(f"ckptfix/name/{rank}", self._name.encode())
-        self._watch.start()
-
-    def _share(
-        self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
-    ) -> list[Any]:
-        """Return the results of all units, as ``Team`` says. Raises TeamError when another process has failed."""
-        step = self._next()
-        known = self._same(step, what, units)
-        results: dict[int, Any] = dict(known)
-        left = [number for number in range(len(units)) if number not in known]
-        mine = [
-            left[place] for place in plan_shares([units[number] for number in left], self.count)[self.rank]
-        ]
-        found: dict[int, Any] = {}
-
-        def done(number: int, result: Any, *, is_final: bool = True) -> None:
-            if self.partial is not None:
-                self.partial.add(what, units[number], result, is_final=is_final)
-            found[number] = result
-
-        try:
-            do(mine, done, self._watching(progress))
-        except Stopped:
-            raise self._ended() from None
-        for got in self._gathered(step, found):
-            results.update((int(number), result) for number, result in got.items())
-        missing = [number for number in range(len(units)) if number not in results]
-        if missing:
-            raise OperationError(
-                f"{count_of(len(missing), 'unit')} of {len(units)} has no result; this is a fault of ckptfix"
-            )
-        return [results[number] for number in range(len(units))]
-
-    def told(self, make: Callable[[], Any]) -> Any:
-        """Return what the leader decides, as ``Team`` says."""
-        key = f"ckptfix/{self._next()}/told"
-        if self.leads:
-            self._put(key, make())
-        return self._got(key)
-
-    def agree(self, error: BaseException | None) -> None:
-        """Find out whether all ended alike, as ``Team`` says."""
-        part = self._part
-        if error is not None:
-            text = (
-                "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            )
-            kind = "" if isinstance(error, CkptfixError | OSError) else f"{type(error).__name__}: "
-            outcome = {"error": f"{kind}{text}", "name": self._name}
-            with suppress(Exception):
-                self._put(f"ckptfix/end/{part}/{self.rank}", outcome)
-                if not isinstance(error, TeamError):  # that of another one, which told the others itself
-                    self._store.set(f"ckptfix/stop/{part}", str(self.rank).encode())
-            if isinstance(error, KeyboardInterrupt | TeamError):
-                return
-        else:
-            self._put(f"ckptfix/end/{part}/{self.rank}", {"error": None, "name": self._name})
-        others = [self._got(f"ckptfix/end/{part}/{rank}", is_end=True) for rank in range(self.count)]
-        if len({one["error"] for one in others}) == 1:
-            self._part += 1
-            return
-        if error is not None and self.leads:
-            return  # its own error says best what is wrong
-        raise TeamError(_words_of(others))
-
-    def finish(self, status: int) -> int:
-        """Return the leader's exit status on every process, once the leader has printed everything."""
-        if self.leads:
-            self._put("ckptfix/status", status)
-            end = time.monotonic() + _LINGERS
-            with suppress(Exception):  # who has gone needs nothing more
-                while self._store.add("ckptfix/left", 0) < self.count - 1 and time.monotonic() < end:
-                    time.sleep(0.01)
-        else:
-            status = int(self._got("ckptfix/status", is_end=True))
-            with suppress(Exception):
-                self._store.add("ckptfix/left", 1)
-        self._over.set()
-        return status
-
-    def _next(self) -> int:
-        self._step += 1
-        return self._step
-
-    def _same(self, step: int, what: str, units: Sequence[Unit]) -> dict[int, Any]:
-        """Return the results that an earlier run left, by the leader's word. Raises TeamError for another folder."""
-        plan = json.dumps([what, [(one.key, one.size, [file[:3] for file in one.files]) for one in units]])
-        mine = {"plan": hashlib.sha256(plan.encode()).hexdigest(), "name": self._name}
-        key = f"ckptfix/{step}/plan"
-        if self.leads:
-            known = self.partial.known(what, units) if self.partial is not None else {}
-            final = {number: one.result for number, one in known.items() if one.is_final}
-            if final and self.partial is not None:
-                self._say(_resuming(units, final.keys(), self.partial))
-            self._put(key, {**mine, "files": _files(units), "known": final})
-        theirs = self._got(key)
-        if theirs["plan"] != mine["plan"]:
-            raise OperationError(_differs(theirs, {**mine, "files": _files(units)}))
-        return {int(number): result for number, result in theirs["known"].items()}
-
-    def _gathered(self, step: int, found: dict[int, Any]) -> Iterator[dict[str, Any]]:
-        self._put(f"ckptfix/{step}/results/{self.rank}", found)
-        self._store.add(f"ckptfix/{step}/ready", 1)
-        self._wait(lambda: self._store.add(f"ckptfix/{step}/ready", 0) == self.count)
-        for rank in range(self.count):
-            yield self._got(f"ckptfix/{step}/results/{rank}")
-
-    def _put(self, key: str, value: Any) -> None:
-        """Set a JSON value of any length; its last part makes it visible."""
-        data = zlib.compress(json.dumps(value).encode(), 1)
-        parts = [data[begin : begin + _LONGEST_VALUE] for begin in range(0, len(data), _LONGEST_VALUE)]
-        for number, part in enumerate(parts):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, str(len(parts)).encode())
-
-    def _got(self, key: str, *, is_end: bool = False) -> Any:
-        """Wait for a JSON value, and return it."""
-        self._wait(lambda: self._store.check([key]), is_end=is_end)
-        parts = int(self._store.get(key))
-        return json.loads(
-            zlib.decompress(b"".join(self._store.get(f"{key}/{number}") for number in range(parts)))
-        )
-
-    def _wait(self, is_there: Callable[[], bool], *, is_end: bool = False) -> None:
-        """Wait until something is there. ``is_end``: for the ends of the others, the failed ones, too."""
-        pause, longest = 0.001, 0.02 + self.count / 2000  # 1,024 processes ask a store 2,000 times a second
-        while True:
-            try:
-                if is_there():
-                    return
-            except Exception as error:
-                raise TeamError(_lost_store(error)) from error
-            if self._lost or (self._part in self._failed and not is_end):
-                raise self._ended()
-            time.sleep(pause)
-            pause = min(1.5 * pause, longest)
-
-    def _watching(self, progress: Progress | None) -> Progress:
-        def advance(count: int) -> None:
-            if self._lost or self._part in self._failed:
-                raise Stopped
-            if progress is not None:
-                progress(count)
-
-        return advance
-
-    def _look(self) -> None:
-        """Look for failures of others, and show that this process lives; in a thread of its own."""
-        alive: dict[int, tuple[bytes, float]] = {}
-        turn = 0
-        while not self._over.wait(_LOOKS):
-            turn += 1
-            try:
-                part = self._part
-                if part not in self._failed and self._store.check([f"ckptfix/stop/{part}"]):
-                    self._failed[part] = self._store.get(f"ckptfix/stop/{part}").decode()
-                if turn % 5 == 0:
-                    self._store.set(f"ckptfix/alive/{self.rank}", str(turn).encode())
-                if self.leads and turn % 10 == 0:
-                    self._ensure_alive(alive)
-            except Exception as error:
-                if not self._over.is_set():
-                    self._lost = _lost_store(error)
-                return
-
-    def _ensure_alive(self, alive: dict[int, tuple[bytes, float]]) -> None:
-        now = time.monotonic()
-        for rank in range(self.count):
-            key = f"ckptfix/alive/{rank}"
-            sign = self._store.get(key) if self._store.check([key]) else b""
-            if alive.setdefault(rank, (sign, now))[0] != sign:
-                alive[rank] = (sign, now)
-            elif now - alive[rank][1] > self._timeout:
-                name = f"ckptfix/name/{rank}"
-                who = self._store.get(name).decode() if self._store.check([name]) else f"rank {rank}"
-                outcome = {"error": f"no sign of life for {self._timeout:g} s", "name": who}
-                self._put(f"ckptfix/end/{self._part}/{rank}", outcome)
-                self._store.set(f"ckptfix/stop/{self._part}", str(rank).encode())
-                return
-
-    def _ended(self) -> TeamError:
-        """Return the error of the process that failed."""
-        if self._lost:
-            return TeamError(self._lost)
-        key = f"ckptfix/end/{self._part}/{self._failed[self._part]}"
-        try:
-            parts = int(self._store.get(key))
-            data = b"".join(self._store.get(f"{key}/{number}") for number in range(parts))
-            return TeamError(_words_of([json.loads(zlib.decompress(data))]))
-        except Exception as error:
-            return TeamError(_lost_store(error))
-
-
-def _lost_store(error: Exception) -> str:
-    why = (str(error) or type(error).__name__).splitlines()[0]
-    return f"the connection to the other processes is lost, one of them or its node has died: {why}"
-
-
-def _words_of(outcomes: Sequence[dict[str, Any]]) -> str:
-    failed = [one for one in outcomes if one["error"] is not None]
-    more = f" (and {count_of(len(failed) - 1, 'more process')})" if len(failed) > 1 else ""
-    return f"{failed[0]['name']} failed, so all of them stop{more}: {failed[0]['error']}"
-
-
-def _resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str:
+def resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str:
+    """Return in words how much of the work an earlier run has done, and when."""
     size = human_size(sum(units[number].size for number in known))
     since = partial.oldest()
     when = f", the oldest before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}" if since else ""
@@ -507,25 +240,7 @@ def _resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str
     return f"resuming: {number} read by an earlier run{when}: {partial.folder}"
 
 
-def _files(units: Sequence[Unit]) -> dict[str, list[int]]:
-    return {file.name: [file.size, file.mtime_ns] for unit in units for file in unit.files}
-
-
-def _differs(leader: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Return in words the first file in which two processes differ."""
-    where = f"{mine['name']} sees another folder than {leader['name']}"
-    remedy = "mount one folder on all nodes, or start each node alone with --shard I/N"
-    for name in sorted({*leader["files"], *mine["files"]}):
-        here, there = mine["files"].get(name), leader["files"].get(name)
-        if here != there:
-            words = [
-                "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}" for one in (here, there)
-            ]
-            return f"{where}: {name} is {words[0]} (expected {words[1]}); {remedy}"
-    return f"{where}: the tensors in its files differ; {remedy}"
-
-
-class LoneShare(_InOrder):
+class LoneShare(InOrder):
     """One share of a job array: a process that sees no other, and leaves its results for ``merge``."""
 
     leads = False
@@ -565,7 +280,7 @@ class LoneShare(_InOrder):
         """Do nothing: there are no others."""
 
 
-class Merger(_InOrder):
+class Merger(InOrder):
     """The process that puts the shares of a job array together: it reads nothing that a share should have read."""
 
     leads = True
@@ -613,7 +328,7 @@ class Merger(_InOrder):
         """Do nothing: there are no others."""
 
 
-class LoneWorker(_InOrder):
+class LoneWorker(InOrder):
     """A single process that keeps partial results, for a run that may be interrupted."""
 
     leads = True
@@ -629,7 +344,7 @@ class LoneWorker(_InOrder):
         known = self.partial.known(what, units)
         found = {number: one.result for number, one in known.items() if one.is_final}
         if found:
-            self._say(_resuming(units, found.keys(), self.partial))
+            self._say(resuming(units, found.keys(), self.partial))
 
         def done(number: int, result: Any, *, is_final: bool = True) -> None:
             self.partial.add(what, units[number], result, is_final=is_final)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptfix.errors import TeamError, UsageError
-from ckptfix.storage.teams import Store
+from ckptfix.storage.joined_team import Store
 
 
 class Launched(NamedTuple):
@@ -64,7 +64,7 @@ def join(place: Launched, timeout: float) -> Store:
         raise TeamError(
             f"{place.total} processes were started, and they did not meet at {where} within {timeout:g} s: "
             f"{str(error).splitlines()[0]}; next: let every node reach that address (MASTER_ADDR, MASTER_PORT), or "
-            "give each node a share of the work, without a network: --shard I/N"
+            f"give each node a share of the work, without a network: --shard I/N; or, for one process: {SWITCH}=0"
         ) from error
     return store  # type: ignore[no-any-return]  # torch's stores have what Store lists
 

@@ -1,8 +1,7 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
-HOW: ``kill`` (SIGKILL), ``error`` (of the disk), ``error-in-files``, ``none``.
-STORE: a folder that is the store of the team, so
-that its processes start without torch; ``torch`` for torch's.
+HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``stop-in-repair``, ``error`` (of the disk), ``error-in-files``, ``none``.
+STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
 import errno
@@ -13,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckptfix.cli import main
+from ckptfix.cli import main, repair
 from ckptfix.conversion.streaming import NewFile
 from ckptfix.storage.partial_results import PartialResults
 from ckptfix.training import rendezvous
@@ -61,6 +60,8 @@ def add_and_end(self: PartialResults, *given: Any, **options: Any) -> None:
         if done == int(units):
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if how == "error":
                 raise OSError(errno.EIO, "Input/output error", "model.safetensors")
         done += 1
@@ -78,6 +79,13 @@ if how == "error-in-files":
         return begin(self, *given)
 
     NewFile.begin = begin_or_fail  # type: ignore[assignment,method-assign]
+elif how == "stop-in-repair":
+
+    def stop(*given: Any, **options: Any) -> None:
+        """Stop, before a plan is made."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    setattr(repair, "plan_repair", stop)  # noqa: B010
 elif how != "none":
     PartialResults.add = add_and_end  # type: ignore[method-assign]
 if store != "torch":

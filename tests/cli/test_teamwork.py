@@ -77,12 +77,13 @@ def torchrun(
 
 
 def ranks(
-    *arguments: object, folders: tuple[Path, ...] = (), strike: tuple[object, ...] = (0, 0, "none"),
-    torch: bool = False, **more: str,
+    *arguments: object, at: tuple[Path, ...] = (), last: tuple[str, ...] = (), torch: bool = False,
+    strike: tuple[object, ...] = (0, 0, "none"), **more: str,
 ) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
     """Run ckptfix in two tasks as Slurm starts them, without its own help when one dies.
 
-    ``folders``: the last word for each. ``strike``: rank, units and how. ``torch``: with its store, which takes long.
+    ``at``: the working folder of each, as two nodes have other files below one path. ``last``: the last word of each.
+    ``strike``: rank, units and how. ``torch``: with its store, which takes long.
     """
     port = next(PORTS)
     started = []
@@ -102,13 +103,18 @@ def ranks(
             ]
             started.append(
                 subprocess.Popen(
-                    [*command, *map(str, folders[rank : rank + 1])],
+                    [*command, *last[rank : rank + 1]],
+                    cwd=at[rank] if at else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
                     env=variables(**slurm, **more),
                 )
             )
+        if str(strike[2]).startswith("stop"):
+            struck, other = (started[int(str(strike[0])) ^ turn] for turn in (0, 1))
+            other.wait(120)
+            struck.kill()
         ended = [(one, *one.communicate(timeout=120)) for one in started]
     return [subprocess.CompletedProcess(one.args, one.returncode, out, err) for one, out, err in ended]
 
@@ -266,6 +272,26 @@ def test_a_rank_that_dies_without_a_launcher_ends_the_other(tmp_path: Path, rank
     assert not (folder / MANIFEST).exists()
 
 
+def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
+    """It runs the store, too: stopped, swapped out or hung, it takes what the others send, and never answers."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    two = ranks("seal", folder, strike=(0, 2, "stop"), torch=True, CKPTFIX_TEAM_TIMEOUT="5")
+    assert two[1].returncode == 3
+    assert "rank 0 (process " in two[1].stderr
+    assert "is stopped or lost, so all of them stop: no answer for 5 s" in two[1].stderr
+    assert "next: the same command goes on from what was read" in two[1].stderr
+    assert not (folder / MANIFEST).exists()
+
+
+def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> None:
+    """A leader that works for all and dies leaves no status: the others end with 3, and say what to do."""
+    folder = checkpoint(tmp_path / "checkpoint")
+    two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="2")
+    assert two[1].returncode == 3
+    assert "rank 0 (process " in two[1].stderr
+    assert f"no sign of life for 2 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank: int) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
@@ -279,13 +305,94 @@ def test_an_error_of_one_rank_ends_all_at_once_and_names_it(tmp_path: Path, rank
     assert not (folder / MANIFEST).exists()
 
 
-def test_ranks_that_see_different_folders_write_nothing(tmp_path: Path) -> None:
-    one, other = checkpoint(tmp_path / "a" / "checkpoint"), checkpoint(tmp_path / "b" / "checkpoint", seed=1)
-    ended = ranks("seal", folders=(one, other))
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the disks of two nodes: the files have the same names and sizes, and one file is another one."""
+    place = tmp_path_factory.mktemp("nodes")
+    folder = checkpoint(place / "a" / "run" / "checkpoint_1")
+    assert run("seal", folder).returncode == 0
+    shutil.copytree(place / "a", place / "b")
+    os.utime(place / "b" / "run" / "checkpoint_1" / "model-00002-of-00002.safetensors", ns=(1, 1))
+    return place / "a", place / "b"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("seal", "run/checkpoint_1"),
+        ("check", "-r", "run"),
+        ("verify", str(ROOT / "fixtures"), "--against", "run/checkpoint_1"),
+        ("diff", "run/checkpoint_1", "run/checkpoint_1"),
+        ("migrate", "run/checkpoint_1", "new", "--to", "bin"),
+        ("repair", "run/checkpoint_1"),
+    ],
+    ids=" ".join,
+)
+def test_nodes_with_disks_of_their_own_are_told_apart(
+    nodes: tuple[Path, Path], arguments: tuple[str, ...]
+) -> None:
+    before = [contents(node) for node in nodes]
+    ended = ranks(*arguments, at=nodes)
     assert [process.returncode for process in ended] == [3, 3]
     assert "sees another folder than rank 0" in ended[0].stderr
-    assert not (one / MANIFEST).exists()
-    assert not (other / MANIFEST).exists()
+    assert "run/checkpoint_1/model-00002-of-00002.safetensors is 131" in ended[0].stderr
+    assert "next: mount one folder on all nodes" in ended[0].stderr
+    assert ended[0].stderr.count("next: ") == 1
+    assert ended[0].stdout == ended[1].stdout == ended[1].stderr == ""
+    assert [contents(node) for node in nodes] == before
+
+
+def test_nodes_whose_runs_have_other_checkpoints_are_told_apart(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(nodes[0], tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.copytree(tmp_path / "a" / "run" / "checkpoint_1", tmp_path / "b" / "run" / "checkpoint_2")
+    for at in ((tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")):
+        ended = ranks("check", "-r", "run", at=at)
+        assert [process.returncode for process in ended] == [3, 3]
+        assert "finds other checkpoints than rank 0" in ended[0].stderr
+        assert "run/checkpoint_2" in ended[0].stderr
+
+
+def test_ranks_with_other_arguments_are_refused(nodes: tuple[Path, Path]) -> None:
+    ended = ranks("verify", nodes[0] / "run" / "checkpoint_1", last=("--data", "--quiet"))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "runs another command than rank 0" in ended[0].stderr
+    assert f"(expected ckptfix verify {nodes[0]}/run/checkpoint_1 --data)" in ended[0].stderr
+
+
+def test_the_first_rank_alone_repairs_and_undoes(tmp_path: Path) -> None:
+    source = ROOT / "fixtures" / "accelerate-1.15.0" / "student-teacher-wrapper-safetensors" / "checkpoint"
+    folder, alone = (Path(shutil.copytree(source, tmp_path / name)) for name in ("a", "b"))
+    for verb in ("repair", "undo"):
+        one, two = run(verb, alone), ranks(verb, folder)
+        assert two[0].stdout == one.stdout.replace(str(alone), str(folder)), two[0].stderr
+        assert (two[1].stdout, two[1].stderr) == ("", "")
+        assert [process.returncode for process in two] == [one.returncode] * 2 == [0, 0]
+        assert {name: data for name, (_, data) in contents(folder).items() if ".ckptfix" not in name} == {
+            name: data for name, (_, data) in contents(alone).items() if ".ckptfix" not in name
+        }
+    assert contents(folder) == contents(source)
+    refused = ranks("undo", folder)
+    assert [process.returncode for process in refused] == [run("undo", folder).returncode] * 2
+    assert refused[0].stderr == run("undo", folder).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("doctor",), "doctor looks at the machine of one process"),
+        (("scrub", "runs"), "share a fleet by --shard I/N alone"),
+        (("prove-resume", "--", "train.py"), "the launcher belongs into COMMAND"),
+    ],
+    ids=str,
+)
+def test_what_one_process_cannot_do_for_all_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    ended = ranks(*arguments)
+    assert [process.returncode for process in ended] == [2, 2]
+    assert words in ended[0].stderr
+    assert "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0" in ended[0].stderr
 
 
 def test_shares_of_a_job_array_become_one_result(tmp_path: Path) -> None:

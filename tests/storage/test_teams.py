@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, strategies
 
 from ckptfix.errors import OperationError, TeamError
-from ckptfix.storage import teams
+from ckptfix.storage import joined_team, teams
+from ckptfix.storage.joined_team import JoinedTeam
 from ckptfix.storage.parallel import Progress, Share
 from ckptfix.storage.partial_results import Identity, PartialResults, Request, Unit, Units
-from ckptfix.storage.teams import Done, JoinedTeam, LoneShare, LoneWorker, Merger, plan_shares
+from ckptfix.storage.teams import Done, LoneShare, LoneWorker, Merger, plan_shares
 from tests.storage.listings import long_files, saved_by_ranks
 
 RANGE = 1_000_000_000
@@ -254,13 +255,76 @@ def test_processes_that_see_different_folders_say_which_file() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_without_a_sign_of_life_ends_the_others() -> None:
+def test_a_process_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
     store = MemoryStore()
     team = JoinedTeam(0, 2, store, timeout=1)
     store.set("ckptfix/name/1", b"rank 1 (process 7 on node2)")
     with pytest.raises(TeamError, match=r"rank 1 \(process 7 on node2\) failed.*no sign of life for 1 s"):
         team.share("a", units_of([1, 1]), doing(lambda number: 0), None, None)
     team._over.set()
+
+
+@pytest.mark.slow
+def test_a_leader_without_a_sign_of_life_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
+    store = MemoryStore()
+    team = JoinedTeam(1, 2, store, timeout=1)
+    store.set("ckptfix/name/0", b"rank 0 (process 7 on node1)")
+    with pytest.raises(TeamError, match=r"rank 0 \(process 7 on node1\) failed.*no sign of life for 1 s"):
+        team.told(lambda: None)
+    team._over.set()
+
+
+@pytest.mark.slow
+def test_a_store_that_takes_connections_and_never_answers_ends_the_work() -> None:
+    """Rank 0 often runs the store: stopped, it keeps the connections of all others open."""
+    store = MemoryStore()
+    team = JoinedTeam(1, 2, store, timeout=1)
+    team._first = "rank 0 (process 7 on node1)"
+    stopped = threading.Event()
+    threading.Timer(0.2, lambda: setattr(store, "check", lambda keys: stopped.wait())).start()
+    with pytest.raises(TeamError, match=r"rank 0 \(process 7 on node1\), or .* is stopped or lost.*for 1 s"):
+        team.told(lambda: None)
+    team._over.set()
+    stopped.set()
+
+
+def test_time_in_which_a_process_was_stopped_is_no_silence_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm suspends a job for hours: when all go on, the first to look must not take the others for dead."""
+    monkeypatch.setattr(joined_team, "_LOOKS", 0.01)
+    store, jump = MemoryStore(), [0.0]
+    store.set("ckptfix/alive/1", b"[5, false, 0]")
+    monkeypatch.setattr(time, "monotonic", lambda: time.perf_counter() + jump[0])
+    team = JoinedTeam(0, 2, store, timeout=10)
+    time.sleep(0.2)
+    jump[0] = 3600.0
+    time.sleep(0.2)
+    team._over.set()
+    assert "ckptfix/alive/0" in store.values
+    assert "ckptfix/stop/0" not in store.values
+
+
+@pytest.mark.slow
+def test_a_process_that_reads_nothing_is_named_and_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_team, "_STALLED", 0.5)
+    monkeypatch.setattr(joined_team, "_LOOKS", 0.05)
+    told: list[str] = []
+
+    def work(team: JoinedTeam) -> list[Any]:
+        def hang(number: int) -> int:
+            if team.rank == 1:
+                time.sleep(2.5)
+            return number
+
+        return team.share("a", units_of([10**9] * 2), doing(hang), None, None)
+
+    assert in_team(2, work, say=told.append) == [[0, 1]] * 2
+    assert 1 <= len(told) <= 2
+    assert "rank 1 (process" in told[0]
+    assert "has read nothing for" in told[0]
 
 
 @pytest.mark.slow
