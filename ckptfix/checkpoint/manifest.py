@@ -36,6 +36,9 @@ _LINKS = ("models", "optimizer")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
+RANGE = 1_000_000_000
+"""Bytes of a range that has a digest of its own: OpenSSF Model Signing cuts files into shards of this size."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
@@ -65,8 +68,9 @@ class Manifest:
 
     ``versions``: package -> version. ``step``: the accelerator's own counter of gradient accumulation steps.
     ``sha256``: every file that was sealed -> sha256 of the file, in hex, as the Hugging Face hub gives it for
-    large files; "" for one that a repair changed since. A manifest that ``seal`` wrote has digests alone: no
-    ``files``, and 0 for ``world_size`` and ``step``. ``digests_of_save``: the save
+    large files; "" for one that a repair changed since. ``ranges``: long file -> the sha256 of each ``range_size``
+    bytes of it, which many processes can take at once; such a file may have no sha256 of its own. A manifest that
+    ``seal`` wrote has digests alone: no ``files``, and 0 for ``world_size`` and ``step``. ``digests_of_save``: the save
     itself took the ``sha256``; a file that came later does not count as a difference then.
     """
 
@@ -81,11 +85,18 @@ class Manifest:
     files: Mapping[str, int] = field(default_factory=dict)
     sha256: Mapping[str, str] = field(default_factory=dict)
     digests_of_save: bool = False
+    range_size: int = 0
+    ranges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_of_a_save(self) -> bool:
         """Return whether a save wrote it, and not ``seal``; only then are its files and its step those of a save."""
         return bool(self.files)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Every sealed file -> the digest that it is compared by: those of its ranges as one text, or its sha256."""
+        return {**self.sha256, **{name: joined(digests) for name, digests in self.ranges.items()}}
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
@@ -94,6 +105,8 @@ class Manifest:
             del document["sha256"]
         if not self.digests_of_save:
             del document["digests_of_save"]
+        if not self.ranges:
+            del document["range_size"], document["ranges"]
         for entry in (entry for kind in _KINDS for entry in document[kind]):
             for link in _LINKS:
                 if entry[link] in ((), None):
@@ -120,6 +133,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise FormatError(f"{folder / MANIFEST} is of another version than {VERSION}")
         for kind in _KINDS:
             document[kind] = tuple(_entry(value) for value in document[kind])
+        document["ranges"] = {name: tuple(digests) for name, digests in document.get("ranges", {}).items()}
         manifest = Manifest(**document)
         _check(manifest)
     except FormatError:
@@ -137,6 +151,11 @@ def usable_manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except (FormatError, OSError):
         return None
+
+
+def joined(digests: Iterable[str]) -> str:
+    """Return the digests of a file's ranges as one text that is compared and shown like a digest."""
+    return "-".join(digests)
 
 
 def key_fingerprint(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
@@ -226,6 +245,12 @@ def _check(manifest: Manifest) -> None:
         is_digest = type(digest) is str and (digest == "" or _SHA256.fullmatch(digest))
         if not is_digest or not is_inside(name):
             raise TypeError(f"a file {name!r} with the sha256 {digest!r}")
+    if type(manifest.range_size) is not int or manifest.range_size < bool(manifest.ranges):
+        raise ValueError(f"ranges of {manifest.range_size!r} bytes")
+    for name, digests in manifest.ranges.items():
+        are_digests = all(type(one) is str and _SHA256.fullmatch(one) for one in digests)
+        if not are_digests or not digests or not is_inside(name):
+            raise TypeError(f"a file {name!r} with the sha256 of {len(digests)} ranges")
 
 
 def is_inside(name: str) -> bool:

@@ -35,6 +35,14 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     help="Seal a folder as it is, though it is damaged, or what its manifest lists is gone or changed.",
 )
 @click.option(
+    "--ranges", is_flag=True,
+    help="Of each file longer than 1 GB, write the sha256 of every 1 GB of it instead of its own: many processes "
+    "take them at once.",
+)  # fmt: skip
+@click.option(
+    "--with-sha256", is_flag=True, help="With --ranges: write the sha256 of long files themselves, too."
+)
+@click.option(
     "--oms", is_flag=True,
     help="Write statements of OpenSSF Model Signing, too, without a signature: model.oms.json and tensors.oms.json.",
 )  # fmt: skip
@@ -51,19 +59,29 @@ _PASSPHRASE = "CKPTFIX_KEY_PASSPHRASE"
     help="Use another instance of Sigstore, as this file describes it.",
 )
 def seal_command(
-    paths: tuple[str, ...], force: bool, oms: bool, sign: str | None, sigstore: bool, trust_config: str | None,
-    report: Report,
+    paths: tuple[str, ...], force: bool, ranges: bool, with_sha256: bool, oms: bool, sign: str | None, sigstore: bool,
+    trust_config: str | None, report: Report,
 ) -> int:  # fmt: skip
     """Write the checksums of checkpoints into their manifests.
 
     The manifest of each DIR gets the sha256 of every file and tensor, for ckptfix verify to compare with. With a key or
     an identity, they are signed as well, for other tools to verify.
     """
+    if with_sha256 and not ranges:
+        raise UsageError("--with-sha256 belongs to --ranges; without it every file has its own sha256")
     signing = _signing(sign, trust_config, sigstore=sigstore)
 
     def work(path: str) -> SealReceipt:
         with report.progress(f"reading {path}") as progress:
-            return seal(path, force=force, oms=oms, sign=signing, progress=progress)
+            return seal(
+                path,
+                force=force,
+                ranges=ranges,
+                with_sha256=with_sha256,
+                oms=oms,
+                sign=signing,
+                progress=progress,
+            )
 
     return run_each(
         report,

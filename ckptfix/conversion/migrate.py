@@ -413,7 +413,7 @@ def migrate(
     if dry_run:
         return receipt
     with shared_staging(output, name=output.name if plan.is_file else None) as staging:
-        with_sha256 = manifest is not None and bool(manifest.sha256)
+        with_sha256 = manifest is not None and bool(manifest.digests)
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
         new = open_new(plan, staging.complete)
         if options.verify:

@@ -400,7 +400,8 @@ def record(
         optimizers=tuple(_optimizer_entry(one, plan.states) for one in old.optimizers),
         world_size=plan.processes or old.world_size if old.is_of_a_save else old.world_size,
         files=_kept(old.files, carried) | sizes if old.is_of_a_save else {},
-        sha256=_kept(old.sha256, carried) | produced.sha256 if old.sha256 else {},
+        sha256=_kept(old.sha256, carried) | produced.sha256 if old.digests else {},
+        ranges=_kept(old.ranges, carried),
     )
     words: tuple[str, ...] = ()
     data = manifest.to_bytes()
@@ -437,8 +438,8 @@ def outdated(plan: MigrationPlan) -> Iterator[str]:
             continue
         below = output.relative_to(folder)
         written = {str(below / name) for name in (*names, *plan.removed)}
-        is_changed = not written.isdisjoint({*manifest.sha256, *manifest.files})
-        if manifest.sha256 or is_changed:
+        is_changed = not written.isdisjoint({*manifest.digests, *manifest.files})
+        if manifest.digests or is_changed:
             yield (
                 f"{folder / MANIFEST} {'says otherwise of' if is_changed else 'does not list'} what is written to "
                 f"{below}; next, to make it true: {command('seal', folder, '', *(['--force'] if is_changed else []))}"

@@ -24,7 +24,7 @@ from ckptfix.formats.torch_zip import TorchZip
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, RECEIPT
 from ckptfix.storage.reading import FileReader, open_reader
-from ckptfix.tensors.hashing import FileJob, Hashed, TensorJob, first_place, hash_all
+from ckptfix.tensors.hashing import FileJob, Hashed, Scheme, TensorJob, first_place, hash_all
 from ckptfix.tensors.salvaging import BEHIND, Lost, SavedDict
 from ckptfix.tensors.stored import StoredTensor
 
@@ -157,16 +157,19 @@ class Sealed:
     def files(self, paths: Iterable[PurePosixPath]) -> dict[PurePosixPath, str]:
         """Return sealed file -> "" when its sha256 matches, else the reason."""
         found: dict[PurePosixPath, str] = {}
-        jobs: list[FileJob] = []
-        sealed: list[PurePosixPath] = []
+        jobs: dict[PurePosixPath, list[FileJob]] = {}
+        schemes: dict[PurePosixPath, Scheme] = {}
         for path in paths:
             if str(path) in self._recorded.sha256:
                 try:
-                    jobs.append(FileJob(self._root / path, os.stat(self._root / path).st_size))
-                    sealed.append(path)
+                    size = os.stat(self._root / path).st_size
+                    schemes[path] = self._recorded.scheme_of(str(path), size)
+                    jobs[path] = schemes[path].jobs(FileJob(self._root / path, size))
                 except OSError as error:
                     found[path] = f"cannot be read: {error.strerror or error}"
-        for path, one in zip(sealed, hash_all(jobs, progress=self._progress), strict=True):
+        results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=self._progress))
+        for path, parts in jobs.items():
+            one = schemes[path].joined([next(results) for _ in parts])
             found[path] = self._unlike(one, self._recorded.sha256[str(path)])
         return found
 

@@ -53,7 +53,7 @@ class SourceDigests:
         self._plan = plan
         self._has_other_dtypes = plan.options.original
         recorded = contents.Recorded(manifest, Target(root, plan.source.only))
-        self._sha256 = recorded.sha256
+        self._sha256 = {name: one for name, one in recorded.sha256.items() if "-" not in one}
         labelled = [replace(one, label=lasting_label(one, root)) for one in plan.source.weights]
         self._digests: list[dict[str, str]] = [{} for _ in labelled]
         number = {one.label: position for position, one in enumerate(labelled)}
@@ -268,7 +268,7 @@ def ensure_complete(root: Path, manifest: Manifest) -> tuple[LeftOut, ...]:
     the save in the manifest: then only names are compared.
     """
     wrong = [] if is_repaired(root) else missing_files(root, manifest)
-    gone = [name for name in manifest.sha256 if name not in manifest.files and not (root / name).exists()]
+    gone = [name for name in manifest.digests if name not in manifest.files and not (root / name).exists()]
     wrong += [f"{name} is missing" for name in gone if _is_of_a_checkpoint(PurePosixPath(name))]
     if wrong:
         raise OperationError(

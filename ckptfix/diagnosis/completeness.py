@@ -87,7 +87,7 @@ def incomplete(
     if Role.SCHEDULER in roles and Role.OPTIMIZER not in roles and not has_deepspeed:
         name = next(name for (role, _), name in parts.items() if role is Role.SCHEDULER)
         lost = name.replace("scheduler", "optimizer")
-        if manifest is None or name not in manifest.sha256:
+        if manifest is None or name not in manifest.digests:
             of_trainer = any(one.path.name == name and one.name.is_of_trainer for one in folder.components)
             yield IncompleteCheckpoint(
                 path=PurePosixPath(lost), missing=(lost,), known_by=f"{name} is there", of_trainer=of_trainer
@@ -171,7 +171,7 @@ def listed(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[Find
     if manifest is None:
         return
     sealed = [
-        name for name in manifest.sha256 if name not in manifest.files and _parts([PurePosixPath(name)])
+        name for name in manifest.digests if name not in manifest.files and _parts([PurePosixPath(name)])
     ]
     missing = tuple(name for name in sealed if not os.path.lexists(folder.root / name))
     if missing:
@@ -417,7 +417,7 @@ def _unchecked(folder: CheckpointFolder, manifest: Manifest | None) -> Iterator[
         return
     if manifest.is_of_a_save and is_repaired(folder.root):
         yield "whether all files of the save are there: a repair changed some since"
-    if manifest.sha256 or any(entry.digests for entry in manifest.models):
+    if manifest.digests or any(entry.digests for entry in manifest.models):
         yield f"digests in {MANIFEST}; next: {command('verify', folder.root, folder.only or '')}"
 
 

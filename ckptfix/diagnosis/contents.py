@@ -18,6 +18,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
 from ckptfix.storage.paths import MANIFEST, listed_files, shell_path
+from ckptfix.tensors.hashing import WHOLE, Scheme
 from ckptfix.tensors.opening import model_folders, open_checkpoint
 from ckptfix.tensors.single_files import file_weights
 from ckptfix.tensors.stored import Format, Weights
@@ -224,8 +225,8 @@ def readable_manifest(root: Path) -> Manifest | None:
 class Recorded:
     """Records of a manifest about a folder, or about a single requested file in it.
 
-    ``repaired``: files that were sealed and changed by a repair since. ``source``, ``tensor_source``: what has the
-    records of files and of tensors, in messages.
+    ``sha256``: file -> its digest, or those of its ranges as one text. ``repaired``: files that were sealed and changed
+    by a repair since. ``source``, ``tensor_source``: what has the records of files and of tensors, in messages.
     """
 
     source = "the manifest"
@@ -233,7 +234,7 @@ class Recorded:
 
     def __init__(self, manifest: Manifest | None, target: Target) -> None:
         self.manifest = manifest
-        self.is_sealed = manifest is not None and bool(manifest.sha256) and not manifest.digests_of_save
+        self.is_sealed = manifest is not None and bool(manifest.digests) and not manifest.digests_of_save
         models = manifest.models if manifest is not None else ()
         entries = [entry for entry in models if not _is_state(entry.file)]
         self.tensors: dict[str, Mapping[str, str]] = {entry.file: _by_every_name(entry) for entry in entries}
@@ -242,7 +243,11 @@ class Recorded:
             entry.file: (entry.aliases.keys() if by_the_save else set()) - entry.digests.keys()
             for entry in entries
         }
-        self.sha256 = dict(manifest.sha256) if manifest is not None else {}
+        self.sha256 = manifest.digests if manifest is not None else {}
+        self._ranged = manifest.ranges.keys() if manifest is not None else set()
+        self._by_ranges = (
+            Scheme(shard_size=manifest.range_size) if manifest is not None and self._ranged else WHOLE
+        )
         self.sizes = dict(manifest.files) if manifest is not None else {}
         self.only = target.only
         if self.only is not None:
@@ -250,6 +255,15 @@ class Recorded:
             self.sizes = {name: value for name, value in self.sizes.items() if name == self.only}
         self.repaired = {name for name, digest in self.sha256.items() if not digest}
         self.sha256 = {name: digest for name, digest in self.sha256.items() if digest}
+
+    def scheme_of(self, name: str, size: int) -> Scheme:
+        """Return how a file is hashed to be compared: as it was when it was recorded.
+
+        One that was not may have been a recorded one before a rename: it is hashed as one of its size is.
+        """
+        size_of_range = self._by_ranges.shard_size or size
+        is_ranged = name in self._ranged or (name not in self.sha256 and size > size_of_range)
+        return self._by_ranges if is_ranged else WHOLE
 
     def digests(self, weights: Iterable[Weights], unreadable: Iterable[str]) -> dict[TensorLocation, str]:
         """Return the digests of tensors that can be compared: those of readable models."""

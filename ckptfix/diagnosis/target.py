@@ -74,7 +74,7 @@ def _listed(root: Path) -> int:
         manifest = read_manifest(root)
     except (FormatError, OSError):
         return 0
-    return len({*manifest.files, *manifest.sha256}) if manifest is not None else 0
+    return len({*manifest.files, *manifest.digests}) if manifest is not None else 0
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
+from typing import Any
 
 from ckptfix.checkpoint.dcp import DcpFolder, new_paths, scan_dcp_folders
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries
@@ -57,7 +58,7 @@ def followed(
     models, places = _moved(renamed, dropped, moved)
     optimizers, driven = _moved(manifest.optimizers, dropped, moved)
     schedulers, _ = _moved(manifest.schedulers, dropped, moved)
-    sizes, sha256 = _files(manifest, edits)
+    sizes, sha256, ranges = _files(manifest, edits)
     return replace(
         manifest,
         models=models,
@@ -76,6 +77,7 @@ def followed(
         custom=_moved(manifest.custom, dropped, moved)[0],
         files=sizes,
         sha256=sha256,
+        ranges=ranges,
     )
 
 
@@ -181,45 +183,48 @@ def _moved(
     return tuple(sorted(left, key=lambda entry: entry.index)), new
 
 
-def _files(manifest: Manifest, edits: Iterable[Edit]) -> tuple[dict[str, int], dict[str, str]]:
+_Ranges = dict[str, tuple[str, ...]]
+
+
+def _files(manifest: Manifest, edits: Iterable[Edit]) -> tuple[dict[str, int], dict[str, str], _Ranges]:
     """Return the sizes and the digests of the files after the edits; the digest is "" where only a read gives it."""
-    sizes, sha256 = dict(manifest.files), dict(manifest.sha256)
+    sizes, sha256, ranges = dict(manifest.files), dict(manifest.sha256), dict(manifest.ranges)
+
+    def change(path: PurePosixPath, size: int | None) -> None:
+        name = str(path)
+        if name in sizes and size is not None:
+            sizes[name] = size
+        if name in sha256 or name in ranges:
+            sha256[name] = ""
+            ranges.pop(name, None)
+
     for edit in edits:
         match edit:
             case Patch():
-                _change(edit.path, None, "", sizes, sha256)
+                change(edit.path, None)
             case Append():
-                _change(edit.path, edit.old_size + len(edit.data), "", sizes, sha256)
+                change(edit.path, edit.old_size + len(edit.data))
             case Truncate():
-                _change(edit.path, edit.new_size, "", sizes, sha256)
+                change(edit.path, edit.new_size)
             case Replace():
                 name = str(edit.path)
                 if manifest.is_of_a_save:
                     sizes[name] = edit.content.size
-                if manifest.sha256:
+                if manifest.digests:
                     sha256[name] = _digest(edit.content)
+                    ranges.pop(name, None)
             case Remove():
-                sizes.pop(str(edit.path), None)
-                sha256.pop(str(edit.path), None)
+                for known in (sizes, sha256, ranges):
+                    known.pop(str(edit.path), None)
             case Move():
-                for known in (sizes, sha256):
+                for known in (sizes, sha256, ranges):
                     _move(known, str(edit.source), str(edit.target))
-    return sizes, sha256
+    return sizes, sha256, ranges
 
 
-def _change(
-    path: PurePosixPath, size: int | None, digest: str, sizes: dict[str, int], sha256: dict[str, str]
-) -> None:
-    name = str(path)
-    if name in sizes and size is not None:
-        sizes[name] = size
-    if name in sha256:
-        sha256[name] = digest
-
-
-def _move(known: dict[str, int] | dict[str, str], source: str, target: str) -> None:
+def _move(known: Any, source: str, target: str) -> None:
     if source in known:
-        known[target] = known.pop(source)  # type: ignore[assignment]
+        known[target] = known.pop(source)
 
 
 def _digest(recipe: Recipe) -> str:

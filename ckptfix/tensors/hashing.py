@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptfix.checkpoint.manifest import joined
+from ckptfix.dataclass import dataclass
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Control, Progress, cores, run_all
@@ -55,6 +57,34 @@ class Hashed(NamedTuple):
     zeros: int = 0
     scan: "Scan | None" = None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """The digests that are taken of a file: one, or one of each ``shard_size`` bytes, by many threads at once."""
+
+    algorithm: str = "sha256"
+    shard_size: int | None = None
+
+    def jobs(self, job: FileJob) -> list[FileJob]:
+        """Return what has to be hashed of a file; nothing of an empty file that is to be cut into shards."""
+        if self.shard_size is None:
+            return [job._replace(algorithm=self.algorithm)]
+        starts = range(0, job.size, self.shard_size)
+        return [
+            FileJob(job.path, min(self.shard_size, job.size - start), start, self.algorithm)
+            for start in starts
+        ]
+
+    def joined(self, results: Sequence[Hashed]) -> Hashed:
+        """Return the result for a file from those of its jobs, in their order."""
+        if problem := next((one.problem for one in results if one.problem), ""):
+            return Hashed("", problem=problem)
+        zeros = results[-1].zeros if results else 0
+        return Hashed(joined(one.digest for one in results), zeros)
+
+
+WHOLE = Scheme()
 
 
 def hash_all(

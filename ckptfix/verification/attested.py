@@ -18,7 +18,7 @@ from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLoca
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
-from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Weights
 from ckptfix.verification.digests import named_results
 from ckptfix.verification.matching import crossed, crossing, match_names, pair_models, unwrapping
@@ -27,7 +27,6 @@ from ckptfix.verification.signatures import Attestation, Trust, open_statement
 from ckptfix.verification.statements import (
     ALONE,
     FileStatement,
-    Scheme,
     TensorStatement,
     uncovered_weights,
 )
@@ -141,7 +140,7 @@ class Attested(Recorded):
         self.crossed = ""
         self.notes: list[str] = []
         self.has_tensors = evidence.tensors is not None
-        self.scheme = evidence.files.scheme if evidence.files is not None else Scheme()
+        self.scheme = evidence.files.scheme if evidence.files is not None else WHOLE
         kind = "files" if evidence.files is not None else _SUMS if evidence.sums else "tensors"
         self.source, self.tensor_source = evidence.source(kind), evidence.source("tensors")
         self._evidence = evidence
@@ -159,6 +158,10 @@ class Attested(Recorded):
         self.aliases = {label: set() for label in self.tensors}
         self.crossed = crossing(placing.crossed, "the statement", str(self._contents.root))
         self.notes = placing.notes
+
+    def scheme_of(self, name: str, size: int) -> Scheme:
+        """Return how a file is hashed to be compared: as the statement says of all of them."""
+        return self.scheme
 
     def unlisted(self, name: str) -> tuple[bool, str]:
         """Return whether a file that is not listed is a difference, and the words for it."""

@@ -1,6 +1,7 @@
 """Every file and tensor of a checkpoint compared with its manifest, and the differences in words."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -12,6 +13,9 @@ from ckptfix.tensors.hashing import Hashed, first_place
 from ckptfix.verification.verify_report import Change, Item, Judgement, Kind, Outcome, file_item, judge
 
 _Elsewhere = Literal[Change.SWAPPED, Change.REPLACED, Change.MISSING, Change.EXTRA]
+
+_SHOWN = 3
+"""Ranges of a file that a message names."""
 
 _TAIL = 64
 """Zero bytes at the end of something that changed, from which on they are called a tail of zeros."""
@@ -146,7 +150,17 @@ def _elsewhere(change: _Elsewhere, other: object, digests: str, source: str) -> 
 
 
 def _digests(have: Hashed | None, want: str) -> str:
+    if "-" in want and have is not None:
+        return _ranges(have.digest.split("-"), want.split("-"))
     return f"sha256 {have.digest[:12] if have is not None else '?'}, was {want[:12]}"
+
+
+def _ranges(have: list[str], want: list[str]) -> str:
+    """Name the ranges of a file that differ from what was recorded."""
+    numbers = [number for number, pair in enumerate(zip_longest(have, want)) if len(set(pair)) > 1]
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    named = ", ".join(map(str, numbers[:_SHOWN])) + more
+    return f"{'range' if len(numbers) == 1 else 'ranges'} {named} of {len(want)}, counted from 0"
 
 
 _NO_DIGEST = "no digest was recorded"

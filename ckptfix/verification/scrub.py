@@ -366,8 +366,9 @@ class _Known:
                 return f"{_UNREAD}{escape(list_names(report.unfinished) or report.no_digest)}"
             return "; ".join(map(str, report.differences[:3]))
         size = contents.files[name].size
-        job = FileJob(contents.root / name, size)
-        (found,) = hash_all([job], threads=1, keep_cached=False, progress=progress)
+        scheme = recorded.scheme_of(name, size)
+        jobs = scheme.jobs(FileJob(contents.root / name, size))
+        found = scheme.joined(hash_all(jobs, threads=1, keep_cached=False, progress=progress))
         if found.problem:
             return f"{_UNREAD}{found.problem}"
         wanted = {name: recorded.sha256[name]}

@@ -4,14 +4,14 @@ import hashlib
 import importlib.metadata
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.latest import UNFINISHED
-from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.manifest import MAX_MANIFEST, RANGE, Manifest, ManifestEntry, key_fingerprint
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
@@ -31,12 +31,19 @@ from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.tensors.hashing import Hashed
+from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import compare
 from ckptfix.verification.signatures import Signing
 from ckptfix.verification.statements import statement_of_files, statement_of_tensors
-from ckptfix.verification.verify import forbids_seal, hash_recorded, structure
+from ckptfix.verification.verify import (
+    FileDigest,
+    as_recorded,
+    forbids_seal,
+    hash_contents,
+    recorded_schemes,
+    structure,
+)
 from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
 from ckptfix.wording import Line, Printable, count_of, human_size, line
 
@@ -49,7 +56,8 @@ if TYPE_CHECKING:
 class SealReceipt(Printable, Serialized):
     """Receipt of ``seal``. ``findings`` and ``differing`` say why nothing was written, where ``written`` is False.
 
-    ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``unreadable``: models whose
+    ``files``, ``tensors``: how many got a digest, a tensor once for each of its names. ``ranges``: how many ranges of
+    long files got one. ``unreadable``: models whose
     tensors got none, ``special``: what is not a file and got none, with the reason.
     ``transaction``: its number for ``undo``, in a folder with repairs that can be undone. ``statements``: the names of
     the statements that were written, ``signed_by``: who signed them, "" where nobody did; ``trust``: the options of
@@ -57,7 +65,7 @@ class SealReceipt(Printable, Serialized):
     """
 
     json_keys: ClassVar = (
-        "path status written manifest files tensors bytes=nbytes findings differing unreadable special "
+        "path status written manifest files tensors ranges bytes=nbytes findings differing unreadable special "
         "transaction statements signed_by"
     )
 
@@ -67,6 +75,7 @@ class SealReceipt(Printable, Serialized):
     differing: tuple[Item, ...] = ()
     files: int = 0
     tensors: int = 0
+    ranges: int = 0
     nbytes: int = 0
     unreadable: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
@@ -92,8 +101,9 @@ class SealReceipt(Printable, Serialized):
             yield line(f"or seal it as it is, and verify takes this for the original: {force}")
             return
         tensors = f" and {count_of(self.tensors, 'tensor')}" if self.tensors else ""
+        ranges = f", long files by {count_of(self.ranges, 'range')} of 1 GB" if self.ranges else ""
         size = human_size(self.nbytes)
-        yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}", bold=True)
+        yield line(f"sealed {self.path}: {count_of(self.files, 'file')}{tensors}, {size}{ranges}", bold=True)
         yield line(f"written: {', '.join((MANIFEST, *self.statements))}")
         if self.signed_by:
             yield line(f"signed by {self.signed_by}: {', '.join(self.statements)}")
@@ -136,6 +146,8 @@ def seal(
     force: bool = False,
     oms: bool = False,
     sign: Signing | None = None,
+    ranges: bool = False,
+    with_sha256: bool = False,
     progress: Progress | None = None,
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
@@ -147,6 +159,10 @@ def seal(
 
     ``oms``: write statements as OpenSSF Model Signing v1.0 has them, too, of the files and of the tensors; ``sign``:
     sign them with a ``KeySigning`` or a ``SigstoreSigning``.
+
+    ``ranges``: of a file longer than 1 GB write the sha256 of each 1 GB of it instead of its own, which is one chain
+    from the first byte to the last; many threads and processes take those of ranges at once. Statements have them as
+    shards. ``with_sha256``: write its own next to them.
 
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
     changed then. OSError when the folder cannot be read or written.
@@ -178,25 +194,32 @@ def seal(
             recover(target.root)  # what a run left that was killed before it changed anything
         old = readable_manifest(target.root)
         recorded = Recorded(old, target)
-        hashed = hash_recorded(contents, recorded, everything=True, progress=progress)
-        for key, one in hashed.items():
+        known, wanted = recorded_schemes(contents, recorded), _schemes(contents, ranges=ranges)
+        also = dict.fromkeys(contents.files, WHOLE) if with_sha256 else {}
+        found = hash_contents(contents, known, wanted, also, tensors=True, progress=progress)
+        for key, one in found.items():
             if one.problem:
+                what = key.name if isinstance(key, FileDigest) else key
                 raise OperationError(
-                    f"{target.root}: {key} cannot be read: {one.problem}; nothing was written"
+                    f"{target.root}: {what} cannot be read: {one.problem}; nothing was written"
                 )
         differing = tuple(
             item
-            for item in compare(contents, recorded, hashed)
+            for item in compare(contents, recorded, as_recorded(found, known))
             if item.outcome is Outcome.DIFFER and item.change is not Change.EXTRA
         )
         if differing and not force:
             return SealReceipt(path=target.path, written=False, differing=differing)
-        wanted = (oms or sign is not None) and teams.leads()
-        statements = _statements(contents, hashed, sign) if wanted else {}
-        before = {name: hashed[name].digest for name in statements if name in hashed}
-        hashed |= {name: Hashed(hashlib.sha256(data).hexdigest()) for name, data in statements.items()}
-        manifest = _sealed(old, contents, hashed, statements)
-        new = {name: data for name, data in statements.items() if before.get(name) != hashed[name].digest}
+        statements: dict[str, bytes] = {}
+        if (oms or sign is not None) and teams.leads():
+            statements = _statements(contents, as_recorded(found, wanted), sign, ranges=ranges)
+        new = {}
+        for name, data in statements.items():
+            before, now = found.get(FileDigest(name, WHOLE)), Hashed(hashlib.sha256(data).hexdigest())
+            found[FileDigest(name, WHOLE)], wanted[name] = now, WHOLE
+            if before is None or before.digest != now.digest:
+                new[name] = data
+        manifest = _sealed(old, contents, as_recorded(found, wanted), as_recorded(found, {**wanted, **also}))
         number = None
         if teams.leads():
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None
@@ -208,6 +231,7 @@ def seal(
         differing=differing,
         files=len(contents.files.keys() - statements.keys()),
         tensors=sum(len(entry.digests.keys() | entry.aliases.keys()) for entry in manifest.models),
+        ranges=sum(map(len, manifest.ranges.values())),
         nbytes=sum(one.size for name, one in contents.files.items() if name not in statements),
         unreadable=tuple(
             f"{label}: {why}" for label, why in {**contents.unreadable, **contents.unsupported}.items()
@@ -220,8 +244,16 @@ def seal(
     )
 
 
+def _schemes(contents: Contents, *, ranges: bool) -> dict[str, Scheme]:
+    """Return how each file is hashed for a new manifest. Of one that is not longer than a range, both are the same."""
+    by_range = Scheme(shard_size=RANGE)
+    return {
+        name: by_range if ranges and state.size > RANGE else WHOLE for name, state in contents.files.items()
+    }
+
+
 def _statements(
-    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], sign: Signing | None
+    contents: Contents, hashed: Mapping[str | TensorLocation, Hashed], sign: Signing | None, *, ranges: bool
 ) -> dict[str, bytes]:
     """Return the statements of files and of tensors, signed where somebody signs: name of the file -> bytes.
 
@@ -237,7 +269,11 @@ def _statements(
     folders = {str(parent) for path in contents.files for parent in PurePosixPath(path).parents}
     follows = any(os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."}))
     journals = list_folder(contents.root).journals
-    made = [statement_of_files(name, digests, journals, follows_links=follows).to_bytes()]
+    sizes = {path: state.size for path, state in contents.files.items()}
+    files = statement_of_files(
+        name, digests, journals, sizes, follows_links=follows, shard_size=RANGE if ranges else None
+    )
+    made = [files.to_bytes()]
     if contents.weights:
         made.append(statement_of_tensors(name, contents, hashed).to_bytes())
     if sign is None:
@@ -249,9 +285,14 @@ def _sealed(
     old: Manifest | None,
     contents: Contents,
     hashed: Mapping[str | TensorLocation, Hashed],
-    statements: Iterable[str],
+    own: Mapping[str | TensorLocation, Hashed],
 ) -> Manifest:
-    """Return the manifest with all digests. What a save recorded of what is still there stays."""
+    """Return the manifest with all digests. What a save recorded of what is still there stays.
+
+    ``own``: the same, with the digest of each file itself where that is written next to those of its ranges.
+    """
+    digests = {key: one.digest for key, one in sorted(hashed.items(), key=str) if isinstance(key, str)}
+    ranges = {name: tuple(digest.split("-")) for name, digest in digests.items() if "-" in digest}
     if old is None:
         versions = {}
         with suppress(importlib.metadata.PackageNotFoundError):  # run from a folder that was never installed
@@ -267,7 +308,9 @@ def _sealed(
         digests_of_save=False,
         models=tuple(sorted((*models.values(), *others), key=lambda entry: (entry.index, entry.file))),
         files={name: contents.files[name].size for name in old.files if name in contents.files},
-        sha256={name: hashed[name].digest for name in sorted({*contents.files, *statements})},
+        sha256={name: own[name].digest for name in digests if "-" not in own[name].digest},
+        range_size=RANGE if ranges else 0,
+        ranges=ranges,
     )
 
 

@@ -10,19 +10,19 @@ the wrong type is refused, and nothing is compared then.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from math import prod
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from ckptfix.checkpoint.manifest import is_inside
+from ckptfix.checkpoint.manifest import is_inside, joined
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, TensorLocation
 from ckptfix.errors import OperationError
 from ckptfix.formats.tensor import DTYPE_BITS
 from ckptfix.storage.paths import JOURNAL, SIGNED, UNSIGNED
-from ckptfix.tensors.hashing import ALGORITHMS, FileJob, Hashed
+from ckptfix.tensors.hashing import ALGORITHMS, WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Contiguous, Format, StoredTensor, Weights
 from ckptfix.wording import count_of
 
@@ -54,56 +54,48 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
-    """The digests that a statement has of a file. ``shard_size``: None for one digest of the whole file."""
-
-    algorithm: str = "sha256"
-    shard_size: int | None = None
-
-    def jobs(self, job: FileJob) -> list[FileJob]:
-        """Return what has to be hashed of a file; nothing of an empty file that is to be cut into shards."""
-        if self.shard_size is None:
-            return [job._replace(algorithm=self.algorithm)]
-        starts = range(0, job.size, self.shard_size)
-        return [
-            FileJob(job.path, min(self.shard_size, job.size - start), start, self.algorithm)
-            for start in starts
-        ]
-
-    def joined(self, results: Sequence[Hashed]) -> Hashed:
-        """Return the result for a file from those of its jobs, in their order."""
-        if problem := next((one.problem for one in results if one.problem), ""):
-            return Hashed("", problem=problem)
-        zeros = results[-1].zeros if results else 0
-        return Hashed(_joined(one.digest for one in results), zeros)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FileStatement:
     """The digests of the files of a folder. ``name``: of the folder, as a hint.
 
     ``files``: relative path -> digest, or the digests of all shards, joined. ``ignored``: relative paths that are left
-    out, each with everything below it. ``follows_links``: whether a file may be a symbolic link.
+    out, each with everything below it. ``follows_links``: whether a file may be a symbolic link. ``sizes``: of the
+    files, where they are cut into shards.
     """
 
     name: str
     files: Mapping[str, str] = field(repr=False)
-    scheme: Scheme = field(default_factory=Scheme)
+    scheme: Scheme = WHOLE
     ignored: tuple[str, ...] = ()
     follows_links: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def to_bytes(self) -> bytes:
-        """Return the statement as ``model_signing`` makes it with one sha256 of each file."""
-        paths = sorted(self.files, key=PurePosixPath)
-        resources = [{"name": path, "algorithm": "sha256", "digest": self.files[path]} for path in paths]
-        serialization = {
-            "method": "files",
-            "hash_type": "sha256",
+        """Return the statement as ``model_signing`` makes it with one sha256 of each file, or of each shard."""
+        size = self.scheme.shard_size
+        algorithm = self.scheme.algorithm if size is None else f"{self.scheme.algorithm}-sharded-{size}"
+        resources = [
+            {"name": name, "algorithm": algorithm, "digest": digest} for name, digest in self._resources()
+        ]
+        serialization: dict[str, Any] = {
+            "method": "files" if size is None else "shards",
+            "hash_type": self.scheme.algorithm,
+            **({} if size is None else {"shard_size": size}),
             "allow_symlinks": self.follows_links,
             "ignore_paths": list(self.ignored),
         }
-        root = _root(self.files[path] for path in paths)
+        root = _root(one["digest"] for one in resources)
         return _to_bytes(self.name, root, _FILES, {"serialization": serialization, "resources": resources})
+
+    def _resources(self) -> Iterator[tuple[str, str]]:
+        """Yield name and digest of all files or shards, in the order of the reference implementation."""
+        size = self.scheme.shard_size
+        for path in sorted(self.files, key=PurePosixPath):
+            if size is None:
+                yield path, self.files[path]
+                continue
+            starts = range(0, self.sizes[path], size)
+            for start, digest in zip(starts, self.files[path].split("-"), strict=bool(starts)):
+                yield f"{path}:{start}:{min(start + size, self.sizes[path])}", digest
 
     def leaves_out(self, path: str) -> bool:
         """Return whether a path is one of ``ignored``, or below one."""
@@ -149,9 +141,12 @@ Statement = FileStatement | TensorStatement
 
 
 def statement_of_files(
-    name: str, digests: Mapping[str, str], journals: Iterable[str], *, follows_links: bool
-) -> FileStatement:
+    name: str, digests: Mapping[str, str], journals: Iterable[str], sizes: Mapping[str, int], *,
+    follows_links: bool, shard_size: int | None = None,
+) -> FileStatement:  # fmt: skip
     """Return the statement of a folder's files. ``journals``: folders of ckptfix's own below other folders.
+
+    ``shard_size``: None for one digest of each file; otherwise an empty file has none, as no shard has a byte of it.
 
     Raises OperationError for a name that no JSON can hold.
     """
@@ -163,7 +158,15 @@ def statement_of_files(
             raise OperationError(
                 f"{path}: its name is not UTF-8, so no statement can list it; next: rename it"
             )
-    return FileStatement(name=name, files=files, ignored=ignored, follows_links=follows_links)
+    if shard_size is None:
+        return replace(statement, files=files)
+    files = {path: digest for path, digest in files.items() if sizes[path]}
+    return replace(
+        statement,
+        files=files,
+        scheme=Scheme(shard_size=shard_size),
+        sizes={path: sizes[path] for path in files},
+    )
 
 
 def statement_of_tensors(
@@ -229,11 +232,6 @@ def _to_bytes(name: str, root: str, kind: str, predicate: Mapping[str, Any]) -> 
 
 def _root(digests: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(map(bytes.fromhex, digests))).hexdigest()
-
-
-def _joined(digests: Iterable[str]) -> str:
-    """Return the digests of the shards of a file as one text that is compared and shown like a digest."""
-    return "-".join(digests)
 
 
 def _model(weights: Weights, digests: Mapping[TensorLocation, str]) -> dict[str, Any]:
@@ -315,6 +313,9 @@ def _files(name: str, predicate: dict[str, Any]) -> tuple[FileStatement, str]:
         name=name,
         files={path: _whole_file(path, shards, size) for path, shards in found.items()},
         scheme=scheme,
+        sizes={}
+        if size is None
+        else {path: max(one.end or 0 for one in shards) for path, shards in found.items()},
         ignored=tuple(filter(is_inside, ignored)),  # others leave out nothing, so more is compared
         follows_links=_get(how, "allow_symlinks", _flag, default=False),
     )
@@ -363,7 +364,7 @@ def _whole_file(path: str, shards: list[Shard], size: int | None) -> str:
                 f"a shard of {_shown(path)} has bytes {start} to {end}, expected {at} to {at + size}"
             )
         at = end
-    return _joined(shard.digest for shard in ordered)
+    return joined(shard.digest for shard in ordered)
 
 
 def _tensors(name: str, predicate: dict[str, Any]) -> TensorStatement:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import Manifest
@@ -18,14 +19,13 @@ from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
-from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
+from ckptfix.tensors.hashing import FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
 from ckptfix.verification.attested import Attested, Evidence, gather, with_own_files
 from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
-from ckptfix.verification.statements import Scheme
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
@@ -142,7 +142,7 @@ def verify(
 
 
 def _has_digests(manifest: Manifest | None) -> bool:
-    return manifest is not None and bool(manifest.sha256 or any(entry.digests for entry in manifest.models))
+    return manifest is not None and bool(manifest.digests or any(entry.digests for entry in manifest.models))
 
 
 def _own_folder(contents: Contents, evidence: Evidence) -> Iterator[str]:
@@ -211,36 +211,73 @@ def structure(
     return report.all_findings, tuple(f"structure: {words}" for words in unseen), report.all_unfinished
 
 
+class FileDigest(NamedTuple):
+    """A digest of a file: its path, relative to the checkpoint, and how it is taken."""
+
+    name: str
+    scheme: Scheme
+
+
 def hash_recorded(
-    contents: Contents, recorded: Recorded, *, data: bool = False, everything: bool = False,
-    progress: Progress | None = None,
-) -> dict[str | TensorLocation, Hashed]:  # fmt: skip
-    """Hash what can be compared with something, or everything: file -> result, tensor -> result.
+    contents: Contents, recorded: Recorded, *, data: bool = False, progress: Progress | None = None
+) -> dict[str | TensorLocation, Hashed]:
+    """Hash what can be compared with something: file -> result, tensor -> result.
 
     Raises ChangedError when a file changed meanwhile.
     """
-    gone = recorded.sha256.keys() - contents.files.keys()
-    attested = recorded if isinstance(recorded, Attested) else None
-    scheme = attested.scheme if attested is not None else Scheme()
-    jobs: dict[str | TensorLocation, Sequence[Job]] = {
-        name: scheme.jobs(FileJob(contents.root / name, state.size))
-        for name, state in contents.files.items()
-        if everything or name in recorded.sha256 or gone  # a file that is gone may have another name now
-    }
-    has_digests = bool(recorded.digests(contents.weights, ())) or (
-        attested is not None and attested.has_tensors
+    has_tensors = bool(recorded.digests(contents.weights, ())) or (
+        isinstance(recorded, Attested) and recorded.has_tensors
     )
-    for weights in contents.weights:
-        if data or everything or has_digests:
-            jobs |= {
-                TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)]
-                for tensor in weights.tensors
-            }
+    schemes = recorded_schemes(contents, recorded)
+    found = hash_contents(contents, schemes, tensors=data or has_tensors, data=data, progress=progress)
+    return as_recorded(found, schemes)
+
+
+def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme]:
+    """Return how the files are hashed that can be compared: all, where one is gone that may have another name now."""
+    gone = recorded.sha256.keys() - contents.files.keys()
+    return {
+        name: recorded.scheme_of(name, state.size)
+        for name, state in contents.files.items()
+        if name in recorded.sha256 or gone
+    }
+
+
+def hash_contents(
+    contents: Contents, *schemes: Mapping[str, Scheme], tensors: bool, data: bool = False,
+    progress: Progress | None = None,
+) -> dict[FileDigest | TensorLocation, Hashed]:  # fmt: skip
+    """Hash files, by each of their ``schemes`` once, and with ``tensors`` all tensors. ``data``: look at their values.
+
+    Raises ChangedError when a file changed meanwhile.
+    """
+    digests = dict.fromkeys(FileDigest(*one) for some in schemes for one in some.items())
+    jobs: dict[FileDigest | TensorLocation, Sequence[Job]] = {
+        one: one.scheme.jobs(FileJob(contents.root / one.name, contents.files[one.name].size))
+        for one in digests
+    }
+    for weights in contents.weights if tensors else ():
+        jobs |= {
+            TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)] for tensor in weights.tensors
+        }
     results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=progress))
     contents.check_unchanged()
     return {
-        key: scheme.joined([next(results) for _ in parts]) if isinstance(key, str) else next(results)
+        key: key.scheme.joined([next(results) for _ in parts])
+        if isinstance(key, FileDigest)
+        else next(results)
         for key, parts in jobs.items()
+    }
+
+
+def as_recorded(
+    found: Mapping[FileDigest | TensorLocation, Hashed], schemes: Mapping[str, Scheme]
+) -> dict[str | TensorLocation, Hashed]:
+    """Return what was found as it is compared: of each file the digest that was recorded of it."""
+    return {
+        key.name if isinstance(key, FileDigest) else key: one
+        for key, one in found.items()
+        if not isinstance(key, FileDigest) or schemes.get(key.name) == key.scheme
     }
 
 

@@ -77,6 +77,7 @@ def share(folder: Path, size: int, rounds: int) -> None:
     for name, units in (
         ("saved by 1,024 ranks", saved_by_ranks()),
         ("200 files of 50 GB, by range", long_files(part=10**9)),
+        ("one file of 10 TB, by range", long_files(10**13, 1, part=10**9)),
     ):
         total = sum(unit.size for unit in units)
         for count in (64, 1024):

@@ -25,8 +25,8 @@ REPAIR = [
     "not_checked", "advice",
 ]  # fmt: skip
 SEAL = [
-    "path", "status", "written", "manifest", "files", "tensors", "bytes", "findings", "differing", "unreadable",
-    "special", "transaction", "statements", "signed_by",
+    "path", "status", "written", "manifest", "files", "tensors", "ranges", "bytes", "findings", "differing",
+    "unreadable", "special", "transaction", "statements", "signed_by",
 ]  # fmt: skip
 VERIFY = [
     "path", "status", "sealed", "verified", "no_digest", "against", "findings", "items", "crossed", "values",

@@ -103,7 +103,7 @@ def test_the_units_of_a_file_stay_together_where_that_is_balanced() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [64, 1024])
 def test_a_folder_of_10_terabytes_is_shared_within_5_percent(count: int) -> None:
-    for units in (saved_by_ranks(), long_files(part=RANGE)):
+    for units in (saved_by_ranks(), long_files(part=RANGE), long_files(10**13, 1, part=RANGE)):
         each = loads(units, plan_shares(units, count))
         assert sum(each) > 12e12
         assert max(each) <= 1.05 * sum(each) / count

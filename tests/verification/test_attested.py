@@ -513,8 +513,7 @@ def test_parts_of_files_are_hashed_as_the_parts_alone(
 ) -> None:
     import hashlib
 
-    from ckptfix.tensors.hashing import FileJob
-    from ckptfix.verification.statements import Scheme
+    from ckptfix.tensors.hashing import FileJob, Scheme
 
     folder = tmp_path_factory.mktemp("parts")
     scheme = Scheme(algorithm=algorithm, shard_size=size)

@@ -132,6 +132,39 @@ def test_the_statement_is_the_one_of_the_reference(folder: Path, keys: Keys, tmp
     assert how == their_how
 
 
+def test_the_reference_verifies_ranges_and_has_the_same_statement_of_them(
+    folder: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptfix.verification.seal.RANGE", 1000)
+    (folder / "empty").touch()
+    seal(folder, ranges=True, sign=KeySigning(keys.private))
+    verifying = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
+    verifying.verify(folder, folder / FILES)  # with the shards that the statement asks for
+    assert trusted(folder, keys).status == 0
+    theirs = tmp_path / "reference.sig"
+    hashing = model_signing.hashing.Config().set_ignored_paths(paths=[".ckptfix", *SIGNED])
+    hashing.use_shard_serialization(shard_size=1000)
+    signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.private)
+    signing.set_hashing_config(hashing).sign(folder, theirs)
+    ours, other = (
+        json.loads(base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"]))
+        for path in (folder / FILES, theirs)
+    )
+    assert ours["predicate"]["resources"] == other["predicate"]["resources"]
+    assert len(ours["predicate"]["resources"]) > 4
+    assert ours["subject"] == other["subject"]
+    how, their_how = ours["predicate"]["serialization"], other["predicate"]["serialization"]
+    assert set(their_how.pop("ignore_paths")) < set(how.pop("ignore_paths"))
+    assert how == their_how
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
+    largest = max(weights, key=lambda path: path.stat().st_size)
+    flip(largest, largest.stat().st_size - 1)
+    verifying = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
+    with pytest.raises(ValueError, match="Hash mismatch for"):
+        verifying.verify(folder, folder / FILES)
+    assert trusted(folder, keys).status == 1
+
+
 def test_the_reference_refuses_an_added_file_as_we_do(folder: Path, keys: Keys) -> None:
     seal(folder, sign=KeySigning(keys.private))
     (folder / "sub" / "added.py").write_text("")
