@@ -191,7 +191,7 @@ class S3Store(Store):
     def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
         digest = md5(data)
         try:
-            self.ask(
+            answer = self.ask(
                 "put_object", up=len(data), Key=self._path(key), Body=data, ContentMD5=_base64(digest),
                 **_condition(expected),
             )  # fmt: skip
@@ -206,7 +206,7 @@ class S3Store(Store):
             ):
                 raise
             return now
-        return self._written(key, len(data))
+        return self._written(key, len(data), _etag(answer))
 
     def _upload(
         self, key: str, path: Path, expected: str | Expected, progress: Progress | None
@@ -281,32 +281,37 @@ class S3Store(Store):
                     {"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(etags, 1)
                 ]
             }
-            self._complete(key, upload, listed, expected)
+            etag = self._complete(key, upload, listed, expected)
         except BaseException:
             self._abort(upload)
             raise
-        return self._written(key, size)
+        return self._written(key, size, etag)
 
     def _complete(
         self, key: str, upload: Mapping[str, Any], listed: Mapping[str, Any], expected: str | Expected
-    ) -> None:
-        """Put the parts together. An attempt whose answer was lost has ended the upload, which a refused one leaves."""
+    ) -> str:
+        """Put the parts together, and return the ETag of the object, "" where the answer was lost.
+
+        An attempt whose answer was lost has ended the upload, which a refused one leaves.
+        """
         attempts = 0
 
-        def ask() -> None:
+        def ask() -> str:
             nonlocal attempts
             attempts += 1
             try:
-                self.ask(
+                answer = self.ask(
                     "complete_multipart_upload", MultipartUpload=listed, **upload, **_condition(expected)
                 )
+                return _etag(answer)
             except Exception as error:
                 if attempts == 1 or not (_is_gone(error) or isinstance(self._judge(error), Refused)):
                     raise
                 if not _is_gone(error) and self._has_parts(upload):
                     raise
+                return ""
 
-        self._persist(key, ask, has_condition=True)
+        return self._persist(key, ask, has_condition=True)
 
     def _has_parts(self, upload: Mapping[str, Any]) -> bool:
         """Return whether an upload goes on: it is neither complete nor aborted."""
@@ -337,7 +342,7 @@ class S3Store(Store):
             answer = self.ask(
                 "upload_part", up=len(data), PartNumber=number + 1, Body=data, ContentMD5=_base64(digest), **upload
             )  # fmt: skip
-            return str(answer["ETag"]).strip('"')
+            return _etag(answer)
 
         return self._persist(key, ask)
 
@@ -350,7 +355,7 @@ class S3Store(Store):
             answer = self.ask(
                 "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span, **pinned, **upload
             )  # fmt: skip
-            return str(answer["CopyPartResult"]["ETag"]).strip('"')
+            return _etag(answer["CopyPartResult"])
 
         try:
             return self._persist(key, ask, has_condition=True)
@@ -499,6 +504,10 @@ def _quoted(etag: str) -> str:
 
 def _base64(digest: str) -> str:
     return base64.b64encode(bytes.fromhex(digest)).decode()
+
+
+def _etag(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("ETag", "")).strip('"')
 
 
 def _is_gone(error: BaseException) -> bool:

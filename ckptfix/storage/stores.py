@@ -318,8 +318,14 @@ class Store:
         if (now is not None) if expected is ABSENT else (now is None or now.etag != expected):
             raise Refused
 
-    def _written(self, key: str, size: int) -> ObjectInfo:
+    def _written(self, key: str, size: int, etag: str = "") -> ObjectInfo:
+        """Return what is there after a write. ``etag``: what the store answered, "" where that was lost.
+
+        Raises Refused when another program wrote since, StoreError when not every byte is there.
+        """
         now = self._stat(key)
+        if etag and (now is None or now.etag != etag):
+            raise Refused
         if now is None or now.size != size:
             found = "no object" if now is None else f"{now.size} bytes"
             raise StoreError(
@@ -458,7 +464,8 @@ class Store:
         now = None
         with suppress(StoreError):
             now = self.stat(key)
-        what = "no object" if expected is ABSENT else f"ETag {expected}"
+        plain = {ABSENT: "no object", ANY: "the one that was just written"}
+        what = plain[expected] if isinstance(expected, Expected) else f"ETag {expected}"
         found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
         return ChangedError(
             f"{self.name(key)}: another program wrote this object {when} (expected {what}, found {found}); "

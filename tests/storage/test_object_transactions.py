@@ -8,11 +8,12 @@ from pathlib import PurePosixPath
 import pytest
 
 from ckptfix.errors import ChangedError, CkptfixError, JournalError, LockedError, OperationError
+from ckptfix.storage import stores
 from ckptfix.storage.edits import Edit, Move, Remove, Replace
 from ckptfix.storage.object_journal import LOCK, found_transactions, read_state, store_lock
 from ckptfix.storage.object_transactions import commit_objects, recover_objects, undo_objects
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Range, Recipe
-from ckptfix.storage.stores import Store
+from ckptfix.storage.stores import ObjectRange, Store
 from tests.sampling import is_exhaustive, sampled
 from tests.stores.simulated_s3 import (
     Cloud,
@@ -364,6 +365,26 @@ def test_a_fault_at_any_request_leaves_no_mixture_behind(cloud: Cloud, fault: st
     assert finished or times == 99
     if times == 1 and fault in ("500", "503", "409"):
         assert finished == len(sampled(range(1, requests + 1))), "a fault that passes must not end the repair"
+
+
+@pytest.mark.parametrize("method", ["put_object", "complete_multipart_upload"])
+def test_a_writer_right_after_a_write_is_noticed(cloud: Cloud, method: str) -> None:
+    """The object of another program, though it has the same size, must not pass for the new one."""
+    anew(cloud)
+    store = open_simulated(cloud, URL)
+    size = (8 << 12) if method == "complete_multipart_upload" else 10
+
+    def strike(asked: str, key: str, is_after: bool) -> None:
+        if asked == method and is_after:
+            cloud.write(PREFIX + "a", b"x" * size)
+
+    store.put("b", b"y" * size)
+    info = store.stat("b")
+    assert info is not None
+    cloud.strike = strike
+    pieces = [ObjectRange("b", 0, size, info.etag)] if size > 10 else [b"y" * size]
+    with pytest.raises(ChangedError):
+        store.compose("a", pieces, expected=stores.ABSENT)
 
 
 def test_the_parts_of_killed_uploads_go(cloud: Cloud) -> None:

@@ -262,7 +262,7 @@ class SimulatedStore(S3Store):
     def _on_put_object(self, Key: str, Body: bytes, ContentMD5: str, **words: Any) -> Any:
         self._ensure_condition(Key, words, "put_object")
         self.cloud.write(Key, Body)
-        return {}
+        return {"ETag": f'"{self.cloud.objects[Key].etag}"'}
 
     def _on_create_multipart_upload(self, Key: str, **words: Any) -> Any:
         name = f"u{self.cloud.requests}"
