@@ -18,7 +18,7 @@ from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
 from ckptfix.storage.object_transactions import Carriage, carriage_of
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
+from ckptfix.storage.paths import JOURNAL, MANIFEST
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, open_store, together
 from ckptfix.wording import count_of, escape
 
@@ -57,10 +57,9 @@ def check_free(output: str) -> None:
         cut = (
             " of a copy or an upload that was cut short" if UPLOAD in there and COMMITTED not in there else ""
         )
-        where = f"{store.url}/"
-        rm = f"aws s3 rm --recursive {shell_path(where)}" if where.startswith("s3") else f"delete {where}"
         raise UsageError(
-            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none, or: {rm}"
+            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none, or: "
+            f"{store.removal()}"
         )
 
 

@@ -195,10 +195,7 @@ def found_transactions(listed: Mapping[str, ObjectInfo]) -> list[Found]:
 
 def forget_objects(store: Store, number: int) -> str:
     """Return the advice that always works: keep the objects, and delete those of the transaction."""
-    where = f"{store.url}/{folder(number)}/"
-    if where.startswith(("s3://", "s3a://")):
-        return f"to keep the objects as they are now: aws s3 rm --recursive {shell_path(where)}"
-    return f"to keep the objects as they are now: delete every object below {store.name(folder(number))}/"
+    return f"to keep the objects as they are now: {store.removal(folder(number))}"
 
 
 def put_exactly(store: Store, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:

@@ -51,9 +51,9 @@ from ckptfix.storage.object_journal import (
     write_state,
 )
 from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parts import plan_parts
 from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
 from ckptfix.storage.recipes import Recipe
-from ckptfix.storage.s3 import plan_parts
 from ckptfix.storage.stores import ABSENT, ObjectInfo, ObjectRange, Piece, Store, together
 from ckptfix.wording import human_size, moment
 

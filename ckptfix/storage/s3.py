@@ -6,17 +6,16 @@ fsspec is configured (``FSSPEC_S3_...``).
 
 import asyncio
 import base64
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
-from ckptfix.errors import ChangedError, StoreError, UsageError
+from ckptfix.errors import StoreError, UsageError
 from ckptfix.storage import stores
-from ckptfix.storage.parallel import Progress
+from ckptfix.storage.parts import MARK, MIB, ComposingStore, Upload
+from ckptfix.storage.paths import shell_path
 from ckptfix.storage.stores import (
     ABSENT,
     ANY,
@@ -24,23 +23,12 @@ from ckptfix.storage.stores import (
     Expected,
     ObjectInfo,
     ObjectRange,
-    Piece,
     Refused,
-    Store,
     Temporary,
     md5,
     nanoseconds,
-    together,
 )
 
-MIB = 1 << 20
-_PART = 16 * MIB
-"""Bytes of an uploaded part, unless 10,000 of them would not hold the object."""
-
-_COPIED = 1 << 30
-"""Bytes of a copied part, unless 10,000 of them would not hold the object: the store answers within seconds."""
-
-_PARTS_AT_ONCE = 8
 _KEYS = 1000  # of a page of a listing: no server gives more
 
 _PASSED_ON = (
@@ -48,9 +36,6 @@ _PASSED_ON = (
     "StorageClass", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled", "WebsiteRedirectLocation",
 )  # fmt: skip
 """Properties that a composed object gets from the object that it is like; it gets its tags, too."""
-
-_MARK = "ckptfix"
-"""Name of the user metadata that holds the mark of an object."""
 
 _TEMPORARY = {
     "InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "RequestTimeout",
@@ -82,19 +67,7 @@ _SAME = {
 }
 
 
-class Part(NamedTuple):
-    """One part of an object: a range that the store copies, or pieces that travel through this machine."""
-
-    pieces: tuple[Piece, ...]
-    is_copied: bool
-
-    @property
-    def length(self) -> int:
-        """Its size in bytes."""
-        return sum(map(_length, self.pieces))
-
-
-class S3Store(Store):
+class S3Store(ComposingStore):
     """One prefix of an S3 bucket."""
 
     abilities: ClassVar[Abilities] = Abilities(
@@ -124,6 +97,11 @@ class S3Store(Store):
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}" if key and self._prefix else key or self._prefix
+
+    def removal(self, below: str = "") -> str:
+        """Return the command that deletes every object in a folder."""
+        where = f"{self.url}/{below.rstrip('/')}".rstrip("/")
+        return f"aws s3 rm --recursive {shell_path(f'{where}/')}"
 
     def ask(self, method: str, *, up: int = 0, seconds: float | None = None, **words: Any) -> Any:
         """Send one request to the bucket, and return the answer; a body that comes back is in ``Body``, read."""
@@ -188,112 +166,43 @@ class S3Store(Store):
         data: bytes = answer["Body"]
         return data[:length]
 
-    def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
-        digest = md5(data)
-        try:
-            answer = self.ask(
-                "put_object", up=len(data), Key=self._path(key), Body=data, ContentMD5=_base64(digest),
-                **_condition(expected),
-            )  # fmt: skip
-        except Exception as error:
-            # An earlier attempt may have arrived, whose answer was lost: then our own object is what is there. Its
-            # bytes say so: the ETag of an encrypted object is no digest.
-            if (
-                not isinstance(self._judge(error), Refused)
-                or (now := self._stat(key)) is None
-                or now.size != len(data)
-                or (data and self._read(key, 0, now.size, now.etag) != data)
-            ):
-                raise
-            return now
-        return self._written(key, len(data), _etag(answer))
+    def _put_whole(self, key: str, data: bytes, expected: str | Expected) -> str:
+        answer = self.ask(
+            "put_object", up=len(data), Key=self._path(key), Body=data, ContentMD5=_base64(md5(data)),
+            **_condition(expected),
+        )  # fmt: skip
+        return _etag(answer)
 
-    def _upload(
-        self, key: str, path: Path, expected: str | Expected, progress: Progress | None
-    ) -> ObjectInfo:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= _PART:
-                data = file.read()
-                answer = self._put(key, data, expected)
-                if progress:
-                    progress(len(data))
-                return answer
+    def _begin(self, key: str, words: Mapping[str, Any]) -> Upload:
+        begun = self.ask("create_multipart_upload", Key=self._path(key), **words)
+        return Upload(key, begun["UploadId"], words)
 
-            def part(number: int) -> tuple[int, Callable[[], bytes]]:
-                begin = number * step
-                length = min(step, size - begin)
-                return length, lambda: os.pread(file.fileno(), length, begin)
+    def _upload_words(self, upload: Upload) -> dict[str, Any]:
+        return {"Key": self._path(upload.key), "UploadId": upload.name}
 
-            step = max(_PART, -(-size // self.abilities.most_parts))
-            parts = [part(number) for number in range(-(-size // step))]
+    def _put_part(self, upload: Upload, number: int, data: bytes) -> str:
+        answer = self.ask(
+            "upload_part", up=len(data), PartNumber=number + 1, Body=data, ContentMD5=_base64(md5(data)),
+            **self._upload_words(upload),
+        )  # fmt: skip
+        return _etag(answer)
 
-            def send(number: int, upload: Mapping[str, Any]) -> str:
-                length, load = parts[number]
-                data = load()
-                if len(data) != length:
-                    raise ChangedError(f"{path}: it became shorter while it was uploaded")
-                etag = self._send_part(key, upload, number, data)
-                if progress:
-                    progress(length)
-                return etag
+    def _copy_part(self, upload: Upload, number: int, copied: ObjectRange) -> str:
+        source = {"Bucket": self._bucket, "Key": self._path(copied.key)}
+        pinned: dict[str, Any] = {"CopySourceIfMatch": _quoted(copied.etag)} if copied.etag else {}
+        span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"
+        answer = self.ask(
+            "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span, **pinned,
+            **self._upload_words(upload),
+        )  # fmt: skip
+        return _etag(answer["CopyPartResult"])
 
-            return self._multipart(key, size, len(parts), send, expected, {})
-
-    def _compose(
-        self, key: str, pieces: Sequence[Piece], expected: str | Expected, like: str | None, mark: str
-    ) -> ObjectInfo:
-        parts = plan_parts(pieces, self.abilities)
-        words = self._words_of(like) if like is not None else {}
-        if mark:
-            words["Metadata"] = {**words.get("Metadata", {}), _MARK: mark}
-        size = sum(part.length for part in parts)
-
-        def send(number: int, upload: Mapping[str, Any]) -> str:
-            part = parts[number]
-            if not part.is_copied:
-                return self._send_part(key, upload, number, b"".join(map(self._bytes_of, part.pieces)))
-            [copied] = part.pieces
-            assert isinstance(copied, ObjectRange)
-            return self._copy_part(key, upload, number, copied)
-
-        if len(parts) == 1 and not parts[0].is_copied and not words:
-            return self._put(key, b"".join(map(self._bytes_of, parts[0].pieces)), expected)
-        return self._multipart(key, size, len(parts), send, expected, words)
-
-    def _multipart(
-        self, key: str, size: int, count: int, send: Callable[[int, Mapping[str, Any]], str],
-        expected: str | Expected, words: Mapping[str, Any],
-    ) -> ObjectInfo:  # fmt: skip
-        """Write an object of parts, which ``send`` sends; the upload is aborted where one fails."""
-        path = self._path(key)
-        begun = self._persist(key, lambda: self.ask("create_multipart_upload", Key=path, **words))
-        upload = {"Key": path, "UploadId": begun["UploadId"]}
-        etags = [""] * count
-        try:
-
-            def one(number: int) -> None:
-                etags[number] = send(number, upload)
-
-            together(range(count), one, _PARTS_AT_ONCE)
-            listed = {
-                "Parts": [
-                    {"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(etags, 1)
-                ]
-            }
-            etag = self._complete(key, upload, listed, expected)
-        except BaseException:
-            self._abort(upload)
-            raise
-        return self._written(key, size, etag)
-
-    def _complete(
-        self, key: str, upload: Mapping[str, Any], listed: Mapping[str, Any], expected: str | Expected
-    ) -> str:
-        """Put the parts together, and return the ETag of the object, "" where the answer was lost.
-
-        An attempt whose answer was lost has ended the upload, which a refused one leaves.
-        """
+    def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
+        """Put the parts together. An attempt whose answer was lost has ended the upload, which a refused one leaves."""
+        listed = {
+            "Parts": [{"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(parts, 1)]
+        }
+        words = self._upload_words(upload)
         attempts = 0
 
         def ask() -> str:
@@ -301,89 +210,55 @@ class S3Store(Store):
             attempts += 1
             try:
                 answer = self.ask(
-                    "complete_multipart_upload", MultipartUpload=listed, **upload, **_condition(expected)
+                    "complete_multipart_upload", MultipartUpload=listed, **words, **_condition(expected)
                 )
                 return _etag(answer)
             except Exception as error:
                 if attempts == 1 or not (_is_gone(error) or isinstance(self._judge(error), Refused)):
                     raise
-                if not _is_gone(error) and self._has_parts(upload):
+                if not _is_gone(error) and self._has_parts(words):
                     raise
                 return ""
 
-        return self._persist(key, ask, has_condition=True)
+        return self._persist(upload.key, ask, has_condition=True)
 
-    def _has_parts(self, upload: Mapping[str, Any]) -> bool:
+    def _has_parts(self, words: Mapping[str, Any]) -> bool:
         """Return whether an upload goes on: it is neither complete nor aborted."""
         try:
-            self.ask("list_parts", MaxParts=1, **upload)
+            self.ask("list_parts", MaxParts=1, **words)
         except Exception as error:
             if _is_gone(error):
                 return False
             raise
         return True
 
-    def _abort(self, upload: Mapping[str, Any]) -> None:
-        # Parts that stay behind cost money, and nobody sees them. The error that led here is the one to report.
-        with suppress(Exception):
-            self._persist(upload["Key"], lambda: self.ask("abort_multipart_upload", **upload))
+    def _abort(self, upload: Upload) -> None:
+        self.ask("abort_multipart_upload", **self._upload_words(upload))
 
     def _abandoned(self, below: str) -> int:
         prefix = self._path(f"{below}/")
         found = self.ask("list_multipart_uploads", Prefix=prefix).get("Uploads", ())  # 1,000 of them at most
         for one in found:
-            self._abort({"Key": one["Key"], "UploadId": one["UploadId"]})
+            with suppress(Exception):  # somebody else may have ended it
+                self.ask("abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
         return len(found)
 
-    def _send_part(self, key: str, upload: Mapping[str, Any], number: int, data: bytes) -> str:
-        digest = md5(data)
-
-        def ask() -> str:
-            answer = self.ask(
-                "upload_part", up=len(data), PartNumber=number + 1, Body=data, ContentMD5=_base64(digest), **upload
-            )  # fmt: skip
-            return _etag(answer)
-
-        return self._persist(key, ask)
-
-    def _copy_part(self, key: str, upload: Mapping[str, Any], number: int, copied: ObjectRange) -> str:
-        source = {"Bucket": self._bucket, "Key": self._path(copied.key)}
-        pinned: dict[str, Any] = {"CopySourceIfMatch": _quoted(copied.etag)} if copied.etag else {}
-        span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"
-
-        def ask() -> str:
-            answer = self.ask(
-                "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span, **pinned, **upload
-            )  # fmt: skip
-            return _etag(answer["CopyPartResult"])
-
-        try:
-            return self._persist(key, ask, has_condition=True)
-        except Refused:
-            raise self._changed(copied.key, copied.etag, "while it was copied") from None
-        except FileNotFoundError:
-            raise ChangedError(
-                f"{self.name(copied.key)}: it was deleted while it was copied; next: run the same command again"
-            ) from None
-
-    def _bytes_of(self, piece: Piece) -> bytes:
-        if isinstance(piece, bytes):
-            return piece
-        return self.read(piece.key, piece.offset, piece.length, etag=piece.etag or None)
-
-    def _words_of(self, like: str) -> dict[str, Any]:
-        """Return what the object passes on, as words of a new upload."""
-        head = self._persist(like, lambda: self.ask("head_object", Key=self._path(like)))
-        words = {name: head[name] for name in _PASSED_ON if head.get(name) not in (None, "", {})}
-        if head.get("TagCount") or "TagCount" not in head:
-            found = self._persist(like, lambda: self.ask("get_object_tagging", Key=self._path(like)))
-            if tags := {one["Key"]: one["Value"] for one in found.get("TagSet", ())}:
-                words["Tagging"] = urlencode(tags)
+    def _words_of(self, like: str | None, mark: str) -> dict[str, Any]:
+        words: dict[str, Any] = {}
+        if like is not None:
+            head = self._persist(like, lambda: self.ask("head_object", Key=self._path(like)))
+            words = {name: head[name] for name in _PASSED_ON if head.get(name) not in (None, "", {})}
+            if head.get("TagCount") or "TagCount" not in head:
+                found = self._persist(like, lambda: self.ask("get_object_tagging", Key=self._path(like)))
+                if tags := {one["Key"]: one["Value"] for one in found.get("TagSet", ())}:
+                    words["Tagging"] = urlencode(tags)
+        if mark:
+            words["Metadata"] = {**words.get("Metadata", {}), MARK: mark}
         return words
 
     def _mark(self, key: str) -> str:
         head = self.ask("head_object", Key=self._path(key))
-        return str(head.get("Metadata", {}).get(_MARK, ""))
+        return str(head.get("Metadata", {}).get(MARK, ""))
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)
@@ -425,71 +300,6 @@ class S3Store(Store):
         known = _SAME.get(code, code)
         advice = _ADVICE.get(known) or ("AccessDenied" if status in (401, 403) else "")
         return StoreError(f"{code}: {advice or f'{said}; next: ckptfix help stores'}")
-
-
-def plan_parts(pieces: Sequence[Piece], abilities: Abilities) -> list[Part]:
-    """Return the parts of an object, none but the last smaller than the store allows; few bytes travel.
-
-    A range that follows less than a part of new bytes gives its first bytes to that part. Parts are as few as
-    10,000 of them hold.
-    """
-    pieces = [piece for piece in pieces if _length(piece)]
-    total = sum(map(_length, pieces))
-    least, most = abilities.least_part, abilities.most_parts // 2
-    copied = min(max(_COPIED, -(-total // most)), abilities.most_copied)
-    sent = max(_PART, -(-total // most))
-    parts: list[Part] = []
-    waiting: list[Piece] = []
-    held = 0
-
-    def flush() -> None:
-        nonlocal held
-        if waiting:
-            parts.append(Part(tuple(waiting), is_copied=False))
-            waiting.clear()
-            held = 0
-
-    for number, piece in enumerate(pieces):
-        is_last = number == len(pieces) - 1
-        rest: Piece | None = piece
-        while rest is not None:
-            length = _length(rest)
-            can_copy = isinstance(rest, ObjectRange) and (held == 0 or held >= least)
-            if can_copy and (length >= least or (is_last and (parts or held))):
-                flush()
-                take = length if length <= copied else copied
-                if take < length and length - take < least and not is_last:
-                    take = length - least  # what is left must be a part, too
-                first, rest = _cut(rest, take)
-                parts.append(Part((first,), is_copied=True))
-                continue
-            # to the bytes that travel: up to the smallest part before a range, and up to a full part of new bytes
-            wanted = (
-                least - held
-                if isinstance(rest, ObjectRange) and 0 < least - held <= length - least
-                else sent - held
-            )
-            first, rest = _cut(rest, min(length, wanted))
-            waiting.append(first)
-            held += _length(first)
-            if held >= sent:
-                flush()
-    flush()
-    return parts or [Part((), is_copied=False)]
-
-
-def _cut(piece: Piece, length: int) -> tuple[Piece, Piece | None]:
-    if length == _length(piece):
-        return piece, None
-    if isinstance(piece, bytes):
-        return piece[:length], piece[length:]
-    return piece._replace(length=length), piece._replace(
-        offset=piece.offset + length, length=piece.length - length
-    )
-
-
-def _length(piece: Piece) -> int:
-    return len(piece) if isinstance(piece, bytes) else piece.length
 
 
 def _condition(expected: str | Expected) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Objects in a store: one prefix of a bucket, listed, read by ranges and written whole, by the library of its scheme.
 
-fsspec lists and reads every store; a store whose own requests are needed (``s3``) has a module. A request that fails
-for a reason that passes is sent again; any other failure becomes an error that leads on.
+fsspec lists and reads every store; a store whose own requests are needed (``s3``, ``azure``) has a module. A request
+that fails for a reason that passes is sent again; any other failure becomes an error that leads on.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Library(NamedTuple):
 
 _S3 = Library("s3fs", "s3", "ckptfix.storage.s3.S3Store")
 _GS = Library("gcsfs", "gs")
-_AZURE = Library("adlfs", "az")
+_AZURE = Library("adlfs", "az", "ckptfix.storage.azure.AzureStore")
 LIBRARIES: Mapping[str, Library] = {
     "s3": _S3,
     "s3a": _S3,
@@ -223,6 +223,10 @@ class Store:
         """Return the URL of an object as messages name it."""
         return escape(f"{self.url}/{key}" if key else self.url)
 
+    def removal(self, below: str = "") -> str:
+        """Return the command, or the words where none is known, that deletes every object in a folder."""
+        return f"delete every object below {self.name(below.rstrip('/'))}/"
+
     # Requests of a store: a subclass replaces them.
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
@@ -323,7 +327,7 @@ class Store:
 
         Raises Refused when another program wrote since, StoreError when not every byte is there.
         """
-        now = self._stat(key)
+        now = self.stat(key)  # tried again by itself: what was written must not be written again for its sake
         if etag and (now is None or now.etag != etag):
             raise Refused
         if now is None or now.size != size:

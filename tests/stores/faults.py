@@ -1,15 +1,16 @@
-"""A proxy between a client and an S3 server on the loopback address, which breaks the requests that it is told to."""
+"""A proxy between a client and a server of a store on the loopback address, which breaks the requests it is told to."""
 
 import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 PASSING = ("cut", "cut in the body", "500", "503", "late", "short")
-"""Faults that pass by themselves when a request is sent again."""
+"""Faults that pass by themselves when a request is sent again. "lost" is one, too: the server did what it was asked."""
 
 LASTING = ("gone", "500", "503", "expired", "denied", "short", "changed")
 """Faults that stay from a request on."""
@@ -26,12 +27,20 @@ _CODES = {
 Choice = Callable[[int, str, str], str | None]
 """Takes the number of a request from 0 on, its method and its path with the query; returns a fault."""
 
+Reply = tuple[int, list[tuple[str, str]], bytes]
+Stand = Callable[[str, Message, Reply], Reply]
+"""Takes the path, the headers and the reply of the server to a request; returns the reply that goes to the client."""
+
 
 class Proxy:
-    """A proxy. ``endpoint``: its address; ``choose``: which requests break; ``asked``: all requests so far."""
+    """A proxy. ``endpoint``: its address; ``choose``: which requests break; ``asked``: all requests so far.
+
+    ``stand_in``: answers for the server what the server cannot do.
+    """
 
     def __init__(self, target: str) -> None:
         self.choose: Choice = lambda number, method, path: None
+        self.stand_in: Stand = lambda path, headers, reply: reply
         self.asked: list[tuple[str, str]] = []
         self.lock = threading.Lock()
         place = urlsplit(target)
@@ -80,9 +89,13 @@ class Proxy:
                     if name.lower() not in ("transfer-encoding", "connection", "content-length")
                     or (name.lower() == "content-length" and self.command == "HEAD")
                 ]
+                if fault == "lost":
+                    self.close_connection = True
+                    return
                 if fault == "short" and self.command == "GET" and "list-type" not in self.path:
                     data = data[: len(data) // 2]
-                self.answer(reply.status, headers, data, cut=fault == "cut in the body")
+                status, headers, data = proxy.stand_in(self.path, self.headers, (reply.status, headers, data))
+                self.answer(status, headers, data, cut=fault == "cut in the body")
 
             def answer(
                 self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -164,6 +164,32 @@ def moto(moto_process: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 def bucket(ministack: Server) -> str:
     """URL of a new bucket of ministack."""
     return ministack.bucket()
+
+
+@contextmanager
+def started(command: Sequence[str], port: int, folder: Path) -> Iterator[str]:
+    """Start a server of another store than S3, wait until it answers, and yield its address."""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
+            except urllib.error.HTTPError:
+                break
+            except OSError:
+                time.sleep(0.1)
+            else:
+                break
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()  # Azurite waits for its clients, and all that it has is in memory
+        process.wait()
+
+
+def missing(*modules: str) -> str:
+    """Return the names of those modules that are not installed."""
+    return ", ".join(module for module in modules if importlib.util.find_spec(module) is None)
 
 
 def upload_folder(folder: Path, url: str) -> Store:

@@ -4,15 +4,8 @@
 """
 
 import importlib
-import importlib.util
-import shutil
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,55 +14,18 @@ from ckptfix import check, verify
 from ckptfix.errors import ChangedError, StoreError
 from ckptfix.storage import stores
 from ckptfix.storage.stores import ABSENT, open_store
-from tests.stores.servers import QUICK, free_port, upload_folder
+from tests.stores.azurite import azurite
+from tests.stores.servers import QUICK, free_port, missing, started, upload_folder
 
 CASE = Path(__file__).parents[2] / "fixtures" / "golden" / "doubled-model" / "checkpoint"
-_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""The key of azurite's only account, which its documentation prints."""
-
 # adlfs leaves its sessions to the garbage collector.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@contextmanager
-def started(command: Sequence[str], port: int, folder: Path) -> Iterator[str]:
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
-    try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
-            except urllib.error.HTTPError:
-                break
-            except OSError:
-                time.sleep(0.1)
-            else:
-                break
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()  # azurite waits for its clients, and all that it has is in memory
-        process.wait()
-
-
-def missing(*modules: str) -> str:
-    return ", ".join(module for module in modules if importlib.util.find_spec(module) is None)
-
-
 @pytest.fixture
 def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    program = shutil.which("azurite-blob")
-    if program is None or missing("adlfs"):
-        pytest.skip("azurite-blob or adlfs is not installed: npm install azurite; pip install adlfs")
-    port = free_port()
-    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"]
-    with started([*command, "--skipApiVersionCheck"], port, tmp_path) as endpoint:
-        monkeypatch.setenv(
-            "AZURE_STORAGE_CONNECTION_STRING",
-            f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={_KEY};"
-            f"BlobEndpoint={endpoint}/devstoreaccount1;",
-        )
-        open_store("az://box/x")._files.mkdir("box")
-        yield "az://box"
+    with azurite(tmp_path, monkeypatch) as (url, _):
+        yield url
 
 
 @pytest.fixture

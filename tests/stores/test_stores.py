@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage import s3, stores
-from ckptfix.storage.s3 import MIB, S3Store, plan_parts
+from ckptfix.storage.parts import MIB, plan_parts
+from ckptfix.storage.s3 import S3Store
 from ckptfix.storage.stores import ABSENT, Abilities, ObjectRange, Piece, Store, is_url, open_store
 from tests.stores.servers import QUICK, Server, bucket, ministack, ministack_process, moto, moto_process
 
