@@ -309,12 +309,12 @@ def test_seal_writes_the_manifest_next_to_the_objects(
     assert ".ckptfix/manifest.json" in open_store(url).list()
     assert ".ckptfix/lock" not in open_store(url).list()
     open_store(url).put("notes.txt", b"mine")
-    real = seal_module.hash_recorded
+    real = seal_module.hash_contents
 
     def meanwhile(*arguments: Any, **words: Any) -> Any:
         open_store(url).put(".ckptfix/manifest.json", b"of another seal")
         return real(*arguments, **words)
 
-    monkeypatch.setattr(seal_module, "hash_recorded", meanwhile)
+    monkeypatch.setattr(seal_module, "hash_contents", meanwhile)
     with pytest.raises(ChangedError, match="another program wrote"):
         seal_module.seal(url, force=True)
