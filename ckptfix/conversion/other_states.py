@@ -26,6 +26,8 @@ from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 _LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
+_NEVER = 2**31 - 1
+"""Steps after which a scale grows that does not: the most that fit into GradScaler's counter."""
 _ONCE_PER_PROCESS = "unless the script has split_batches=True or step_scheduler_with_optimizer=False"
 _NEW_CYCLE = (
     "it counts batches within gradient accumulation; the new run begins with a complete cycle, whatever its "
@@ -222,6 +224,11 @@ def out_of_engines(
     if scaler and not (root / _SCALER).exists():
         files = (torch_file(PurePosixPath(_SCALER), scaler),)
         extras.append(PlannedExtra(files=files, old_files=optimizers[0].files[:1]))
+        if scaler["growth_interval"] == _NEVER:
+            warnings.append(
+                f"{optimizers[0].label}: its scale of the loss, {scaler['scale']:g}, is static, and torch's GradScaler "
+                f"has only dynamic ones: by {_SCALER} it begins there, never grows, and is halved by an overflow"
+            )
     return OtherStates(extras=tuple(extras), warnings=tuple(warnings))
 
 
@@ -229,44 +236,69 @@ def _scaler_of(optimizers: Sequence[OptimizerState]) -> Mapping[str, Any]:
     """Return what ``scaler.pt`` has, without which ``load_state`` of a run in fp16 fails; nothing without a scale."""
     held = next((one.extra.get(LOSS_SCALER) for one in optimizers), None)
     state = held.state if isinstance(held, Call) else None
-    if not isinstance(state, dict) or not state.get("dynamic"):
+    is_fp16 = optimizers and optimizers[0].extra.get(MODEL_STATES, {}).get(DTYPE) == "F16"
+    if not isinstance(state, dict) or not (is_fp16 or state.get("dynamic")):
         return {}
     try:
+        if not state.get("dynamic"):
+            return _grad_scaler(float(state["cur_scale"]), done=0, factor=2.0, window=_NEVER)
         window = int(state["scale_window"])
-        return {
-            "scale": float(state["cur_scale"]),
-            "growth_factor": float(state["scale_factor"]),
-            "backoff_factor": 1 / float(state["scale_factor"]),
-            "growth_interval": window,
-            "_growth_tracker": (int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1) % window,
-        }
+        done = int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 1
+        # GradScaler counts a step before it looks, and DeepSpeed after: one that it has not counted yet is -1.
+        return _grad_scaler(
+            float(state["cur_scale"]),
+            done=(done - 1) % window if done else -1,
+            factor=float(state["scale_factor"]),
+            window=window,
+        )
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return {}
 
 
-def into_engine(root: Path, state: OptimizerState, scheduler: str, dtype: str | None) -> OptimizerState:
-    """Return an optimizer with what DeepSpeed's engine looks for in its own files.
+def _grad_scaler(scale: float, *, done: int, factor: float, window: int) -> dict[str, Any]:
+    """Return the state of a ``GradScaler``, which grows by ``factor`` once ``done`` steps are ``window``."""
+    return {
+        "scale": scale,
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "growth_interval": window,
+        "_growth_tracker": done,
+    }
+
+
+def into_engine(
+    root: Path, state: OptimizerState, scheduler: str, dtype: str | None
+) -> tuple[OptimizerState, tuple[str, ...]]:
+    """Return an optimizer with what DeepSpeed's engine looks for in its own files, and in words what it does not find.
 
     ``scheduler``: the name of its file. ``dtype``: of the new training, None for that of the source's.
     """
     inside = state.extra.get(MODEL_STATES, {})
     scaler: dict[str, Any] = {}
+    warnings: tuple[str, ...] = ()
     if not _has_scheduler(state):
         inside = {**inside, _LR_SCHEDULER: _plain_values(root / scheduler)[0]}
-    saved = _plain_values(root / _SCALER)[0] if dtype == "F16" and LOSS_SCALER not in state.extra else None
-    if isinstance(saved, dict) and "scale" in saved:
+    saved = _plain_values(root / _SCALER)[0] if LOSS_SCALER not in state.extra else None
+    if not isinstance(saved, dict) or "scale" not in saved:
+        pass
+    elif dtype == "F16":
         inside = {**inside, DTYPE: "F16"}
         scaler = {
             LOSS_SCALER: dynamic_scaler(
                 saved["scale"],
-                done=saved.get("_growth_tracker", 0),
+                done=saved.get("_growth_tracker", 0) + 1,
                 factor=saved.get("growth_factor", 2.0),
                 window=saved.get("growth_interval", 2000),
                 hysteresis=1,
             ),
             DYNAMIC_SCALE: True,
         }
-    return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside})
+    elif dtype is None:
+        warnings = (
+            f"{_SCALER}: the run trained in fp16, and DeepSpeed's new files are not for fp16: a run in fp16 would take "
+            "the scale 1 from them for good; next: --dtype fp16, or --dtype bf16 where the new run is in bf16",
+        )
+    return replace(state, extra={**state.extra, **scaler, MODEL_STATES: inside}), warnings
 
 
 def _plain_values(path: Path) -> tuple[Any, Mapping[Piece, int]]:

@@ -175,6 +175,12 @@ class _Planning:
         if self._strategy not in BY_TORCH:
             return self._of_deepspeed(changed, named)
         states = tuple(map(self._state, changed, named))
+        if self._strategy is Strategy.FSDP and any(one.states for one in changed):
+            folders = list_names(str(self._names.optimizer(one.index)) for one in changed)
+            self.warnings.append(
+                f"{folders}: FSDP1 (fsdp_version 1, Accelerate's default) loads no moments from such a folder into an "
+                "optimizer that has not taken a step, and does not say so; next, for FSDP1: --to fsdp-full"
+            )
         moved = out_of_engines(self._source.root, changed, self._names, self._processes)
         self.extras += moved.extras
         self.warnings += moved.warnings
@@ -330,7 +336,8 @@ class _Planning:
         )
         folder = self._names.engine(weights.index, self._source.root)
         scheduler = self._names.scheduler(weights.index)
-        state = into_engine(self._source.root, state, scheduler, self._options.dtype)
+        state, unused = into_engine(self._source.root, state, scheduler, self._options.dtype)
+        self.warnings += unused
         try:
             new = zero_files(
                 self._strategy,

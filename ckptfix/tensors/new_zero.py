@@ -81,7 +81,8 @@ def dynamic_scaler(
 ) -> Call:
     """Return DeepSpeed's scaler of the loss in fp16, by default as a configuration that says nothing makes it.
 
-    ``done``: steps since the scale changed; after ``window`` of them it grows by ``factor``.
+    ``done``: steps that it counts since the scale changed. It looks at them before it counts a step: the scale grows by
+    ``factor`` in the step that begins with ``window`` of them.
     """
     state = {
         "cur_scale": scale,

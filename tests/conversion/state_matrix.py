@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ckptfix
 from ckptfix.errors import CkptfixError
-from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, SOURCES, STRATEGIES
+from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, FSDP1, LOADERS, SOURCES
 from tests.deepspeed_library import has_deepspeed, variables
 
 ROOT = Path(__file__).parents[2]
@@ -91,11 +91,27 @@ class Proof:
         return f"{control} ({source})"
 
 
-def can_hold(case: str, strategy: str) -> bool:
-    """DeepSpeed's engine takes one model, and a universal checkpoint no numbers of NAdam and ASGD."""
+def can_hold(case: str, strategy: str, processes: int = 2) -> bool:
+    """DeepSpeed's engine takes one model, and a universal checkpoint no numbers of NAdam and ASGD.
+
+    FSDP1's flat parameters are all trained and of one param group: a case of its own, with one strategy of each kind.
+    In one process FSDP1 of torch 2.13.0 fails at the first step of a model with frozen ties.
+    """
+    if case.startswith("plain"):
+        return strategy in (*FSDP1, "ddp", "zero2")
+    if case.startswith("lora") and processes == 1 and strategy in FSDP1:
+        return False
+    if "-flat" in strategy:
+        return False
     if case.startswith(("nadam", "asgd")):
         return strategy != "universal"
     return not case.startswith("two") or not is_deepspeed(strategy)
+
+
+def can_load(case: str, strategy: str, processes: int = 2) -> bool:
+    """As ``can_hold``; of FSDP2 stock accelerate 1.15.0 restores no scale of fp16: its loader counts a step (#4289)."""
+    is_fsdp2 = strategy in ("fsdp", "fsdp-full")
+    return can_hold(case, strategy, processes) and not (case.endswith("fp16") and is_fsdp2)
 
 
 def is_deepspeed(strategy: str) -> bool:
@@ -109,9 +125,10 @@ def cells_of(
     saved_by: Sequence[int],
     processes: Sequence[int],
 ) -> list[Cell]:
+    every = (Cell(*cell) for cell in product(cases, sources, targets, saved_by, processes))
     return [
-        Cell(*cell) for cell in product(cases, sources, targets, saved_by, processes)
-        if can_hold(cell[0], cell[1]) and can_hold(cell[0], cell[2])
+        cell for cell in every
+        if can_hold(cell.case, cell.source, cell.saved_by) and can_load(cell.case, cell.target, cell.processes)
     ]  # fmt: skip
 
 
@@ -215,13 +232,14 @@ def migrated(folder: Path, cell: Cell) -> dict[str, str]:
 
 def migrate(source: Path, target: Path, cell: Cell) -> None:
     options: dict[str, Any] = {
-        "to": cell.target,
+        "to": cell.target.replace("fsdp1-flat", "fsdp").replace("fsdp1", "fsdp"),
         "state": "all",
         "processes": cell.processes,
         "model": FACTORIES[cell.case.split("-")[0]],  # as a function: no process is started for it
     }
-    if cell.case.endswith("bf16") and is_deepspeed(cell.target):
-        options["dtype"] = "bf16"
+    precision = cell.case.rpartition("-")[2]
+    if precision != "fp32" and is_deepspeed(cell.target):
+        options["dtype"] = precision
     ckptfix.migrate(source, target, **options)
 
 
@@ -266,7 +284,7 @@ def judged(cell: Cell, result: dict[str, Any]) -> Proof:
         proof.wrong.append(
             f"losses differ from the control by {proof.control:.1e}: {result['losses']} {result['control']}"
         )
-    if proof.source > NEAR and not cell.case.endswith("bf16"):
+    if proof.source > NEAR and cell.case.endswith("fp32"):
         proof.wrong.append(f"losses differ from the source that trained on by {proof.source:.1e}")
     for how, found in result["altered"].items():
         proof.altered[how] = off(found["losses"], result["control"])
@@ -296,9 +314,9 @@ def table(proofs: Sequence[Proof]) -> str:
         shown = {(p.cell.source, p.cell.target): p for p in proofs
                  if (p.cell.case, p.cell.saved_by, p.cell.processes) == (case, saved_by, processes)}  # fmt: skip
         lines += ["", f"{case}, saved by {saved_by}, loaded by {processes}"]
-        lines.append("".join(f"{word:>14}" for word in ("from \\ to", *STRATEGIES)))
+        lines.append("".join(f"{word:>14}" for word in ("from \\ to", *LOADERS)))
         for source in SOURCES:
-            row = [shown[source, target].short if (source, target) in shown else "-" for target in STRATEGIES]
+            row = [shown[source, target].short if (source, target) in shown else "-" for target in LOADERS]
             if set(row) != {"-"}:
                 lines.append("".join(f"{word:>14}" for word in (source, *row)))
     return "\n".join(lines)
@@ -310,7 +328,7 @@ def main() -> int:
     )
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--from", dest="sources", action="append", choices=SOURCES)
-    parser.add_argument("--to", dest="targets", action="append", choices=STRATEGIES)
+    parser.add_argument("--to", dest="targets", action="append", choices=LOADERS)
     parser.add_argument("--processes", action="append", type=int, choices=PROCESSES)
     parser.add_argument("--saved-by", action="append", type=int, choices=PROCESSES)
     parser.add_argument(
@@ -327,7 +345,7 @@ def main() -> int:
     known = [one for one in SOURCES if has_deepspeed() or not is_deepspeed(one)]
     cells = cells_of(
         chosen.case or CASES, [one for one in chosen.sources or known if one in known],
-        [one for one in chosen.targets or STRATEGIES if one in known],
+        [one for one in chosen.targets or LOADERS if one in known],
         chosen.saved_by or (2,), chosen.processes or PROCESSES,
     )  # fmt: skip
     if chosen.native:

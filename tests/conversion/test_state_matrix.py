@@ -14,24 +14,36 @@ import torch
 from ckptfix import migrate
 from tests import sampling
 from tests.conversion import trainer_jobs
-from tests.conversion.state_matrix import PROCESSES, Cell, can_hold, cells_of, judged, prove, run_jobs
-from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, SOURCES, STRATEGIES, differences
+from tests.conversion.state_matrix import (
+    PROCESSES,
+    Cell,
+    can_hold,
+    can_load,
+    cells_of,
+    judged,
+    prove,
+    run_jobs,
+)
+from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, LOADERS, SOURCES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
 
 
 def sample() -> list[Cell]:
     """Return the cells of this run's share: a case or two, and three sources, each for 1 and for 2 processes."""
     if sampling.is_exhaustive():
-        return cells_of(CASES, SOURCES, STRATEGIES, (2,), PROCESSES)
+        return cells_of(CASES, SOURCES, LOADERS, (2,), PROCESSES)
     share = int(os.environ.get(sampling.SHARE, "0"))
     chance = random.Random(share)
     cases = CASES[share :: sampling.PARTS]
     found = []
     for number in range(3):
         case = cases[number % len(cases)]
-        held = [strategy for strategy in STRATEGIES if can_hold(case, strategy)]
-        source, target = chance.choice([one for one in SOURCES if can_hold(case, one)]), chance.choice(held)
-        found += [Cell(case, source, target, 2, processes) for processes in (1, 2)]
+        loaders = [one for one in LOADERS if can_load(case, one)]
+        source, target = (
+            chance.choice([one for one in SOURCES if can_hold(case, one)]),
+            chance.choice(loaders),
+        )
+        found += cells_of([case], [source], [target], (2,), (1, 2))
     return list(dict.fromkeys(found))
 
 
@@ -134,6 +146,7 @@ def memory() -> list[dict[str, Any]]:
             "states": {"w": {"exp_avg": torch.zeros(3), "step": 3.0}},
             "options": {"w": {"lr": 0.1, "initial_lr": 0.2, "betas": (0.9, 0.99)}},
             "scheduler": {"last_epoch": 3},
+            "scale": (1024.0, 1),
         }
     ]
 
@@ -155,6 +168,7 @@ def test_equal_memories_do_not_differ() -> None:
         (lambda one: one["states"]["w"].update(exp_avg_sq=torch.zeros(3)), "0 states w exp_avg_sq: None != "),
         (lambda one: one["options"]["w"].update(betas=(0.9, 0.999)), "0 options w betas: "),
         (lambda one: one["scheduler"].update(last_epoch=6), "0 scheduler: "),
+        (lambda one: one.update(scale=(1024.0, 2)), "0 scale: (1024.0, 1) != (1024.0, 2)"),
     ],
 )
 def test_any_bit_of_a_memory_counts(change: Callable[[dict[str, Any]], object], words: str) -> None:
