@@ -50,7 +50,10 @@ def merge_command(path: str, report: Report) -> int:
             f"{path} holds no results of shares; next: ckptfix seal {shell_path(Path(path))} --shard 0/2"
         )
     if request.verb not in _SHARED:
-        raise UsageError(f"{results.folder}: {request.verb!r} is not a verb with shares")
+        raise UsageError(
+            f"{results.folder}: {request.verb!r} has no shares to merge; next: {request.command} --partial "
+            f"{shell_path(results.folder)}"
+        )
     verb = getattr(import_module(f"ckptfix.cli.{request.verb}"), f"{request.verb}_command")
     params = {
         name: tuple(value) if isinstance(value, list) else value for name, value in request.params.items()

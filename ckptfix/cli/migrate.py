@@ -5,6 +5,7 @@ import click
 from ckptfix.cli.report import Report, interruptible
 from ckptfix.cli.several_paths import state_after_writing
 from ckptfix.cli.verb_options import Verb
+from ckptfix.conversion.kept_files import partial_results
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
 from ckptfix.diagnosis.policy import Keys
@@ -15,7 +16,7 @@ from ckptfix.tensors.optimizers import Strategy
     "migrate",
     cls=Verb,
     shared=lambda params: "",
-    keeps_results=False,
+    has_shards=False,
     examples=[
         ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),
@@ -84,7 +85,9 @@ def migrate_command(
 
     DST appears when it is complete, or not at all; SRC stays as it is.
     """
-    with interruptible(state_after_writing(src, dst)), report.progress(f"migrating {src}") as progress:
+    describe = state_after_writing(src, dst)
+    goes_on = "; the same command goes on from what was written" if partial_results() is not None else ""
+    with interruptible(lambda: f"{describe()}{goes_on}"), report.progress(f"migrating {src}") as progress:
         receipt = migrate(
             src,
             dst,

@@ -29,9 +29,9 @@ _remedy = ""
 """The next step when a process fails, in words that end its message."""
 
 
-def share_options() -> list[click.Parameter]:
+def share_options(*, has_shards: bool) -> list[click.Parameter]:
     """Return the options of a verb that several processes can share."""
-    return [
+    options: list[click.Parameter] = [
         click.Option(
             ["--shard"], metavar="I/N",
             help="Do this share of the reading alone, without a network (0/N to N-1/N); ckptfix merge ends the work.",
@@ -41,6 +41,7 @@ def share_options() -> list[click.Parameter]:
             help="Keep results there for the next run, should this one be interrupted.",
         ),
     ]  # fmt: skip
+    return options if has_shards else options[1:]
 
 
 def run_shared(
@@ -86,12 +87,11 @@ def run_shared(
             results.begin(request)
         return work()
 
+    done = "written" if verb == "migrate" else "read"
     _remedy = (
-        "the same command goes on from what was read"
+        f"the same command goes on from what was {done}"
         if results is not None
-        else "run it again"
-        if verb == "migrate"
-        else "run it again with --partial FOLDER, to keep what is read, should it fail again"
+        else f"run it again with --partial FOLDER, to keep what is {done}, should it fail again"
     )
     try:
         return _finish(results, team, begun, lambda: _ensure_alike(team, verb, params))

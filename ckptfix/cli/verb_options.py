@@ -32,7 +32,7 @@ class Verb(click.Command):
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
     ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
     ``unfit``: of any other verb, why the first of several processes must not do the work of all, or "".
-    ``keeps_results``: it can go on from results of an earlier run, or of shares that run one by one.
+    ``has_shards``: shares of its work can run one by one, without a network.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Verb(click.Command):
         quiet: str = _QUIET,
         shared: Callable[[Mapping[str, Any]], str] | None = None,
         unfit: Callable[[Mapping[str, Any]], str] = lambda params: "",
-        keeps_results: bool = True,
+        has_shards: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
         self.shared, self.unfit = shared, unfit
-        if shared is not None and keeps_results:
-            self.params += share_options()
+        if shared is not None:
+            self.params += share_options(has_shards=has_shards)
         self.common: tuple[click.Parameter, ...] = (
             click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
             click.Option(

@@ -40,6 +40,7 @@ class Digests:
         self._by_layout: dict[Layout, list[tuple[int, StoredTensor]]] = {}
         self._by_piece: dict[Piece, list[tuple[int, StoredTensor]]] = {}
         self._found: list[str] = []
+        self._order: list[int] | None = None
         for one in wanted:
             number = self._numbers.setdefault(one, len(self._found))
             if number < len(self._found):
@@ -69,19 +70,24 @@ class Digests:
             if number is not None and self._found[number]
         }
 
-    def found(self) -> list[tuple[int, str]]:
-        """Return the digests so far, by the place of the tensor among those wanted, the same in every process."""
-        return [(place, self._found[number]) for place, number in self._places() if self._found[number]]
+    def found(self, marks: Iterable[Mark]) -> list[tuple[int, str]]:
+        """Return the digests of marks that have passed, by the place of each tensor, the same in every process.
+
+        The order of ``wanted`` can differ, as sets went into it.
+        """
+        places = {number: place for place, number in enumerate(self._in_place())}
+        return [(places[mark.number], self._found[mark.number]) for mark in marks]
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
         """Take what another process has found."""
-        numbers = dict(self._places())
+        numbers = self._in_place()
         for place, digest in found:
             self._found[numbers[place]] = digest
 
-    def _places(self) -> Iterable[tuple[int, int]]:
-        """Return place and number of each tensor; the order of ``wanted`` can differ, as sets went into it."""
-        return enumerate(self._numbers[one] for one in sorted(self._numbers, key=_place))
+    def _in_place(self) -> list[int]:
+        if self._order is None:
+            self._order = [self._numbers[one] for one in sorted(self._numbers, key=_place)]
+        return self._order
 
     def marks(self, source: StoredTensor) -> list[Mark]:
         """Return the wanted tensors, not found so far, that lie complete in another one, by their first bytes."""
@@ -130,6 +136,7 @@ class Checksums:
     def __init__(self, records: Mapping[Piece, int], *, with_parts: bool = False) -> None:
         self._left = dict(records)
         self._records = records
+        self._numbers: dict[Piece, int] = {}
         self._parts: dict[Piece, dict[int, Part]] = {}
         self._in_file: dict[Path, list[Piece]] = {}
         for record in sorted(records, key=lambda one: one.offset) if with_parts else ():
@@ -158,18 +165,23 @@ class Checksums:
             if known is None or known.length < piece.length:
                 parts[piece.offset] = Part(piece.length, crc)
 
-    def found(self) -> list[tuple[int, list[tuple[int, int, int]]]]:
-        """Return the records of which bytes have passed, by number, with offset, length and CRC-32 of their parts.
+    def found(self, passed: Iterable[tuple[Piece, int]]) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Return the records of which pieces have passed, by number, with offset, length and CRC-32 of their parts.
 
         A record that has passed complete has no parts.
         """
         found: list[tuple[int, list[tuple[int, int, int]]]] = []
-        for number, record in enumerate(sorted(self._records)):
-            if record not in self._left:
-                found.append((number, []))
-            elif record in self._parts:
-                found.append((number, [(at, *part) for at, part in self._parts[record].items()]))
+        for piece, crc in passed:
+            record = self.record(piece)
+            if record is not None:
+                part = [] if record == piece else [(piece.offset, piece.length, crc)]
+                found.append((self._number(record), part))
         return found
+
+    def _number(self, record: Piece) -> int:
+        if not self._numbers:
+            self._numbers.update((one, number) for number, one in enumerate(sorted(self._records)))
+        return self._numbers[record]
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
         """Take what another process has found."""

@@ -14,6 +14,7 @@ from ckptfix.conversion.destination import (
     files_replaced,
     write_receipt,
 )
+from ckptfix.conversion.kept_files import doubted, shared_staging
 from ckptfix.conversion.migration_plan import (
     ALL,
     WEIGHTS,
@@ -23,7 +24,7 @@ from ckptfix.conversion.migration_plan import (
     make_options,
     make_plan,
 )
-from ckptfix.conversion.producing import outdated, produce, record, shared_staging, source_manifest
+from ckptfix.conversion.producing import Produced, outdated, produce, record, source_manifest
 from ckptfix.conversion.proving import prove_copies, prove_model, prove_modules, prove_states
 from ckptfix.conversion.sources import (
     SourceDigests,
@@ -45,7 +46,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command, existing
-from ckptfix.storage.staged import put_in_place
+from ckptfix.storage.staged import Staging, put_in_place
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.parameter_sources import Factory
@@ -412,27 +413,13 @@ def migrate(
         on_plan(receipt)
     if dry_run:
         return receipt
-    with shared_staging(output, name=output.name if plan.is_file else None) as staging:
+    with shared_staging(plan) as (staging, kept):
         with_sha256 = manifest is not None and bool(manifest.digests)
-        produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, progress=progress)
-        new = open_new(plan, staging.complete)
-        if options.verify:
-            proven: dict[StoredTensor, str] = {}
-            for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
-                proven |= prove_model(
-                    f"{output}: {planned.label}",
-                    weights,
-                    sources=planned.sources,
-                    ties=planned.weights.ties,
-                    digests=digests,
-                    progress=progress,
-                )
-                prove_modules(
-                    f"{output}: {planned.label}", staging.complete, planned, digests, proven, progress
-                )
-            states = produced.digests[len(plan.models) :]
-            prove_states(plan, staging.complete, states, proven, progress)
-            prove_copies(source.root, staging.new, plan.carried, progress)
+        produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress)
+        with doubted():
+            new = open_new(plan, staging.complete)
+            if options.verify:
+                _prove(plan, staging, new, produced, progress)
         if not teams.leads():
             watch.check(files_read(plan))
             return receipt
@@ -447,3 +434,24 @@ def migrate(
             staging, overwrite=options.overwrite, check=lambda folder: ensure_unchanged(plan, folder)
         )
     return receipt_of(plan, warnings=warnings, not_checked=not_checked, verified=options.verify)
+
+
+def _prove(
+    plan: MigrationPlan, staging: Staging, new: tuple[Weights, ...], produced: Produced, progress: Progress | None
+) -> None:  # fmt: skip
+    """Read everything back, and compare it with what was read from the source. Raises OperationError."""
+    whole = staging.complete
+    proven: dict[StoredTensor, str] = {}
+    for planned, weights, digests in zip(plan.models, new, produced.digests, strict=False):
+        proven |= prove_model(
+            f"{plan.output}: {planned.label}",
+            weights,
+            sources=planned.sources,
+            ties=planned.weights.ties,
+            digests=digests,
+            progress=progress,
+        )
+        prove_modules(f"{plan.output}: {planned.label}", whole, planned, digests, proven, progress)
+    states = produced.digests[len(plan.models) :]
+    prove_states(plan, whole, states, proven, progress)
+    prove_copies(plan.source.root, staging.new, plan.carried, progress)

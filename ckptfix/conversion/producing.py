@@ -3,6 +3,7 @@
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field, replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckptfix.checkpoint.manifest import MAX_MANIFEST, Manifest, ManifestEntry, key_fingerprint, read_manifest
 from ckptfix.conversion.checksums import Checksums, Digests, Part
+from ckptfix.conversion.kept_files import Kept, state_of
 from ckptfix.conversion.migration_plan import (
     MigrationPlan,
     Planned,
@@ -33,7 +35,7 @@ from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, shell_path
 from ckptfix.storage.reading import Piece
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import Staging, ensure_space, staging_for
+from ckptfix.storage.staged import ensure_space
 from ckptfix.tensors.hashing import TensorJob, hash_all
 from ckptfix.tensors.new_files import OutputFile
 from ckptfix.tensors.stored import Format, StoredTensor, Weights
@@ -59,17 +61,18 @@ def produce(
     recorded: SourceDigests,
     *,
     with_sha256: bool,
+    kept: Kept,
     progress: Progress | None,
 ) -> Produced:
     """Write all planned files below ``folder``, durably, and compare the bytes read with the recorded digests.
 
-    Raises OperationError when there is too little space or the source is damaged, ChangedError when it
-    changed meanwhile, OSError.
+    ``kept``: what is there of an earlier run. Raises OperationError when there is too little space or the source is
+    damaged, ChangedError when it changed meanwhile, OSError.
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
     if teams.leads():  # the others come when files may be there already
-        ensure_space(plan.output, new if shares else plan.bytes_to_write)
+        ensure_space(plan.output, (new if shares else plan.bytes_to_write) - kept.nbytes)
     tensors = _tensors_of(plan, has_digests=recorded.has_digests)
     digests = Digests(one._replace(fqn="") for named in tensors for one in named.values())
     records = {piece: crc for one in plan.planned for piece, crc in one.checksums.items()}
@@ -79,16 +82,15 @@ def produce(
     with Pacer() as pacer:
         try:
             parts = list(_parts(plan, work, digests, checksums, shares=shares))
-            own = partial(_found, work, digests, checksums)
-            converts = work.converts
-            for found in _run_shared("files", parts, pacer, progress, own):
-                sha256 |= found["sha256"]
+            for found in _run_shared("files", parts, pacer, progress, kept.run):
+                if found["sha256"]:
+                    sha256[found["file"]] = found["sha256"]
                 digests.take(found["digests"])
                 checksums.take(found["checksums"])
                 for number, name, count in found["overflowed"]:
-                    converts[number, name].overflowed += count
+                    work.convert(number, name).overflowed += count
             if plan.options.verify:
-                _run_shared("records", list(_left(checksums)), pacer, None, lambda: {})
+                _run_shared("records", list(_left(checksums)), pacer, None, kept.run)
             pacer.finish()
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -105,23 +107,6 @@ def produce(
     for where, _, _ in os.walk(folder) if teams.leads() else ():
         sync_folder(Path(where))
     return produced
-
-
-@contextmanager
-def shared_staging(output: Path, *, name: str | None) -> Iterator[Staging]:
-    """Yield a folder to write ``output`` in, as ``staging_for`` does; in a team, that of the leader."""
-    team = teams.current()
-    if teams.leads():
-        with staging_for(output, name=name) as staging:
-            if team is not None:
-                team.told(lambda: str(staging.folder))
-            with teams.as_one():  # no other writes any more when the folder is removed
-                yield staging
-        return
-    assert team is not None
-    folder = Path(team.told(str))
-    with teams.as_one():
-        yield Staging(folder, output.absolute(), name)
 
 
 def _tensors_of(plan: MigrationPlan, *, has_digests: bool) -> list[Mapping[str, StoredTensor]]:
@@ -162,12 +147,17 @@ _Task = Callable[[Writer], object]
 
 
 class _Part(NamedTuple):
-    """The tasks of one file, which one process of a team does. ``source``: a file that is read, where it is one."""
+    """The tasks of one file, which one process of a team does. ``source``: a file that is read, where it is one.
+
+    ``path``: the file that is written, if it is one. ``found``: returns what has been found out once all is done.
+    """
 
     what: str
     source: Path | None
     size: int
     tasks: tuple[_Task, ...]
+    path: Path | None = None
+    found: Callable[[], dict[str, Any]] = dict
 
 
 def _parts(
@@ -175,16 +165,16 @@ def _parts(
 ) -> Iterator[_Part]:
     """Yield all that there is to do: large files first, so that no thread is left alone with one at the end."""
     sized = [
-        (file, planned.data, mode)
-        for planned in plan.planned
+        (file, number, mode)
+        for number, planned in enumerate(plan.planned)
         for mode in ([_mode_of(plan, planned)] if planned.files else [])
         for file in planned.files
     ]
-    for file, sources, mode in sorted(sized, key=lambda one: -one[0].size):
+    for file, number, mode in sorted(sized, key=lambda one: -one[0].size):
         new = NewFile(
             work.folder / file.path,
             file,
-            sources,
+            plan.planned[number].data,
             digests,
             checksums,
             with_sha256=work.sha256 is not None,
@@ -192,16 +182,18 @@ def _parts(
             mode=mode,
             when_done=partial(work.keep, file),
         )
-        yield _Part(
-            str(file.path), None, file.size, tuple(partial(Writer.write, job=job) for job in new.jobs())
-        )
+        tasks = tuple(partial(Writer.write, job=job) for job in new.jobs())
+        found = partial(work.found, file.path, new, number)
+        yield _Part(str(file.path), None, file.size, tasks, new.path, found)
     root = plan.source.root
     for path in plan.carried:
-        yield _Part(f"copy {path}", root / path, 2 * _size(root / path), (partial(work.carry, path),))
+        what, size, tasks = f"copy {path}", 2 * _size(root / path), (partial(work.carry, path),)
+        yield _Part(what, root / path, size, tasks, work.folder / path, partial(work.found, path))
     for path in dict.fromkeys(file for one in plan.states for file in one.old_files):
         yield _Part(f"compare {path}", root / path, _size(root / path), (partial(work.compare, path),))
     for file in plan.rewritten:
-        yield _Part(str(file.path), root / file.path, file.size, (partial(work.rewrite, file),))
+        found, tasks = partial(work.found, file.path), (partial(work.rewrite, file),)
+        yield _Part(str(file.path), root / file.path, file.size, tasks, work.folder / file.path, found)
 
 
 def _size(path: Path) -> int:
@@ -216,15 +208,11 @@ def _left(checksums: Checksums) -> Iterator[_Part]:
 
 
 def _run_shared(
-    what: str,
-    parts: Sequence[_Part],
-    pacer: Pacer,
-    progress: Progress | None,
-    found: Callable[[], dict[str, Any]],
+    what: str, parts: Sequence[_Part], pacer: Pacer, progress: Progress | None, run: str
 ) -> list[dict[str, Any]]:
-    """Run the tasks of all parts; in a team, those of some of them.
+    """Run the tasks of all parts; in a team, those of some of them, and none of those that an earlier run has done.
 
-    Returns what each process of a team has ``found``, as JSON values; nothing for one alone.
+    Returns what was ``found`` of each part, as JSON values; nothing for one process alone. ``run``: as ``Kept`` has it.
     """
     team = teams.current()
     if team is None:
@@ -232,32 +220,30 @@ def _run_shared(
         return []
 
     def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        left = {number: len(parts[number].tasks) for number in numbers}
+        lock = threading.Lock()
+
+        def do(number: int, task: _Task, writer: Writer) -> None:
+            task(writer)
+            with lock:
+                left[number] -= 1
+                if left[number]:
+                    return
+            part = parts[number]
+            found = part.found()
+            if run and part.path is not None:
+                pacer.finish()  # what the next run keeps must be on the disk
+                found["kept"] = [run, found["file"], *(state_of(part.path) or ())]
+            done(number, found)
+
         with teams.alone():
-            _run((task for number in numbers for task in parts[number].tasks), pacer, progress)
-        result = found()
-        for number in numbers:  # what was found is not of one part: it goes with the first of them
-            done(number, result)
-            result = {}
+            tasks = (partial(do, number, task) for number in numbers for task in parts[number].tasks)
+            _run(tasks, pacer, progress)
 
     units = Units()
-    every = [units.of((part.what, part.source), part.size) for part in parts]
+    every = [units.of((part.what, part.source, run), part.size) for part in parts]
     results = team.share(what, every, share, lambda number: {}, progress)
     return [result for result in results if result]
-
-
-def _found(work: "_Work", digests: Digests, checksums: Checksums) -> dict[str, Any]:
-    """Return what this process has found out on the way, as JSON values; the counts begin again."""
-    overflowed = []
-    for (number, name), convert in work.converts.items():
-        if convert.overflowed:
-            overflowed.append((number, name, convert.overflowed))
-            convert.overflowed = 0
-    return {
-        "sha256": work.sha256 or {},
-        "digests": digests.found(),
-        "checksums": checksums.found(),
-        "overflowed": overflowed,
-    }
 
 
 def _check_record(piece: Piece, crc: int, parts: Mapping[int, Part], writer: Writer) -> None:
@@ -282,14 +268,25 @@ class _Work:
     recorded: SourceDigests
     sha256: dict[str, str] | None
 
-    @property
-    def converts(self) -> dict[tuple[int, str], Convert]:
-        """The conversions, by the number of what is planned and the name of the tensor."""
+    def convert(self, number: int, name: str) -> Convert:
+        """Return the conversion of a tensor, by the number of what is planned and its name."""
+        convert = self.plan.planned[number].data[name].convert
+        assert convert is not None
+        return convert
+
+    def found(self, path: PurePosixPath, new: NewFile | None = None, number: int = 0) -> dict[str, Any]:
+        """Return what has been found out about a complete file, as JSON values; the counts begin again."""
+        overflowed = []
+        for name, source in new.taken() if new is not None else ():
+            if source.convert is not None and source.convert.overflowed:
+                overflowed.append((number, name, source.convert.overflowed))
+                source.convert.overflowed = 0
         return {
-            (number, name): source.convert
-            for number, one in enumerate(self.plan.planned)
-            for name, source in one.data.items()
-            if source.convert is not None
+            "file": str(path),
+            "sha256": (self.sha256 or {}).get(str(path), ""),
+            "digests": new.digests.found(new.marks) if new is not None else [],
+            "checksums": new.checksums.found(new.pieces) if new is not None else [],
+            "overflowed": overflowed,
         }
 
     def keep(self, file: OutputFile, new: NewFile) -> None:

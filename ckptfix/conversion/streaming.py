@@ -78,7 +78,7 @@ class NewFile:
 
     ``with_sha256``: hash the complete file, too, for which one thread writes it all. ``shares``: the disk can share
     blocks between files, which is used where a tensor has the same alignment as in its old file. ``mode``: its
-    permissions. ``when_done``: called by the thread that completes it.
+    permissions. ``when_done``: called by the thread that completes it. ``marks``, ``pieces``: of what has passed.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class NewFile:
         self.digests, self.checksums = digests, checksums
         self.needs_crc = file.needs_crc
         self.crcs: dict[str, int] = {}
+        self.marks: list[Mark] = []
+        self.pieces: list[tuple[Piece, int]] = []
         self.block = 0
         self.fd: int | None = None
         self.sha256 = ""
@@ -138,6 +140,20 @@ class NewFile:
         if len(data) != part.length:
             raise OperationError(f"{part.length} bytes were planned, {len(data)} were made")
         return data
+
+    def taken(self) -> Iterator[tuple[str, Source]]:
+        """Yield the sources whose bytes it takes, by their keys."""
+        yield from ((part.fqn, self.sources[part.fqn]) for part in self.parts if isinstance(part, Data))
+
+    def passed(self, mark: Mark, digest: str) -> None:
+        """Note the digest of a wanted tensor that lies in this file."""
+        self.digests.passed(mark, digest)
+        self.marks.append(mark)
+
+    def piece_passed(self, piece: Piece, crc: int, fqn: str) -> None:
+        """Note the CRC-32 of a piece of the source. Raises OperationError for a record that has another one."""
+        self.checksums.passed(piece, crc, fqn)
+        self.pieces.append((piece, crc))
 
     def job_done(self, pacer: Pacer, control: Control) -> None:
         """Note that a job is done; complete the file after the last one."""
@@ -339,7 +355,7 @@ class _Hashing:
     def ends(self, piece: Piece) -> None:
         """Note the CRC-32 of a piece. Raises OperationError where it is a record that has another one."""
         name = self._source.stored.fqn if self._source.piece == piece else ""
-        self._file.checksums.passed(piece, self._run, name)
+        self._file.piece_passed(piece, self._run, name)
         self._cut()
         self._with_crc = self._file.needs_crc
 
@@ -358,7 +374,7 @@ class _Hashing:
         for mark, digest in self._active:
             digest.update(data[max(mark.begin - begin, 0) : mark.end - begin])
             if mark.end <= end:
-                self._file.digests.passed(mark, digest.hexdigest())
+                self._file.passed(mark, digest.hexdigest())
         self._active = [one for one in self._active if one[0].end > end]
 
     def skip(self, count: int) -> None:

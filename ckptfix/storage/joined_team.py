@@ -143,6 +143,7 @@ class JoinedTeam(InOrder):
         self._over = threading.Event()
         self._lost = ""
         self._failed: dict[int, str] = {}
+        self._silent: set[int] = set()
         self._watch = threading.Thread(target=self._look, daemon=True)
         self._store.set(f"ckptfix/name/{rank}", self._name.encode())
         self._watch.start()
@@ -229,7 +230,10 @@ class JoinedTeam(InOrder):
             self._put("ckptfix/status", status)
             end = time.monotonic() + _LINGERS
             with suppress(Exception):  # who has gone needs nothing more
-                while self._store.add("ckptfix/left", 0) < self.count - 1 and time.monotonic() < end:
+                others = self.count - 1
+                while (
+                    self._store.add("ckptfix/left", 0) < others - len(self._silent) and time.monotonic() < end
+                ):
                     time.sleep(0.01)
         else:
             status = int(self._got("ckptfix/status", is_end=True))
@@ -344,6 +348,7 @@ class JoinedTeam(InOrder):
                 if not self.leads:
                     self._lost = _words_of([outcome])
                     return
+                self._silent.add(rank)
                 self._put(f"ckptfix/end/{self._part}/{rank}", outcome)
                 self._store.set(f"ckptfix/stop/{self._part}", str(rank).encode())
                 return

@@ -189,6 +189,10 @@ class PartialResults:
         names = (_name(what, unit) for unit in units)
         return {number: found[name] for number, name in enumerate(names) if name in found}
 
+    def all(self) -> Iterator[Any]:
+        """Yield every final result, of whatever work."""
+        yield from (one.result for _, one in self._lines() if one.is_final)
+
     def add(self, what: str, unit: Unit, result: Any, *, is_final: bool) -> None:
         """Add a result, from any thread; a process that is killed after this has not worked in vain."""
         line = json.dumps([_name(what, unit), result, is_final]) + "\n"

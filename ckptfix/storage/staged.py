@@ -294,25 +294,41 @@ class Staging:
 
 
 @contextmanager
-def staging_for(output: Path, *, name: str | None = None) -> Iterator[Staging]:
+def staging_for(
+    output: Path,
+    *,
+    name: str | None = None,
+    before: Path | None = None,
+    stays: Callable[[], bool] = lambda: False,
+) -> Iterator[Staging]:
     """Make a folder to write ``output`` in; it is removed at the end, with everything that is still in it.
 
     It lies next to the output, but never in a folder called ``checkpoints``; of an output in a store it lies in
     ``staging_folder()``. Files of dead writers are removed there first. ``name``: the one file in ``new`` that becomes
-    the output. Raises OperationError, OSError.
+    the output. ``before``: the staging folder of an earlier run, which this one goes on with. ``stays``: asked after an
+    error, whether the folder stays for the next run. Raises OperationError, OSError.
     """
     output = output.absolute()
     place = place_of(output if name is None else output.parent)
     parent = _parent_of(output) if place is None else staging_folder()
     sweep(parent)
     folder = parent / temporary_name(output)
+    is_over = True
     try:
-        folder.mkdir(mode=0o700)
-        (folder / _NEW).mkdir()
-        yield Staging(folder, output, name, place)
+        if before is not None:
+            os.rename(before, folder)
+        else:
+            folder.mkdir(mode=0o700)
+            (folder / _NEW).mkdir()
+        try:
+            yield Staging(folder, output, name, place)
+        except BaseException:
+            is_over = not stays()
+            raise
     finally:
         try:
-            despite_interrupts(lambda: _remove(folder, output))
+            if is_over:
+                despite_interrupts(lambda: _remove(folder, output))
         finally:
             release(folder)
 

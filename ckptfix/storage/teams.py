@@ -111,6 +111,9 @@ class Team(Protocol):
     here: int
     """Number of the processes on this machine."""
 
+    partial: PartialResults | None
+    """The results that outlive this run, for the next one."""
+
     def share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
@@ -237,7 +240,7 @@ def resuming(units: Sequence[Unit], known: Any, partial: PartialResults) -> str:
     since = partial.oldest()
     when = f", the oldest before {time.strftime('%Y-%m-%d %H:%M', time.localtime(since))}" if since else ""
     number = f"{len(known)} of {count_of(len(units), 'unit')} ({size})"
-    return f"resuming: {number} read by an earlier run{when}: {partial.folder}"
+    return f"resuming: {number} done by an earlier run{when}: {partial.folder}"
 
 
 class LoneShare(InOrder):
@@ -245,6 +248,7 @@ class LoneShare(InOrder):
 
     leads = False
     here = 1
+    partial: PartialResults | None = None
 
     def __init__(self, share: Share, partial: PartialResults) -> None:
         self._mine, self._partial = share, partial
@@ -285,6 +289,7 @@ class Merger(InOrder):
 
     leads = True
     here = 1
+    partial: PartialResults | None = None
 
     def __init__(self, partial: PartialResults, count: int, command_of: Callable[[Share], str]) -> None:
         self._partial, self._count, self._command_of = partial, count, command_of
@@ -335,19 +340,20 @@ class LoneWorker(InOrder):
     here = 1
 
     def __init__(self, partial: PartialResults, say: Callable[[str], None]) -> None:
-        self.partial, self._say = partial, say
+        self.partial: PartialResults | None = partial
+        self._results, self._say = partial, say
 
     def _share(
         self, what: str, units: Sequence[Unit], do: Do, assume: Assume | None, progress: Progress | None
     ) -> list[Any]:
         """Do what no earlier run has done."""
-        known = self.partial.known(what, units)
+        known = self._results.known(what, units)
         found = {number: one.result for number, one in known.items() if one.is_final}
         if found:
-            self._say(resuming(units, found.keys(), self.partial))
+            self._say(resuming(units, found.keys(), self._results))
 
         def done(number: int, result: Any, *, is_final: bool = True) -> None:
-            self.partial.add(what, units[number], result, is_final=is_final)
+            self._results.add(what, units[number], result, is_final=is_final)
             found[number] = result
 
         left = [number for number in range(len(units)) if number not in found]

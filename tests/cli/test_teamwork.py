@@ -232,6 +232,107 @@ def test_a_migration_that_one_rank_fails_writes_nothing(tmp_path: Path, rank: in
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+MIGRATE = ("--to", "safetensors", "--dtype", "fp16", "--max-shard-size", "20KB")
+"""Nine files of four tensors or so each, and their index."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "units"), one_of([(0, 0), (1, 1), (0, 2), (1, 3), (0, 3), (1, 2), (0, 1), (1, 0)])
+)
+def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
+    tmp_path: Path, rank: int, units: int
+) -> None:
+    source = checkpoint(tmp_path / "source")
+    assert run("seal", source).returncode == 0
+    one = run("migrate", source, tmp_path / "alone", *MIGRATE)
+    command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
+    ended = ranks(*command, strike=(rank, units, "kill"), CKPTFIX_TEAM_TIMEOUT="3")
+    assert ended[rank].returncode == -9
+    assert ended[1 - rank].returncode == 3
+    assert "next: the same command goes on from what was written" in ended[1 - rank].stderr
+    (staging,) = tmp_path.glob(".ckptfix-*")
+    noted = [
+        line for path in (tmp_path / "partial").glob("*.jsonl") for line in path.read_text().splitlines()
+    ]
+    kept = {(staging / "new" / json.loads(line)[1]["file"]).stat().st_ino for line in noted}
+    assert len(kept) == len(noted) >= units
+    assert run("check", source).returncode == 0  # nothing sweeps the folder away
+    resumed = run(*command)
+    assert (resumed.returncode, resumed.stdout) == (0, one.stdout.replace("/alone", "/new")), resumed.stderr
+    assert not noted or f"resuming: {len(noted)} of " in resumed.stderr
+    assert kept <= {path.stat().st_ino for path in (tmp_path / "new").iterdir()}
+    mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
+    assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
+        ".ckptfix/migrated.json"
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "new", "source"]
+    assert run("verify", tmp_path / "new").returncode == 0
+
+
+@pytest.mark.parametrize("change", ["source", "kept file", "other options", "folder removed"])
+def test_a_migration_keeps_no_file_of_another_source_or_of_unknown_bytes(tmp_path: Path, change: str) -> None:
+    source = checkpoint(tmp_path / "source")
+    command = ["migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial"]
+    ranks(*command, strike=(1, 2, "error"))
+    (staging,) = tmp_path.glob(".ckptfix-*")
+    if change == "source":
+        path = source / "model-00001-of-00002.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-4:] = numpy.float32(7).tobytes()
+        path.write_bytes(data)
+    elif change == "kept file":
+        for path in (staging / "new").iterdir():
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
+    elif change == "other options":
+        refused = run(*("bf16" if word == "fp16" else word for word in command))
+        assert refused.returncode == 3
+        assert "holds partial results of another command: ckptfix migrate" in refused.stderr
+        assert staging.exists()
+    else:
+        shutil.rmtree(tmp_path / "partial")
+    resumed = run(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert ("resuming" in resumed.stderr) == (change == "other options")
+    assert run("migrate", source, tmp_path / "alone", *MIGRATE).returncode == 0
+    mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
+    assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
+        ".ckptfix/migrated.json"
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "new", "source"]
+
+
+def test_a_proof_reads_what_was_kept_and_a_wrong_byte_begins_all_again(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    command = ["migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial"]
+    ranks(*command, strike=(1, 2, "error"))
+    (staging,) = tmp_path.glob(".ckptfix-*")
+    for path in (staging / "new").iterdir():  # as a disk changes a byte: the time stays
+        status = path.stat()
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"!")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    refused = ranks(*command)
+    assert [process.returncode for process in refused] == [3, 3]
+    assert "has other bytes than were read from the source" in refused[0].stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "partial") == ["source"]
+    assert run(*command).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
+
+
+def test_a_migration_in_one_process_goes_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source")
+    command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
+    script = [sys.executable, STRUCK, "0", "3", "error", "none", *map(str, command)]
+    env = variables(RANK="0", CKPTFIX_TEAM="0")
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (3, f"plan for {source}:"), ended.stderr
+    resumed = run(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming: 3 of " in resumed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
+
+
 def strikes() -> Sequence[tuple[int, int]]:
     """Return ranks, and after how many of their nine units or so each is struck."""
     if is_exhaustive():

@@ -351,7 +351,7 @@ def test_the_next_run_goes_on_with_any_number_of_processes(tmp_path: Path) -> No
     assert [results for results, _ in everyone] == [list(range(30))] * 4
     assert sorted(number for _, done in everyone for number in done) == [3, *range(12, 30)]
     assert told == [told[0]]
-    assert told[0].startswith("resuming: 11 of 30 units (55 B) read by an earlier run")
+    assert told[0].startswith("resuming: 11 of 30 units (55 B) done by an earlier run")
 
 
 def test_lines_that_were_cut_short_are_ignored(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Staging folders that outlive an interrupted migration: the next run keeps their complete files, and writes the rest.
+
+``--partial`` names a folder for the results of the files, as other verbs have it, and for a note about the staging
+folder. A new file counts as complete once it is durable and its result is noted. It is kept for a run of the same
+command with the same source, files and version of ckptfix, and while it is as it was noted. A proof still reads it all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ckptfix.conversion.migration_plan import MigrationPlan
+from ckptfix.conversion.sources import files_read
+from ckptfix.errors import OperationError, TeamError
+from ckptfix.storage import teams
+from ckptfix.storage.atomic import read_file
+from ckptfix.storage.partial_results import PartialResults, Units
+from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.recipes import Literal
+from ckptfix.storage.staged import Staging, keep_while, owner_of, staging_for
+from ckptfix.storage.staged import write_file as write_note
+from ckptfix.tensors.new_files import Computed, Data
+from ckptfix.wording import shown
+
+NOTE = "staging.json"
+"""File in the folder of partial results that names the staging folder. Without it, that folder is nobody's."""
+
+
+class Kept(NamedTuple):
+    """Files that an earlier run left in the staging folder. ``run``: a part of each result's key, "" to keep none.
+
+    ``nbytes``: of the complete files.
+    """
+
+    run: str = ""
+    nbytes: int = 0
+
+
+def partial_results() -> PartialResults | None:
+    """Return where the results of this migration outlive it, None where they do not."""
+    team = teams.current()
+    return None if team is None else team.partial
+
+
+@contextmanager
+def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
+    """Yield a folder to write the output of a plan in, as ``staging_for`` does; in a team, that of the leader.
+
+    With partial results it stays when the work is interrupted, and is that of the run before.
+    """
+    output, name = plan.output, plan.output.name if plan.is_file else None
+    team, results = teams.current(), partial_results()
+    if not teams.leads():
+        assert team is not None
+        folder, *kept = team.told(list)
+        with teams.as_one():
+            yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
+        return
+    begun = staging_for(output, name=name) if results is None else _lasting(plan, name, results)
+    with begun as staging:
+        kept = Kept() if results is None else _kept(plan, staging, results)
+        if team is not None:
+            team.told(lambda: [str(staging.folder), *kept])
+        with teams.as_one():  # no other writes any more when the folder is removed
+            yield staging, kept
+
+
+@contextmanager
+def _lasting(plan: MigrationPlan, name: str | None, results: PartialResults) -> Iterator[Staging]:
+    """Yield the staging folder of the run before, or a new one, that stays while its note does."""
+    note = results.folder / NOTE
+    old = _noted(results)
+    before = Path(old["folder"]) if old is not None and old["plan"] == _fingerprint(plan) else None
+    owner = owner_of(before) if before is not None else None
+    if owner is not None and owner.is_same_machine and owner.is_running:
+        raise OperationError(
+            f"{results.folder}: process {owner.pid} writes {plan.output} with these partial results; next: wait for "
+            "its end, and run the same command again"
+        )
+    if before is None or not before.is_dir():
+        before = None
+        note.unlink(missing_ok=True)  # the next sweep removes the folder that it names
+    with staging_for(plan.output, name=name, before=before, stays=note.exists) as staging:
+        if before is None:
+            keep_while(staging.folder, note)
+        yield staging
+        note.unlink(missing_ok=True)
+
+
+def _kept(plan: MigrationPlan, staging: Staging, results: PartialResults) -> Kept:
+    """Note the staging folder; remove from it what is not complete."""
+    old = _noted(results)
+    run = old["run"] if old is not None else os.urandom(8).hex()
+    noted = [one["kept"] for one in results.all() if isinstance(one, dict) and "kept" in one]
+    files = {name: identity for noted_by, name, *identity in noted if noted_by == run}
+    kept = {name: identity for name, identity in files.items() if state_of(staging.new / name) == identity}
+    if kept != files:  # somebody was there: nothing is certain
+        run, kept = os.urandom(8).hex(), {}
+    for root, _, names in os.walk(staging.new):
+        for name in names:
+            path = Path(root, name)
+            if str(path.relative_to(staging.new)) not in kept:
+                path.unlink()
+    shutil.rmtree(staging.new / JOURNAL, ignore_errors=True)
+    document = {"folder": str(staging.folder), "plan": _fingerprint(plan), "run": run}
+    results.folder.mkdir(parents=True, exist_ok=True)
+    write_note(results.folder / NOTE, json.dumps(document).encode())
+    return Kept(run, sum(size for size, *_ in kept.values()))
+
+
+def state_of(path: Path) -> list[int] | None:
+    """Return size, time and inode of a file that was written, None when it is not there."""
+    with suppress(OSError):
+        status = os.stat(path)
+        return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return None
+
+
+@contextmanager
+def doubted() -> Iterator[None]:
+    """Keep nothing when what is inside this block finds that a new file is wrong: the next run begins again."""
+    try:
+        yield
+    except OperationError as error:
+        if not isinstance(error, TeamError):
+            forget()
+        raise
+
+
+def forget() -> None:
+    """Remove the note about the staging folder, which goes then with the end of this run."""
+    results = partial_results()
+    if results is not None and teams.leads():
+        (results.folder / NOTE).unlink(missing_ok=True)
+
+
+def _noted(results: PartialResults) -> dict[str, Any] | None:
+    try:
+        document = json.loads(read_file(results.folder / NOTE))
+        return document if document.keys() >= {"folder", "plan", "run"} else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _fingerprint(plan: MigrationPlan) -> str:
+    """Return a digest of what decides about the bytes of the new files: the source's files, and what is planned."""
+    root = plan.source.root
+    source = Units().of(tuple(root / name for name in sorted(set(files_read(plan)))), 0).files
+    digest = hashlib.sha256(json.dumps([version("ckptfix"), source]).encode("utf-8", "surrogateescape"))
+    for planned in plan.planned:
+        for file in planned.files:
+            digest.update(os.fsencode(str(file.path)) + b"\0")
+            for part in file.parts:
+                if isinstance(part, Literal):
+                    digest.update(hashlib.sha256(part.data).digest())
+                elif isinstance(part, Data):
+                    one = planned.data[part.fqn]
+                    words = shown(repr((part.fqn, part.length, one.new, one.stored.layout)))
+                    digest.update(words.encode("utf-8", "surrogateescape"))
+                else:
+                    assert isinstance(part, Computed)
+                    digest.update(str(part.length).encode())
+    return digest.hexdigest()
