@@ -34,9 +34,9 @@ _NEW_CYCLE = (
     "gradient_accumulation_steps"
 )
 _STEP_STAYS = (
-    "{names}: copied unchanged, with accelerator.step {step}, which counts batches within gradient accumulation: where "
-    "gradient_accumulation_steps does not divide it, the first step takes fewer batches; next, unless the guard of "
-    "ckptfix resumes: accelerator.step = 0 after load_state"
+    "random_states_*.pkl: copied unchanged, with accelerator.step {step}, which counts batches within gradient "
+    "accumulation: where gradient_accumulation_steps does not divide it, the first step takes fewer batches; next, "
+    "unless the guard of ckptfix resumes: accelerator.step = 0 after load_state"
 )
 _BY_HAND = (
     "Accelerator(step_scheduler_with_optimizer=False) and, if accelerator.sync_gradients, scheduler.step()"
@@ -103,7 +103,7 @@ def other_states(
         own = [PurePosixPath(name) for name in random_states if name in wanted]
         anew = [] if is_guarded else [_of_new_cycle(root, path) for path in own]
         if None in anew or is_guarded:
-            warnings.append(_STEP_STAYS.format(step=step, names=list_names(random_states)))
+            warnings.append(_STEP_STAYS.format(step=step))
         else:
             extras += [one for one in anew if one is not None]
             carried = [path for path in carried if path not in own]
@@ -157,6 +157,8 @@ def _other_paces(
     shown = f"at {position} after {count_of(steps, 'step')} of the optimizer" if steps else f"at {position}"
     is_known = position is not None and steps and position == steps * before and before > 1
     unless = "" if is_known else f", {_ONCE_PER_PROCESS}"
+    if position and steps and not is_known and position % steps == 0:
+        unless += f" and advances it by {position // steps} at each step, as these numbers suggest, and may go on so"
     if before != processes:
         yield (
             f"{path.name}: copied unchanged, {shown}; Accelerate advances it once per process at each step (by "

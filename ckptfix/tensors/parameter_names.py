@@ -338,7 +338,8 @@ def _refused(
     numbers = count_of(sum(map(len, groups)), "parameter")
     if found.count == 0:
         return (
-            f"{_impossible(groups, parameters)}; help: give the model of this run by --model MODULE:FACTORY"
+            f"{_impossible(groups, parameters)}; help: give the model of this run by --model MODULE:FACTORY, with a "
+            "factory that returns all its models, and their optimizers"
         )
     if found.count is None:
         why = f"too many assignments of its {numbers} to names agree with their shapes to be counted"

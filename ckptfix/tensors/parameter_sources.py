@@ -128,7 +128,11 @@ def models_of_run(root: Path, model: str | Factory | None, keys: "_Keys") -> Mod
             found.get("error")
             or f"the model could not be built: {ended.problem or 'the process ended early'}"
         )
-        raise OperationError(f"{why}; {_HELP}") if model is None else UsageError(why)
+        if model is not None:
+            raise UsageError(why)
+        raise OperationError(
+            f"{root}: its optimizer numbers parameters, and nothing names them: {why}; {_HELP}"
+        )
     return _read(found, f"the factory {model}" if model is not None else "config.json", keys)
 
 
