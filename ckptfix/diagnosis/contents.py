@@ -12,7 +12,13 @@ from ckptfix.checkpoint.dcp import DATA_SUFFIX
 from ckptfix.checkpoint.entries import Entry, all_state_dicts, model_entries, single_entry
 from ckptfix.checkpoint.filenames import NOT_STATES, Role, parse_file_name, parse_folder_name
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, scan_folder
-from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest, usable_manifest
+from ckptfix.checkpoint.manifest import (
+    Manifest,
+    ManifestEntry,
+    key_fingerprint,
+    read_manifest,
+    usable_manifest,
+)
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
@@ -306,6 +312,22 @@ class Recorded:
                 if entry == label or entry.startswith(f"{label}["):
                     places = (TensorLocation(entry, fqn) for fqn in digests)
                     yield from ((place, why) for place in places if place not in known)
+
+
+def sealed_entry(old: ManifestEntry | None, weights: Weights, digests: Mapping[str, str]) -> ManifestEntry:
+    """Return the entry of a model with the digests of its tensors. ``old``: what a save has recorded of it."""
+    # Only safetensors files leave out the other names of a tie; the key fingerprint is over those that are in the file.
+    is_apart = weights.format is Format.SAFETENSORS
+    held = {tensor.fqn: tensor for tensor in weights.tensors} if is_apart else weights.named()
+    keys = key_fingerprint((name, tensor.dtype, tensor.shape) for name, tensor in held.items())
+    if old is None:
+        old = ManifestEntry(index=weights.index, file=weights.label, type="")
+    return replace(
+        old,
+        keys=keys,
+        digests={name: digests[weights.ties.get(name, name)] for name in held},
+        aliases=dict(weights.ties) if is_apart else {},
+    )
 
 
 def _changes_a_load(name: str) -> bool:

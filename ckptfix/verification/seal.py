@@ -11,9 +11,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptfix.checkpoint.latest import UNFINISHED
-from ckptfix.checkpoint.manifest import MAX_MANIFEST, RANGE, Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.manifest import MAX_MANIFEST, RANGE, Manifest
 from ckptfix.dataclass import dataclass
-from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
+from ckptfix.diagnosis.contents import (
+    Contents,
+    Recorded,
+    TensorLocation,
+    read_contents,
+    readable_manifest,
+    sealed_entry,
+)
 from ckptfix.diagnosis.findings.base import Finding, Severity, finding_lines
 from ckptfix.diagnosis.target import find_target
 from ckptfix.errors import OperationError, UsageError
@@ -32,7 +39,6 @@ from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
 from ckptfix.storage.transactions import State, transactions
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
-from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import compare
 from ckptfix.verification.signatures import Signing
 from ckptfix.verification.statements import statement_of_files, statement_of_tensors
@@ -300,7 +306,12 @@ def _sealed(
         old = Manifest(versions=versions, world_size=0, step=0)
     known = {entry.file: entry for entry in old.models}
     models = {
-        weights.label: _entry(known.get(weights.label), weights, hashed) for weights in contents.weights
+        weights.label: sealed_entry(
+            known.get(weights.label),
+            weights,
+            {one.fqn: hashed[TensorLocation(weights.label, one.fqn)].digest for one in weights.tensors},
+        )
+        for weights in contents.weights
     }
     others = (replace(entry, digests={}) for entry in old.models if entry.file not in models)
     return replace(
@@ -312,21 +323,6 @@ def _sealed(
         range_size=RANGE if ranges else 0,
         ranges=ranges,
     )
-
-
-def _entry(
-    old: ManifestEntry | None, weights: Weights, hashed: Mapping[str | TensorLocation, Hashed]
-) -> ManifestEntry:
-    # Only safetensors files leave out the other names of a tie; the key fingerprint is over those that are in the file.
-    is_apart = weights.format is Format.SAFETENSORS
-    held = {tensor.fqn: tensor for tensor in weights.tensors} if is_apart else weights.named()
-    digests = {
-        name: hashed[TensorLocation(weights.label, weights.ties.get(name, name))].digest for name in held
-    }
-    keys = key_fingerprint((name, tensor.dtype, tensor.shape) for name, tensor in held.items())
-    if old is None:
-        old = ManifestEntry(index=weights.index, file=weights.label, type="")
-    return replace(old, keys=keys, digests=digests, aliases=dict(weights.ties) if is_apart else {})
 
 
 def _put(root: Path, store: "Store", files: Mapping[str, bytes]) -> None:

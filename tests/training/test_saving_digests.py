@@ -1,11 +1,11 @@
 """A guarded save that records digests can be verified, sealed, repaired, and saved over."""
 
-import random
-import subprocess
-import sys
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -16,8 +16,13 @@ from ckptfix.checkpoint.latest import incomplete
 from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_report import Requirement
+from ckptfix.training.saving import saved_digests
+from ckptfix.training.saving.saved_digests import SavedDigests
 from ckptfix.training.saving.staged_saves import _was_saved
 from ckptfix.verification.verify_report import Kind, Outcome
+from tests.training.loading_runs import reset
+from tests.training.rank_cases import turn_on_fsdp
+from tests.training.ranks import run_ranks
 from tests.verification.sealed import flip, place, wrong
 
 
@@ -90,24 +95,187 @@ def test_a_file_that_another_process_adds_later_is_no_difference_and_a_model_is(
     assert wrong(report)["optimizer_1.bin"] == ("extra", None)
 
 
-@pytest.mark.slow
-def test_a_save_of_two_processes_is_born_sealed(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    script = Path(__file__).with_name("digests_ranks.py")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
-        f"--master_port={random.randrange(30000, 60000)}", str(script), str(folder),
-    ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    assert {"random_states_0.pkl", "random_states_1.pkl", "model.safetensors"} <= manifest.files.keys()
-    assert manifest.sha256.keys() == manifest.files.keys()
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the saves of two processes: as one, each for itself, and as FSDP does."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def work(rank: int) -> None:
+        for name in ("together", "alone", "fsdp", "fsdp-full"):
+            reset()
+            accelerator = Accelerator(cpu=True, tensor_digests=True, save_together=name != "alone")
+            if name.startswith("fsdp"):
+                kind = "FULL" if name == "fsdp-full" else "SHARDED"
+                turn_on_fsdp(accelerator, fsdp_version=2, state_dict_type=f"{kind}_STATE_DICT")
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            accelerator.register_save_state_pre_hook(
+                lambda models, weights, place: (Path(place) / "of_all.json").write_text(str(rank))
+            )
+            accelerator.save_state(str(folder / name))
+            accelerator.wait_for_everyone()
+            accelerator.load_state(str(folder / name))
+
+    assert run_ranks(2, work) == [0, 0]
+    return folder
+
+
+def counts(folder: Path) -> tuple[set[str], set[str], int]:
+    """Return the files whose digest matches, those that were not compared, and the number of matching tensors."""
     report = verify(folder)
+    assert report.status == 0, str(report)
+    assert seal(folder).status == 0, "its own digests agree"
+    files = {item.name: item.outcome for item in report.items if item.kind is Kind.FILE}
+    matching = {name for name, outcome in files.items() if outcome is Outcome.MATCH}
+    return matching, files.keys() - matching, report.count(Kind.TENSOR)[Outcome.MATCH]
+
+
+@pytest.mark.slow
+def test_a_save_of_two_processes_is_born_sealed(of_two: Path) -> None:
+    matching, others, tensors = counts(of_two / "together")
+    assert {"random_states_0.pkl", "random_states_1.pkl", "run_state_1.pt", "model.safetensors"} <= matching
+    assert (others, tensors) == (set(), 4)
+    assert not [path.name for path in of_two.rglob(".ckptfix-digests-*")]
+
+
+@pytest.mark.slow
+def test_a_process_that_saves_for_itself_leaves_the_digests_of_what_no_other_writes(of_two: Path) -> None:
+    matching, others, tensors = counts(of_two / "alone")
+    assert matching == {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "run_state_0.pt"}
+    assert others == {"of_all.json", "random_states_1.pkl", "run_state_1.pt"}
+    assert tensors == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-full"])
+def test_a_save_of_fsdp_is_born_sealed_too(of_two: Path, name: str) -> None:
+    manifest = read_manifest(of_two / name)
+    assert manifest is not None
+    matching, others, tensors = counts(of_two / name)
+    if name == "fsdp":
+        assert {"pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/__0_0.distcp"} <= matching
+    assert (others, tensors) == (set(), 4)
+    sealed = read_manifest(of_two / name)
+    assert sealed is not None
+    assert sealed == replace(manifest, digests_of_save=False)
+    (piece,) = list(of_two.glob(f"{name}/pytorch_model_fsdp*/__0_0.distcp")) or [
+        of_two / name / "pytorch_model_fsdp.bin"
+    ]
+    flip(piece, piece.stat().st_size // 3)
+    assert verify(of_two / name).status == 1
+    flip(piece, piece.stat().st_size // 3)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = monotonic() + 20
+    while not condition():
+        assert monotonic() < end
+        sleep(0.005)
+
+
+def test_a_file_is_hashed_while_the_next_one_is_written_and_again_if_it_changes(tmp_path: Path) -> None:
+    """A save whose file is changed after it was hashed must not record the digest of what it was."""
+    digests = SavedDigests()
+    first, second, third = (tmp_path / name for name in ("model.safetensors", "optimizer.bin", "ours.bin"))
+    with digests.watching(tmp_path, lambda name: name != "ours.bin"):
+        first.write_bytes(b"first")
+        third.write_bytes(b"third")
+        sleep(0.02)
+        second.write_bytes(b"second")
+        wait_for(lambda: digests._early)
+        assert digests._early.keys() == {"model.safetensors"}, "no one knows when the last one is complete"
+        early = digests._early["model.safetensors"].parts[0]
+        assert early.result() == hashlib.sha256(b"first").hexdigest()
+        with first.open("r+b") as file:
+            file.write(b"other")
+    digests.hash_files(tmp_path, [first.name, second.name])
+    assert digests.files() == {
+        first.name: hashlib.sha256(b"other").hexdigest(),
+        second.name: hashlib.sha256(b"second").hexdigest(),
+    }
+    digests.hash_files(tmp_path, [third.name])
+    assert digests._files[third.name].parts[0].result() == hashlib.sha256(b"third").hexdigest()
+    digests.close()
+
+
+def test_what_was_hashed_early_is_not_hashed_again(tmp_path: Path) -> None:
+    digests = SavedDigests()
+    with digests.watching(tmp_path, lambda name: True):
+        (tmp_path / "a").write_bytes(b"first")
+        sleep(0.02)
+        (tmp_path / "b").write_bytes(b"second")
+        wait_for(lambda: digests._early)
+        early = digests._early["a"]
+    digests.hash_files(tmp_path, ["a", "b"])
+    assert digests._files["a"] is early
+    digests.close()
+
+
+@pytest.mark.parametrize("change", ["none", "later", "shorter"])
+def test_a_file_of_torch_is_hashed_while_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(saved_digests, "_LONG", 100)
+    monkeypatch.setattr(saved_digests, "RANGE", 1000)
+    digests = SavedDigests()
+    path = tmp_path / "optimizer.bin"
+    parts = [b"PK\3\4" + bytes(496), *(bytes([number]) * 450 for number in range(5))]
+    with digests.watching(tmp_path, lambda name: True):
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                file.write(part)
+                sleep(0.03)
+        assert len(digests._early["optimizer.bin"].parts) == 3
+        assert digests._early["optimizer.bin"].parts[0].result(timeout=20), "its first range is full"
+        followed = digests._early["optimizer.bin"]
+        if change == "shorter":
+            os.truncate(path, 700)
+    data = b"".join(parts)[: path.stat().st_size]
+    if change == "later":
+        data = b"PK\3\4" + bytes(len(data) - 4)
+        path.write_bytes(data)
+    digests.hash_files(tmp_path, ["optimizer.bin"])
+    assert (digests._files["optimizer.bin"] is followed) == (change == "none")
+    ranges = [hashlib.sha256(data[at : at + 1000]).hexdigest() for at in range(0, len(data), 1000)]
+    assert digests.files() == {"optimizer.bin": "-".join(ranges)}
+    digests.close()
+
+
+def test_a_save_that_fails_leaves_no_thread_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_digests, "_LONG", 1)
+    digests = SavedDigests()
+
+    def save() -> None:
+        with digests.watching(tmp_path, lambda name: True):
+            (tmp_path / "optimizer.bin").write_bytes(b"PK\3\4" + bytes(100))
+            wait_for(lambda: digests._early)
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        save()
+    digests.close()
+
+
+def test_long_files_of_a_save_have_digests_of_their_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("saved_digests", "save_manifest"):
+        monkeypatch.setattr(f"ckptfix.training.saving.{module}.RANGE", 600)
+    save(tmp_path / "c", safetensors=True)
+    manifest = read_manifest(tmp_path / "c")
+    assert manifest is not None
+    assert "optimizer.bin" in manifest.ranges.keys() - manifest.sha256.keys()
+    assert manifest.range_size == 600
+    report = verify(tmp_path / "c")
     assert report.status == 0
     assert report.count(Kind.FILE)[Outcome.MATCH] == len(manifest.files)
-    assert not [path.name for path in folder.rglob(".ckptfix-digests-*")]
+    flip(tmp_path / "c" / "optimizer.bin", 1300)
+    assert "range 2 of" in str(verify(tmp_path / "c"))
 
 
 def test_a_save_into_a_sealed_folder_keeps_what_is_the_users(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from ckptfix.tensors import hashing
 from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
 from ckptfix.tensors.opening import open_checkpoint
-from ckptfix.training.saving.save_manifest import tensor_digest
+from ckptfix.training.saving.saved_digests import tensor_digest
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,23 +1,23 @@
 """Records of a save for its manifest, and state dicts whose tensors can be written apart."""
 
-import hashlib
 import importlib.metadata
 import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from ckptfix.checkpoint.filenames import Role, model_file, parse_file_name
-from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, key_fingerprint
+from ckptfix.checkpoint.manifest import RANGE, Manifest, ManifestEntry, key_fingerprint
 from ckptfix.formats.torch_tensors import TORCH_DTYPES
 from ckptfix.training.prepared import innermost
+from ckptfix.training.saving.saved_digests import SavedDigests
 
 StateDict = dict[str, Any]
 
@@ -56,72 +56,6 @@ def aliases_of(state: Mapping[str, Any]) -> dict[str, str]:
             if first.setdefault(key, name) != name:
                 found[name] = first[key]
     return found
-
-
-class SavedDigests:
-    """Digests of what one process saves, taken in threads while it writes: of its tensors, then of its files.
-
-    hashlib lets the thread that writes go on meanwhile. The digests of files go to the process that writes the manifest
-    through a file next to them.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(2, "ckptfix-digests")
-        self._tensors: dict[int, list[tuple[str, Future[str]]]] = {}
-        self._files: dict[str, Future[str]] = {}
-
-    def hash_tensors(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Begin to hash the tensors of a model; nobody may change them until ``close``."""
-        submit = self._pool.submit
-        self._tensors[index] = [(name, submit(tensor_digest, value)) for name, value in tensors.items()]
-
-    def hash_files(self, folder: Path, names: Iterable[str]) -> None:
-        """Begin to hash complete files of a staging folder, the largest first."""
-        sizes = {name: (folder / name).stat().st_size for name in names}
-        for name in sorted(sizes, key=lambda name: -sizes[name]):
-            self._files[name] = self._pool.submit(_file_digest, folder / name)
-
-    def leave_for_others(self, folder: Path, rank: int) -> None:
-        """Leave the digests of this process's files for the process that writes the manifest."""
-        digests = {name: one.result() for name, one in self._files.items()}
-        (folder / f"{_LEFT}{rank}").write_text(json.dumps(digests))
-
-    def complete(self, entries: Iterable[ManifestEntry]) -> tuple[ManifestEntry, ...]:
-        """Return entries with the digests of their tensors. Raises what a thread raised."""
-        return tuple(
-            replace(entry, digests={name: one.result() for name, one in self._tensors.get(entry.index, [])})
-            for entry in entries
-        )
-
-    def files(self) -> dict[str, str]:
-        """Return the sha256 of the files that were hashed here. Raises what a thread raised."""
-        return {name: one.result() for name, one in self._files.items()}
-
-    def close(self) -> None:
-        """End the threads, with what is left undone."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-_BLOCK = 1 << 20
-_LEFT = ".ckptfix-digests-"
-"""Beginning of the names of the files with the digests of other processes."""
-
-
-def take_left(folder: Path) -> dict[str, str]:
-    """Return the digests that all processes have left in a staging folder, and remove their files."""
-    found: dict[str, str] = {}
-    for path in sorted(folder.glob(f"{_LEFT}*")):
-        found |= json.loads(path.read_text())
-        path.unlink()
-    return found
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(_BLOCK):
-            digest.update(block)
-        return digest.hexdigest()
 
 
 def model_entries(
@@ -167,9 +101,12 @@ def make_manifest(
     accelerator: Accelerator,
     folder: Path,
     models: tuple[ManifestEntry, ...],
-    sha256: Mapping[str, str] | None = None,
+    sha256: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:
-    """Return the manifest of what lies in a staging folder. ``sha256``: of its files, where all of them are known."""
+    """Return the manifest of what lies in a staging folder.
+
+    ``sha256``: file -> its digest, or those of its ranges as one text; none where the save takes none.
+    """
     files = {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -178,7 +115,8 @@ def make_manifest(
     # A hook that writes some models itself shifts the numbers of the others: then they say nothing of whose they are.
     linked = len(models) == len(accelerator._models) and all(entry.file in files for entry in models)
     packages = (*_PACKAGES, _TRAINERS) if _TRAINERS in sys.modules else _PACKAGES
-    known = {name: sha256[name] for name in files} if sha256 and files.keys() <= sha256.keys() else {}
+    known = {name: sha256[name] for name in files if name in sha256}
+    ranges = {name: tuple(digest.split("-")) for name, digest in known.items() if "-" in digest}
     return Manifest(
         versions={package: importlib.metadata.version(package) for package in packages}
         | {"python": platform.python_version()},
@@ -190,8 +128,10 @@ def make_manifest(
         dataloaders=_entries(files, Role.SAMPLER, accelerator._dataloaders),
         custom=_entries(files, Role.CUSTOM, accelerator._custom_objects),
         files=files,
-        sha256=known,
+        sha256={name: digest for name, digest in known.items() if name not in ranges},
         digests_of_save=bool(known),
+        range_size=RANGE if ranges else 0,
+        ranges=ranges,
     )
 
 
@@ -200,15 +140,6 @@ def with_files(manifest: bytes, files: Mapping[str, int]) -> bytes:
     document = json.loads(manifest)
     document["files"] = {**document["files"], **dict(sorted(files.items()))}
     return (json.dumps(document, indent=1, ensure_ascii=True) + "\n").encode()
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the sha256 over dtype, shape and bytes: the same whatever the tensor's name, file or container."""
-    digest = hashlib.sha256(json.dumps([_dtype(tensor), list(tensor.shape)]).encode() + b"\n")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel():
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
-    return digest.hexdigest()
 
 
 def held_models(optimizers: Sequence[Any], models: Sequence[Any]) -> list[tuple[int, ...]]:

@@ -9,12 +9,12 @@ as one.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 
 from ckptfix.checkpoint.dcp import rank_of
 from ckptfix.checkpoint.filenames import (
@@ -27,19 +27,15 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.manifest import ManifestEntry
 from ckptfix.errors import UsageError
+from ckptfix.storage.atomic import sync_file
 from ckptfix.storage.stores import is_url, open_store
 from ckptfix.training.guard import Method, guard_of
 from ckptfix.training.ranks import SHARDED, cannot_agree, meet, timeout_of
 from ckptfix.training.resuming import run_state
 from ckptfix.training.resuming.generators import GeneratorStates, capture, restore
 from ckptfix.training.saving.joint_saves import JointSave
-from ckptfix.training.saving.save_manifest import (
-    SavedDigests,
-    make_manifest,
-    model_entries,
-    separate_views,
-    take_left,
-)
+from ckptfix.training.saving.save_manifest import make_manifest, model_entries, separate_views
+from ckptfix.training.saving.saved_digests import SavedDigests, take_left
 from ckptfix.training.saving.staged_saves import (
     StagedSave,
     abandon,
@@ -49,6 +45,7 @@ from ckptfix.training.saving.staged_saves import (
     files_in,
     plan_staging,
     rank_of_states,
+    role_of,
     rotate,
     rotate_in_store,
 )
@@ -180,11 +177,8 @@ class _Save:
         def write(staging: StagedSave) -> None:
             self._staging = staging
             self._write_all(safetensors)
-            accelerator = self._accelerator
-            if self._digests is not None and accelerator.num_processes > 1:
-                names = (name for name in files_in(staging.folder) if self._is_mine(name))
-                self._digests.hash_files(staging.folder, names)
-                self._digests.leave_for_others(staging.folder, accelerator.process_index)
+            if self._accelerator.num_processes > 1:
+                self._finish_own(staging.folder)
 
         joint = JointSave(
             self._accelerator,
@@ -200,13 +194,33 @@ class _Save:
         if self._config.automatic_checkpoint_naming:
             self._config.iteration = int(self._staging.target.name.removeprefix("checkpoint_"))
         accelerator = self._accelerator
+        folder, digests = self._staging.folder, self._digests
         with (
+            nullcontext() if digests is None else digests.watching(folder, self._writes_whole),
             _unnamed(accelerator),
             _recorded(accelerator, self._record, safetensors),
             run_state.seen_states() as states,
         ):
-            self._write(str(self._staging.folder))
-        run_state.save(accelerator, self._staging.folder, self._random, states)
+            self._write(str(folder))
+        run_state.save(accelerator, folder, self._random, states)
+
+    def _finish_own(self, folder: Path) -> None:
+        """Make this process's files durable, which no other node can, and leave their digests for the main one."""
+        names = [name for name in files_in(folder) if self._is_mine(name)]
+        digests, rank = self._digests, int(self._accelerator.process_index)
+        if digests is not None:
+            digests.hash_files(folder, names)
+            self._hash_shared(folder)
+        for name in names:
+            with open(folder / name, "rb") as file:
+                sync_file(file.fileno())
+        if digests is not None:
+            digests.leave_for_others(folder, rank)
+
+    def _hash_shared(self, folder: Path) -> None:
+        accelerator = self._accelerator
+        if self._digests is not None and accelerator.distributed_type is DistributedType.FSDP:
+            self._digests.hash_shared(folder, accelerator.process_index, accelerator.num_processes)
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
         if self._accelerator.is_local_main_process:
@@ -216,28 +230,36 @@ class _Save:
 
     def _is_mine(self, name: str) -> bool:
         """Return whether a file bears the rank of this process; others may be written by another one just now."""
-        rank = rank_of_states(name)
-        rank = rank_of(PurePosixPath(name)) if rank is None else rank
+        rank = _rank_of(name)
         return rank is not None and rank == int(self._accelerator.process_index)
+
+    def _writes_whole(self, name: str) -> bool:
+        """Return whether this process writes a file from beginning to end: that of its rank, or one for all ranks."""
+        if _rank_of(name) is not None:
+            return self._is_mine(name)
+        return bool(self._accelerator.is_main_process) and role_of(name) is not None
 
     def _manifest(self, *, is_whole: bool = True) -> Callable[[], bytes]:
         """Complete the files that every process writes, and return what makes the manifest of all that is staged.
 
-        ``is_whole``: no other process adds files later, so that digests of all of them can be known.
+        ``is_whole``: no other process adds files later. Otherwise files that a hook may have each of them write get no
+        digest: the last one stays.
         """
         folder, digests, several = self._staging.folder, self._digests, self._accelerator.num_processes > 1
         if several:
             for name, state in _of_the_last_writer(self._accelerator).items():
                 torch.save(state(), folder / name)
-        left = take_left(folder) if several else {}
-        if digests is not None and is_whole:
-            digests.hash_files(
-                folder, (name for name in files_in(folder) - left.keys() if (folder / name).is_file())
-            )
+        left, left_tensors = take_left(folder) if several else ({}, {})
+        if digests is not None:
+            digests.take(left, left_tensors)
+            names = (name for name in files_in(folder) - left.keys() if (folder / name).is_file())
+            digests.hash_files(folder, (name for name in names if is_whole or role_of(name) is not None))
+            if not several:
+                self._hash_shared(folder)
 
         def make() -> bytes:
             entries = self._models if digests is None else digests.complete(self._models)
-            sha256 = None if digests is None else {**left, **digests.files()}
+            sha256 = {} if digests is None else digests.files()
             return make_manifest(self._accelerator, folder, entries, sha256).to_bytes()
 
         return make
@@ -256,6 +278,12 @@ class _Save:
 
     def _renumber(self) -> None:
         self._config.iteration = self._iteration
+
+
+def _rank_of(name: str) -> int | None:
+    """Return the rank that a file's name has: of its random states, its run state, or its part of a DCP folder."""
+    rank = rank_of_states(name)
+    return rank_of(PurePosixPath(name)) if rank is None else rank
 
 
 def _of_the_last_writer(accelerator: Accelerator) -> dict[str, Callable[[], Any]]:
