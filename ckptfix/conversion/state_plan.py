@@ -48,6 +48,9 @@ from ckptfix.tensors.zero_states import BUFFERS, MODEL_STATES
 from ckptfix.wording import count_of, list_names
 
 _BY_POSITION = (Strategy.DDP, Strategy.ZERO1, Strategy.ZERO2, Strategy.ZERO3)
+_NEEDED_BY = {"momentum_decay": "mu_product", "amsgrad": "max_exp_avg_sq"}
+"""Hyperparameter, of NAdam and of Adam -> the state that it needs."""
+
 _WEIGHTS_ALONE = "next: --state weights carries the models alone"
 
 
@@ -483,6 +486,14 @@ def _ensure_fit(state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> N
         raise OperationError(
             f"{state.label}: {name}: {why}, which only the optimizer itself can load; {_WEIGHTS_ALONE}"
         )
+    held = {key for values in state.states.values() for key in values}
+    for option, key in _NEEDED_BY.items():
+        if held and key not in held and any(group.options.get(option) for group in state.groups):
+            raise OperationError(
+                f"{state.label}: {key} is missing, without which an optimizer with {option} cannot take a step: "
+                "ds_to_universal.py of DeepSpeed leaves it out; next: migrate the ZeRO checkpoint that this one was "
+                "made from"
+            )
     for name, values in state.states.items():
         if state.is_named and name not in tensors:
             raise OperationError(

@@ -206,6 +206,26 @@ def test_a_parameter_of_no_dimension_goes_to_deepspeed_and_back(
     assert found["state"].keys() == {"scale", "inner.weight", "inner.bias"} or kind == "alone"
 
 
+@pytest.mark.parametrize("after", ["ddp", "fsdp-full", "zero2"])
+@pytest.mark.parametrize(
+    ("option", "value", "state"),
+    [("momentum_decay", 4e-3, "mu_product"), ("amsgrad", True, "max_exp_avg_sq")],
+)
+def test_an_optimizer_without_a_state_that_it_needs_is_refused(
+    tmp_path: Path, after: str, option: str, value: object, state: str
+) -> None:
+    """``ds_to_universal.py`` writes ``exp_avg``, ``exp_avg_sq`` and ``step`` of any optimizer, and nothing else."""
+    model, optimizer = trained()
+    optimizer.param_groups[1][option] = value
+    source = save_state(tmp_path / "source", "fsdp", (model, optimizer))
+    words = (
+        f"{state} is missing, without which an optimizer with {option} .* next: migrate the ZeRO checkpoint"
+    )
+    with pytest.raises(OperationError, match=words):
+        ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_parameter_of_no_dimension_in_bf16_gets_masters_and_moments_in_fp32(tmp_path: Path) -> None:
     model = Scaled().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
