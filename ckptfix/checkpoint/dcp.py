@@ -47,7 +47,7 @@ from ckptfix.formats.pickle_tree import PickleTree, Text
 from ckptfix.formats.sniff import describe_content
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.paths import JOURNAL, unreadable
-from ckptfix.storage.reading import FileReader, open_reader
+from ckptfix.storage.reading import FileReader, names_in, open_reader
 from ckptfix.storage.transactions import journal_folders
 
 METADATA_UNFINISHED = DcpPart.UNFINISHED_METADATA.value
@@ -190,8 +190,7 @@ def rank_of(path: PurePosixPath) -> int | None:
 def holds_dcp(folder: Path) -> bool:
     """Return whether a folder holds files of a DCP save. False for one that cannot be listed."""
     try:
-        with os.scandir(folder) as listing:
-            return any(belongs(entry.name) for entry in listing)
+        return any(map(belongs, names_in(folder)))
     except OSError:
         return False
 

@@ -19,7 +19,7 @@ from ckptfix.checkpoint.filenames import (
 from ckptfix.checkpoint.folder import CheckpointFolder
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError
-from ckptfix.storage.reading import read_start
+from ckptfix.storage.reading import names_in, read_start
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest universal one."""
@@ -74,7 +74,7 @@ def deepspeed_below(root: Path, names: Collection[PurePosixPath]) -> Iterator[tu
             found = True
             yield tag.index, name
     if not found:
-        for file in (LATEST, LATEST_UNIVERSAL):
+        for file in (LATEST, LATEST_UNIVERSAL) if names else ():
             latest = _latest(root / file)
             if latest in names and _is_deepspeed(root / latest):  # a plain name, so nothing outside
                 yield 0, latest
@@ -103,10 +103,9 @@ def universal_paths(root: Path, where: PurePosixPath) -> Iterator[PurePosixPath]
 
 def _is_deepspeed(path: Path) -> bool:
     try:
-        names = os.listdir(path)
+        return any(map(is_deepspeed_file, names_in(path)))
     except OSError:
         return False
-    return any(is_deepspeed_file(name) for name in names)
 
 
 def _latest(path: Path) -> PurePosixPath:

@@ -8,13 +8,13 @@ import click
 
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
-from ckptfix.cli.several_paths import THREADS, Below, visit
+from ckptfix.cli.several_paths import THREADS, Below, threads_for, visit
 from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check, verdict_of
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage import teams
-from ckptfix.storage.doors import watched
+from ckptfix.storage.doors import made
 from ckptfix.storage.parallel import Control
 from ckptfix.storage.paths import command
 from ckptfix.wording import Line, count_of, line, unchecked_line
@@ -59,8 +59,8 @@ def _check_all(
 
     def work(path: str) -> CheckReport:
         below.ensure_listed(path)
-        with watched(path):
-            result = check(path, data=data, siblings=siblings, progress=control.go_on)
+        with made(path) as place:
+            result = check(place, data=data, siblings=siblings, progress=control.go_on)
         if recursive:  # models below have a report of their own
             result = result.alone()
         return result
@@ -77,7 +77,7 @@ def _check_all(
             batch = visit(
                 report, below if recursive else paths, work, word=verdict_of, lines=lines,
                 keep=partial(report.element, "checkpoints"), annotations=_annotations,
-                threads=1 if teams.current() is not None else THREADS, stop=control.stop,
+                threads=1 if teams.current() is not None else threads_for(paths, THREADS), stop=control.stop,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not report.has_begun:

@@ -11,7 +11,7 @@ from time import monotonic, time
 import click
 
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
-from ckptfix.cli.several_paths import THREADS, Batch, Below, visit
+from ckptfix.cli.several_paths import THREADS, Batch, Below, threads_for, visit
 from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.storage.doors import looks_like_url
@@ -85,11 +85,11 @@ def scrub_command(
                 since=begun if age is None else time() - age, until=until, progress=control.go_on,
                 siblings=Siblings(below.places.values(), is_recursive=True),
             )  # fmt: skip
-            return _scrub(scrub, below, share, report, html, begun, control.stop)
+            return _scrub(scrub, below, share, report, html, begun, threads_for(paths, THREADS), control.stop)
 
 
 def _scrub(
-    scrub: Scrub, below: Below, share: Share | None, report: Report, html: str | None, begun: float,
+    scrub: Scrub, below: Below, share: Share | None, report: Report, html: str | None, begun: float, threads: int,
     stop: Callable[[], None],
 ) -> int:  # fmt: skip
     now = time()
@@ -112,7 +112,7 @@ def _scrub(
     )
     try:
         batch = visit(
-            report, targets, work, word=lambda result: result.verdict, lines=lines, threads=THREADS,
+            report, targets, work, word=lambda result: result.verdict, lines=lines, threads=threads,
             keep=partial(report.element, "checkpoints"), stop=stop,
         )  # fmt: skip
     except KeyboardInterrupt:

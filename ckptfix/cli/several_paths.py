@@ -29,10 +29,19 @@ from ckptfix.wording import Line, count_of, line, unchecked_line
 THREADS = 4
 """Checkpoints that are looked at at once: more wait for the same disk."""
 
+_OF_STORES = 4
+"""Times as many of a store, which answers many requests at once, each after a while."""
+
 _FAILED = "failed"
 _NOT_REACHED = "not reached"
 _COUNTED = re.compile(r"(\d+) ([a-z]+?)s?\b(.*)", re.DOTALL)
 _NAMES = re.compile(r"'[^']*'(?:, '[^']*')*(?: and \d+ more)?|\d+")
+
+
+def threads_for(paths: Sequence[str], few: int) -> int:
+    """Return how many checkpoints to look at at once. ``few``: those of a disk."""
+    is_of_store = any(looks_like_url(path) and not path.startswith("file:") for path in paths)
+    return few * (_OF_STORES if is_of_store else 1)
 
 
 class Result(Protocol):
@@ -185,8 +194,8 @@ def run_each(
 class Below:
     """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
 
-    ``images``: keeps what is opened of URLs, each listed once. ``places``: the folder of each path. A path that cannot
-    be listed is yielded, too, and is in ``failures``.
+    ``images``: keeps the listings of URLs; each is listed once, and ``doors.made`` makes the folder of a checkpoint.
+    ``places``: the folder of each path. A path that cannot be listed is yielded, too, and is in ``failures``.
     """
 
     def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
@@ -195,7 +204,7 @@ class Below:
         self.places: dict[str, Path] = {}
         for path in paths:
             try:
-                self.places[path] = images.enter_context(opened(path, complete=False, watches=False))
+                self.places[path] = images.enter_context(opened(path, complete=False, lists=True))
             except FAILURES as error:
                 if len(paths) == 1:
                     raise

@@ -44,6 +44,7 @@ from ckptfix.diagnosis.findings.incomplete import (
 from ckptfix.errors import FormatError
 from ckptfix.storage.markers import UPLOAD
 from ckptfix.storage.paths import JOURNAL, MANIFEST, command, unreadable
+from ckptfix.storage.reading import names_in, origin_of, subfolders
 from ckptfix.tensors.opening import is_checkpoint
 
 _NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -246,12 +247,11 @@ class Siblings:
         """Return number and name of each checkpoint of a run."""
         if self._above.isdisjoint((parent, *parent.parents)):
             return self._paths[parent, name]
-        with suppress(OSError), os.scandir(parent) as listing:
+        with suppress(OSError):
             return [
-                (int(match[2]), entry.name)
-                for entry in listing
-                if (match := _NUMBERED.fullmatch(entry.name)) and match[1] == name
-                if entry.is_dir(follow_symlinks=False)
+                (int(match[2]), one)
+                for one in subfolders(parent)
+                if (match := _NUMBERED.fullmatch(one)) and match[1] == name
             ]
         return ()
 
@@ -266,6 +266,7 @@ def compared(folder: Path, siblings: Siblings, known: Collection[str]) -> Iterat
     manifest = usable_manifest(folder)
     if name is None or (manifest is not None and manifest.is_of_a_save):
         return
+    folder = origin_of(folder)
     run, number = siblings.of(folder, name[1]), int(name[2])
     before = bisect_left(run.saves, number, key=lambda one: one.number)
     after = bisect_right(run.saves, number, key=lambda one: one.number)
@@ -319,7 +320,7 @@ def _paths(folder: CheckpointFolder) -> list[PurePosixPath]:
 
 def _names(folder: Path) -> list[PurePosixPath]:
     try:
-        return [PurePosixPath(name) for name in sorted(os.listdir(folder))]
+        return [PurePosixPath(name) for name in sorted(names_in(folder))]
     except OSError:
         return []
 

@@ -12,6 +12,7 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import FormatError, UsageError
 from ckptfix.storage.paths import JOURNAL, command, existing
+from ckptfix.storage.reading import listed_names, walk
 from ckptfix.storage.staged import is_temporary
 from ckptfix.wording import count_of, list_names
 
@@ -85,7 +86,8 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
     DeepSpeed's ``latest`` names. Staging folders of guarded saves are yielded, and not searched. Raises
     UsageError when ``path`` is not a folder, or, at the end, when it holds no checkpoint.
     """
-    if not existing(path).is_dir():
+    top = Path(path)
+    if listed_names(top) is None and not existing(path).is_dir():
         raise UsageError(f"{path} is not a folder; to check one file: {command('check', Path(path))}")
     around: list[Path] = []  # the checkpoints that the present folder lies in
     refused: list[Path] = []
@@ -96,7 +98,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Iterator[Path]:
         if describe_folder_name(folder.name) is None or folder.parent not in around:
             refused.append(folder)  # check reports why it cannot be read
 
-    for root, folders, files in os.walk(path, onerror=refuse):
+    for root, folders, files in walk(top, refuse):
         here = Path(root)
         while around and around[-1] not in here.parents:
             around.pop()

@@ -4,7 +4,7 @@ Nothing of object stores is imported before the first URL comes.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -88,10 +88,31 @@ def etag_of(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterator[Path]:
+def made(path: str) -> Iterator[str]:
+    """Yield the folder of a path that ``opened`` has listed alone, and remove it at the end; any other path as it is.
+
+    The block is ``watched``.
+    """
+    images = sys.modules.get("ckptfix.storage.images")
+    if images is None or looks_like_url(path):
+        yield path
+        return
+    with images.made(Path(path)) as place, watched(place):
+        yield str(place)
+
+
+def states_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the facts about every object in and below a folder that ``opened`` has listed alone, None for others."""
+    images = sys.modules.get("ckptfix.storage.images")
+    return images.states_at(folder) if images is not None else None
+
+
+@contextmanager
+def opened(path: str, *, complete: bool = True, lists: bool = False) -> Iterator[Path]:
     """Yield the path of the image of a URL, which is removed at the end; any other path as it is.
 
-    An error that passes through names the URL. ``watches``: the block is ``watched``, too.
+    An error that passes through names the URL. ``lists``: the objects are listed alone, ``made`` makes the folders of
+    some of them, and that they can be read is watched there.
     """
     path = local_path(path)
     if not looks_like_url(path):
@@ -99,9 +120,9 @@ def opened(path: str, *, complete: bool = True, watches: bool = True) -> Iterato
         return
     from ckptfix.storage import images
 
-    place = images.image_of(path, complete=complete)
+    place = images.listing_of(path) if lists else images.image_of(path, complete=complete)
     try:
-        with watched(place) if watches else nullcontext():
+        with nullcontext() if lists else watched(place):
             yield place
     except (CkptfixError, OSError) as error:
         error.args = tuple(shown(one) if isinstance(one, str) else one for one in error.args)

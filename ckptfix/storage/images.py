@@ -12,104 +12,35 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptfix.dataclass import dataclass
-from ckptfix.errors import ChangedError, OperationError, StoreError, UsageError
+from ckptfix.errors import OperationError, StoreError, UsageError
 from ckptfix.storage import reading, staged
+from ckptfix.storage.listings import Listing, why_unheld
+from ckptfix.storage.object_reading import RANGE, Image, ObjectReader, cache
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL
-from ckptfix.storage.reading import FileReader, Unheld
-from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, open_store, together
+from ckptfix.storage.reading import Names, Unheld
+from ckptfix.storage.stores import ObjectInfo, Store, open_store, together
 from ckptfix.wording import count_of, escape, human_size, list_names, show_as
-
-_BLOCK = 16 << 10
-"""Bytes that the cache holds as one: samples of tensors are single pages, far from each other."""
-
-_HEAD = 64 << 10
-"""Bytes that are read of every file before it is asked for: the header of most safetensors files."""
-
-_TAIL = 64 << 10
-"""Bytes that are read of the end: the directory of a zip file. A safetensors file has none."""
-
-_FEWEST, _MOST = 256 << 10, 16 << 20
-"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads follow each other."""
-
-_RANGE = 4 << 20
-"""Bytes of one request; longer reads are several at once."""
-
-_KEPT = 256 << 20
-_AHEAD = 1024
-"""Files of a folder whose ends are read together."""
 
 _FOLDER = rf"{re.escape(staged.WRITING)}[^/]*\+stores"
 """The folders of all processes that have images, as a pattern."""
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 3500
+
+_MEMORY = "/dev/shm"
+"""A file system in memory. Measured on ext4: a folder takes 3 ms to be made and removed again, there 10 us."""
 
 
-@dataclass(kw_only=True)
-class Image:
-    """The image of one prefix. ``root``: its folder; ``place``: what a URL was opened for, the root or one file.
-
-    ``failures``: of the store, while it was read. ``aliases``: names that show the object of another key; ``stores``:
-    the store of each such key that is in another one.
-    """
-
-    store: Store
-    root: Path
-    place: Path
-    objects: Mapping[str, ObjectInfo]
-    unheld: tuple[Unheld, ...]
-    failures: list[Exception] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    stores: dict[str, tuple[Store, str]] = field(default_factory=dict)
-    _sorted: tuple[Mapping[str, ObjectInfo], dict[str, list[str]]] = field(default_factory=lambda: ({}, {}))
-
-    def read_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
-        """Return the bytes of ranges. A failure is kept: whoever catches it must not report success."""
-        try:
-            return self.try_many(ranges)
-        except Exception as error:
-            self.failures.append(error)
-            raise
-
-    def try_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
-        """Return the bytes of ranges that perhaps nobody asks for."""
-        if any(one.key in self.stores for one in ranges):
-            return self._read_elsewhere(ranges)
-        return self.store.read_many(ranges)
-
-    def _read_elsewhere(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
-        found: list[bytes] = [b""] * len(ranges)
-
-        def take(number: int) -> None:
-            one = ranges[number]
-            store, key = self.stores.get(one.key, (self.store, one.key))
-            found[number] = store.read(key, one.offset, one.length, etag=one.etag or None)
-
-        together(range(len(ranges)), take)
-        return found
-
-    def keys_in(self, folder: str) -> Sequence[str]:
-        """Return the keys right in a folder."""
-        objects, found = self._sorted
-        if objects is not self.objects:  # a repair shows others for a while
-            objects, found = self.objects, {}
-            for key in objects:
-                found.setdefault(key.rpartition("/")[0], []).append(key)
-            self._sorted = objects, found
-        return found.get(folder, ())
-
-    def key_of(self, path: str) -> str:
-        """Return the key of the object at a path of the image."""
-        return os.path.relpath(path, self.root)
+def _temporary() -> str:
+    """Return the folder for images, which have no bytes: TMPDIR, or one in memory where that is not set."""
+    if not os.environ.get("TMPDIR") and os.access(_MEMORY, os.W_OK | os.X_OK):
+        return _MEMORY
+    return tempfile.gettempdir()
 
 
 class _Depth(threading.local):
@@ -136,9 +67,10 @@ class _Session:
         """Make a folder for an image."""
         with self.lock, changing():
             if not self.folder:
-                parent = Path(os.path.realpath(tempfile.gettempdir()))
-                with suppress(OSError):
-                    staged.sweep(parent)
+                parent = Path(os.path.realpath(_temporary()))
+                for one in {parent, Path(tempfile.gettempdir())}:  # downloads are in the second one
+                    with suppress(OSError):
+                        staged.sweep(one)
                 folder = str(parent / staged.temporary_name(Path("stores")))
                 show_as(rf"{re.escape(str(parent))}/{_FOLDER}/\d+/([a-z][a-z0-9+.-]*):(?:/|$)", r"\1://")
                 self.folder = folder
@@ -160,15 +92,10 @@ def image_of(url: str, *, complete: bool = True) -> Path:
     ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld`` returns it. Raises
     UsageError when nothing is there, StoreError.
     """
-    store = open_store(url)
-    rest = url.partition("://")[2].rstrip("/")
-    if any(part in ("", ".", "..") for part in rest.split("/")):
-        raise UsageError(
-            f"{escape(url)}: no folder has such a name; next: copy the objects to a path without it"
-        )
+    store = _store_of(url)
     listed = store.list()
     only = ""
-    if not listed and "/" in rest:
+    if not listed and "/" in url.partition("://")[2].rstrip("/"):
         above, _, only = url.rstrip("/").rpartition("/")
         folder = open_store(above)
         listed = _listed_for_one(folder)
@@ -179,15 +106,7 @@ def image_of(url: str, *, complete: bool = True) -> Path:
         store = folder
     elif not listed:
         raise UsageError(f"{escape(url)} is empty: the store has no object there")
-    top = _session.new_top()
-    scheme, _, rest = store.url.partition("://")
-    try:
-        image = _made(store, listed, top / f"{scheme}:" / rest, only)
-    except BaseException:
-        _remove(str(top))
-        raise
-    with _session.lock:
-        _session.images[str(top)] = image
+    image = _new_image(store, listed, only)
     solid = [one for one in image.unheld if one.size]
     if complete and solid:
         release(image.place)
@@ -197,6 +116,96 @@ def image_of(url: str, *, complete: bool = True) -> Path:
             "next: give them other keys, or delete them"
         )
     return image.place
+
+
+def listing_of(url: str) -> Path:
+    """Open a URL as ``image_of`` does, but make no folder: ``made`` makes that of one checkpoint in it.
+
+    A single object has an image all the same. Raises UsageError when nothing is there, StoreError.
+    """
+    store = _store_of(url)
+    with _new_top() as top:
+        root = _root(top, store)
+        listing = Listing(store.listed(), len(os.fsencode(root)))
+        if listing or listing.misfits:
+            unheld = (
+                Unheld(key, one.info.size, root / one.home, one.why) for key, one in listing.misfits.items()
+            )
+            _session.images[str(top)] = Image(
+                store=store, root=root, place=root, objects=listing, unheld=tuple(unheld)
+            )
+            return root
+    return image_of(url, complete=False)
+
+
+@contextmanager
+def made(path: Path) -> Iterator[Path]:
+    """Make the folder of a part of a listing, and yield its path; it is removed at the end. Any other path as it is."""
+    full = os.path.abspath(path)
+    image = _image_at(full)
+    if image is None or not isinstance(image.objects, Listing):
+        yield path
+        return
+    key, objects = _key_in(image, full), image.objects
+    store, listed = image.store.below(key), objects.below(key) | objects.misfits_below(key)
+    with image.lock:
+        top = image.tops.pop() if image.tops else _session.new_top()
+    try:
+        part = _made(store, listed, _root(top, store), "")
+    except BaseException:
+        _remove(str(top))
+        raise
+    part.origin = Path(full)
+    _session.images[str(top)] = part
+    try:
+        yield part.root
+    finally:
+        del _session.images[str(top)]
+        cache.forget(str(top))
+        with changing():
+            shutil.rmtree(part.root)
+        with image.lock:
+            image.tops.append(top)
+
+
+def _key_in(image: Image, full: str) -> str:
+    """Return the key of a folder of an image, "" of its root."""
+    return "" if full == str(image.root) else image.key_of(full)
+
+
+def _store_of(url: str) -> Store:
+    """Return the store of a URL. Raises UsageError for one with a name that no folder has."""
+    store = open_store(url)
+    rest = url.partition("://")[2].rstrip("/")
+    if any(part in ("", ".", "..") for part in rest.split("/")):
+        raise UsageError(
+            f"{escape(url)}: no folder has such a name; next: copy the objects to a path without it"
+        )
+    return store
+
+
+@contextmanager
+def _new_top() -> Iterator[Path]:
+    """Make a folder for an image. It goes at once unless there is an image in it then."""
+    top = _session.new_top()
+    try:
+        yield top
+    finally:
+        if str(top) not in _session.images:
+            _remove(str(top))
+
+
+def _root(top: Path, store: Store) -> Path:
+    scheme, _, rest = store.url.partition("://")
+    return top / f"{scheme}:" / rest
+
+
+def _new_image(store: Store, listed: Mapping[str, ObjectInfo], only: str) -> Image:
+    with _new_top() as top:
+        image = _made(store, listed, _root(top, store), only)
+        with _session.lock:
+            _session.images[str(top)] = image
+    return image
 
 
 def _listed_for_one(folder: Store) -> dict[str, ObjectInfo]:
@@ -213,18 +222,16 @@ def _made(store: Store, listed: Mapping[str, ObjectInfo], root: Path, only: str)
     held: dict[str, ObjectInfo] = {}
     unheld: list[Unheld] = []
     with changing():
-        root.mkdir(parents=True)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir()
         for key, info in listed.items():
-            why, home = _why_not(key, folders, len(os.fsencode(root)))
+            why, home = why_unheld(key, folders, len(os.fsencode(root)))
             (root / home).mkdir(parents=True, exist_ok=True)
             if why:
                 unheld.append(Unheld(key, info.size, root / home, why))
                 continue
             held[key] = info
-            path = root / key
-            with path.open("xb") as file:
-                file.truncate(info.size)
-            os.utime(path, ns=(info.modified_ns, info.modified_ns))
+            _make_file(root / key, info)
     return Image(
         store=store,
         root=root,
@@ -234,34 +241,13 @@ def _made(store: Store, listed: Mapping[str, ObjectInfo], root: Path, only: str)
     )
 
 
-def _why_not(key: str, folders: Mapping[str, object], before: int) -> tuple[str, str]:
-    """Return why no folder can hold a key, "" where one can, and the last folder of it that can exist."""
-    home: list[str] = []
-    parts = key.split("/")
-    for number, part in enumerate(parts):
-        why = ""
-        if part == "":
-            why = "it ends in a slash" if number == len(parts) - 1 else "a name in it is empty"
-        elif part in (".", ".."):
-            why = f"{part!r} in it means another folder"
-        elif "\0" in part:
-            why = "it has a NUL byte"
-        else:
-            try:
-                size = len(os.fsencode(part))
-            except UnicodeEncodeError:
-                return "a name in it is not valid text", "/".join(home)
-            if size > _LONGEST_NAME:
-                why = f"a name in it has {size} bytes, a file's at most {_LONGEST_NAME}"
-        if why:
-            return why, "/".join(home)
-        if number < len(parts) - 1:
-            home.append(part)
-    if before + len(os.fsencode(key)) > _LONGEST_PATH:
-        return f"it has {len(os.fsencode(key))} bytes, too many for a path", ""
-    if key in folders:
-        return "other keys have it as their folder", "/".join(home)
-    return "", "/".join(home)
+def _make_file(path: Path, info: ObjectInfo) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(fd, info.size)
+        os.utime(fd, ns=(info.modified_ns, info.modified_ns))
+    finally:
+        os.close(fd)
 
 
 def info_at(path: str | os.PathLike[str]) -> ObjectInfo | None:
@@ -275,6 +261,15 @@ def count_failures(path: str | Path) -> int:
     """Return the number of failures of the store so far."""
     image = _image_at(os.path.abspath(path))
     return len(image.failures) if image is not None else 0
+
+
+def states_at(folder: Path) -> dict[str, ObjectInfo] | None:
+    """Return every object in or below a folder of a listing, None for any other folder."""
+    full = os.path.abspath(folder)
+    image = _image_at(full)
+    if image is None or not isinstance(image.objects, Listing):
+        return None
+    return image.objects.below(_key_in(image, full))
 
 
 def objects_at(folder: Path) -> dict[str, ObjectInfo]:
@@ -329,9 +324,7 @@ def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | N
                 if one.moved is not None:
                     os.rename(held[one.moved], path)
                 else:
-                    with path.open("xb") as file:
-                        file.truncate(one.info.size)
-                    os.utime(path, ns=(one.info.modified_ns, one.info.modified_ns))
+                    _make_file(path, one.info)
                 key = f"{start}{one.key}" if store is None else f"{store.url}/{one.key}"
                 if store is not None:
                     image.stores[key] = store, one.key
@@ -351,7 +344,7 @@ def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | N
             aside.rmdir()
         image.objects, image.aliases = before
         image.stores.clear()
-        _cache.forget(_top_of(full) or "")
+        cache.forget(_top_of(full) or "")
 
 
 def refresh(folder: Path) -> None:
@@ -363,7 +356,7 @@ def refresh(folder: Path) -> None:
     only = image.place.name if image.place != image.root else ""
     listed = _listed_for_one(image.store) if only else image.store.list()
     with _session.lock, changing():
-        _cache.forget(top)
+        cache.forget(top)
         shutil.rmtree(image.root)
         _session.images[top] = _made(image.store, listed, image.root, only)
 
@@ -383,10 +376,12 @@ def release(path: Path) -> None:
     full = os.path.abspath(path)
     with _session.lock:
         top = _top_of(full)
-        if top is None or _session.images.pop(top, None) is None:
+        image = _session.images.pop(top, None) if top is not None else None
+        if top is None or image is None:
             return
-        _cache.forget(top)
-        _remove(top)
+        cache.forget(top)
+        for one in (*image.tops, top):
+            _remove(str(one))
 
 
 def _remove(top: str) -> None:
@@ -451,13 +446,13 @@ def download(image: Image, key: str, target: Path, progress: Progress | None) ->
         file.truncate(info.size)
 
         def take(offset: int) -> None:
-            data = image.store.read(key, offset, min(_RANGE, info.size - offset), etag=info.etag or None)
+            data = image.store.read(key, offset, min(RANGE, info.size - offset), etag=info.etag or None)
             os.pwrite(file.fileno(), data, offset)
             if progress is not None:
                 with lock:
                     progress(len(data))
 
-        together(range(0, info.size, _RANGE), take, 16)
+        together(range(0, info.size, RANGE), take, 16)
     os.utime(target, ns=(info.modified_ns, info.modified_ns))
 
 
@@ -502,217 +497,6 @@ def changing() -> Iterator[None]:
         _session.changing.value -= 1
 
 
-# Reading.
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectReader(FileReader):
-    """An object, or a window of one. It has no descriptor."""
-
-    image: Image | None = None
-    top: str = ""
-    key: str = ""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return exactly ``length`` bytes from ``offset``, as ``FileReader.read`` does."""
-        self._ensure_inside(offset, length)
-        return self._bytes(self.start + offset, length)
-
-    def fill(self, view: memoryview, offset: int) -> None:
-        """Read bytes from ``offset`` on until ``view`` is full. Any thread may."""
-        view[:] = self.read(offset, len(view))
-
-    def window(self, offset: int, length: int) -> "ObjectReader":
-        """Return a reader of ``length`` bytes from ``offset``."""
-        self._ensure_inside(offset, length)
-        return ObjectReader(-1, length, self.start + offset, self.image, self.top, self.key)
-
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read ranges that will be asked for, all at once."""
-        self._fetch(
-            [(self.start + offset) // _BLOCK, -(-(self.start + offset + length) // _BLOCK)]
-            for offset, length in ranges
-            if length
-        )
-
-    def spares(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Return whether ranges should not be read one by one; otherwise all of them are read at once here."""
-        assert self.image is not None
-        _look_ahead(self.image, self.top, self.key)
-        missing = [
-            (offset, length)
-            for offset, length in ranges
-            if (self.top, self.key, (self.start + offset) // _BLOCK) not in _cache
-            or (self.top, self.key, (self.start + offset + length - 1) // _BLOCK) not in _cache
-        ]
-        if missing and (count := reading.spared()) is not None:
-            count.headers += len(missing)
-            return True
-        self.expect(missing[: _KEPT // _BLOCK // 4])
-        return False
-
-    @contextmanager
-    def reopened(self) -> Iterator[FileReader]:
-        """Yield this reader: threads do not disturb each other."""
-        yield self
-
-    def is_cached(self, offset: int) -> bool:
-        """Return False: a store is slower than any disk."""
-        return False
-
-    @property
-    def _info(self) -> ObjectInfo:
-        assert self.image is not None
-        return self.image.objects[self.key]
-
-    def _bytes(self, offset: int, length: int) -> bytes:
-        if not length:
-            return b""
-        assert self.image is not None
-        if length >= _RANGE:
-            return self._direct(offset, length)
-        _look_ahead(self.image, self.top, self.key)
-        first, end = offset // _BLOCK, -(-(offset + length) // _BLOCK)
-        missing = [number for number in range(first, end) if (self.top, self.key, number) not in _cache]
-        if missing:
-            wanted = _cache.window(self.top, self.key, missing[0])
-            last = min(max(end, missing[0] + wanted // _BLOCK), -(-self._info.size // _BLOCK))
-            self._fetch([[missing[0], last]])
-            _cache.grow(self.top, self.key, last, wanted)
-        parts = []
-        for number in range(first, end):
-            part = _cache.get(self.top, self.key, number)
-            if part is None:  # other threads have filled the cache meanwhile
-                return self._direct(offset, length)
-            parts.append(part)
-        begin = offset - first * _BLOCK
-        return b"".join(parts)[begin : begin + length]
-
-    def _direct(self, offset: int, length: int) -> bytes:
-        assert self.image is not None
-        info = self._info
-        ranges = [
-            ObjectRange(self.key, begin, min(_RANGE, offset + length - begin), info.etag)
-            for begin in range(offset, offset + length, _RANGE)
-        ]
-        return b"".join(self.image.read_many(ranges))
-
-    def _fetch(self, spans: Iterable[Sequence[int]]) -> None:
-        """Put blocks into the cache: spans of their numbers, each a request unless it is long."""
-        assert self.image is not None
-        blocks = [(self.key, first, end) for first, end in spans]
-        _fetch_spans(self.image, self.top, blocks, self.image.read_many)
-
-
-def _fetch_spans(
-    image: Image, top: str, spans: Iterable[tuple[str, int, int]],
-    read_many: Callable[[Sequence[ObjectRange]], Sequence[bytes]],
-) -> None:  # fmt: skip
-    ranges = []
-    for key, first, end in spans:
-        info = image.objects[key]
-        last = min(end * _BLOCK, info.size)
-        begin = first * _BLOCK
-        while begin < last:
-            take = min(_RANGE, last - begin)
-            if any(
-                (top, key, number) not in _cache
-                for number in range(begin // _BLOCK, -(-(begin + take) // _BLOCK))
-            ):
-                ranges.append(ObjectRange(key, begin, take, info.etag))
-            begin += take
-    for one, data in zip(ranges, read_many(ranges), strict=True):
-        for begin in range(0, len(data), _BLOCK):
-            _cache.put(top, one.key, (one.offset + begin) // _BLOCK, data[begin : begin + _BLOCK])
-
-
-class _Cache:
-    """Blocks of objects, those used last; and how much is read at once where reads follow each other."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
-        self._nbytes = 0
-        self._windows: dict[tuple[str, str, int], int] = {}
-        self.ahead: defaultdict[str, set[str]] = defaultdict(set)
-
-    def __contains__(self, block: tuple[str, str, int]) -> bool:
-        return block in self._blocks
-
-    def get(self, top: str, key: str, number: int) -> bytes | None:
-        """Return a block, None when it is not there any more."""
-        with self._lock:
-            data = self._blocks.get((top, key, number))
-            if data is not None:
-                self._blocks.move_to_end((top, key, number))
-            return data
-
-    def put(self, top: str, key: str, number: int, data: bytes) -> None:
-        """Keep a block, and let go of those that were used longest ago."""
-        with self._lock:
-            old = self._blocks.pop((top, key, number), b"")
-            self._blocks[top, key, number] = data
-            self._nbytes += len(data) - len(old)
-            while self._nbytes > _KEPT:
-                self._nbytes -= len(self._blocks.popitem(last=False)[1])
-
-    def window(self, top: str, key: str, number: int) -> int:
-        """Return how many bytes to read at once from a block on."""
-        with self._lock:
-            return self._windows.pop((top, key, number), _FEWEST)
-
-    def grow(self, top: str, key: str, number: int, window: int) -> None:
-        """Note that the reads of a window went up to a block: what follows there reads twice as much."""
-        with self._lock:
-            self._windows[top, key, number] = min(2 * window, _MOST)
-
-    def forget(self, top: str) -> None:
-        """Let go of all blocks of an image."""
-        with self._lock:
-            for block in [block for block in self._blocks if block[0] == top]:
-                self._nbytes -= len(self._blocks.pop(block))
-            self._windows = {place: size for place, size in self._windows.items() if place[0] != top}
-            self.ahead.pop(top, None)
-
-
-_cache = _Cache()
-
-
-def _look_ahead(image: Image, top: str, key: str) -> None:
-    """Read the ends of the files of a folder when the first of them is read; of one file where that is asked for."""
-    seen = _cache.ahead[top]
-    if key in seen:
-        return
-    with _session.lock:
-        if key in seen:
-            return
-        folder = key.rpartition("/")[0]
-        if image.place != image.root:
-            keys = [key]
-        else:
-            keys = [one for one in image.keys_in(folder) if one not in seen]
-            begin = keys.index(key)
-            keys = keys[begin : begin + _AHEAD]
-        try:
-            _fetch_spans(image, top, [span for one in keys for span in _ends(image, one)], image.try_many)
-            seen.update(keys)
-        except (StoreError, ChangedError):
-            # One of them fails that perhaps nobody asks for: a log of somebody else's next to the checkpoint.
-            _fetch_spans(image, top, _ends(image, key), image.read_many)
-            seen.add(key)
-
-
-def _ends(image: Image, key: str) -> list[tuple[str, int, int]]:
-    """Return the blocks at both ends of a file, at its beginning alone where it has no directory at its end."""
-    size = image.objects[key].size
-    blocks = -(-size // _BLOCK)
-    head = min(_HEAD // _BLOCK, blocks)
-    tail = max(head, (size - _TAIL) // _BLOCK) if not key.endswith(".safetensors") else blocks
-    if tail <= head:
-        return [(key, 0, blocks if tail < blocks else head)]
-    return [(key, 0, head), (key, tail, blocks)]
-
-
 class _Files:
     """The images of this process, as ``storage.reading`` asks for them."""
 
@@ -727,6 +511,10 @@ class _Files:
         if top is None:
             return None
         if image is None:
+            raise OperationError(f"{path}: this URL is not open any more")
+        if not full.startswith(f"{image.root}/") and full != str(
+            image.root
+        ):  # of an earlier image with this top
             raise OperationError(f"{path}: this URL is not open any more")
         key = image.key_of(full)
         key = image.aliases.get(key, key)
@@ -744,6 +532,26 @@ class _Files:
             return None
         key = image.key_of(os.path.abspath(folder))
         return image.store if key == "." else open_store(f"{image.store.url}/{key}")
+
+    def names(self, folder: Path) -> Names | None:
+        """Return the names in a folder of a listing, None for any other folder. Raises FileNotFoundError."""
+        full = os.path.abspath(folder)
+        image = _image_at(full)
+        if image is None or not isinstance(image.objects, Listing):
+            return None
+        key = _key_in(image, full)
+        folders = image.objects.folders(key)
+        if folders is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), full)
+        return Names([*image.objects.files(key)], [*folders])
+
+    def origin(self, folder: Path) -> Path | None:
+        """Return the folder of a listing of which a folder was made, None for any other one."""
+        full = os.path.abspath(folder)
+        image = _image_at(full)
+        if image is None or image.origin is None:
+            return None
+        return image.origin / _key_in(image, full)
 
     def unheld(self, folder: Path) -> tuple[Unheld, ...]:
         """Return the objects in or below a folder of an image whose keys no folder can hold."""

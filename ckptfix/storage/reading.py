@@ -5,7 +5,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -144,11 +144,24 @@ class Unheld(NamedTuple):
         return f"an empty object, as programs mark folders with it: {self.why}"
 
 
+class Names(NamedTuple):
+    """The names in a folder."""
+
+    files: list[str]
+    folders: list[str]
+
+
 class Elsewhere(Protocol):
     """Files whose bytes are not on this machine (``storage.images``)."""
 
     def open(self, path: Path) -> FileReader | None:
         """Return the reader of a file, None for one that is on this machine. Raises OSError as ``open`` does."""
+
+    def names(self, folder: Path) -> Names | None:
+        """Return the names in a folder that is only listed, None for any other one. Raises OSError."""
+
+    def origin(self, folder: Path) -> Path | None:
+        """Return the folder of a listing of which a folder was made, None for any other one."""
 
     def unheld(self, folder: Path) -> tuple[Unheld, ...]:
         """Return the objects in or below a folder that it cannot hold."""
@@ -183,6 +196,45 @@ def store_of(folder: Path) -> "Store | None":
 def unheld_below(folder: Path) -> tuple[Unheld, ...]:
     """Return the objects of a store in or below a folder whose keys no folder can hold."""
     return tuple(one for files in _elsewhere for one in files.unheld(folder))
+
+
+def listed_names(folder: Path) -> Names | None:
+    """Return the names in a folder that only a listing of a store has, None for any other one. Raises OSError."""
+    return next((found for files in _elsewhere if (found := files.names(folder)) is not None), None)
+
+
+def origin_of(folder: Path) -> Path:
+    """Return the folder of a listing of which a folder was made: its neighbours are there. Any other one as it is."""
+    return next((found for files in _elsewhere if (found := files.origin(folder)) is not None), folder)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder. Raises OSError."""
+    listed = listed_names(folder)
+    return os.listdir(folder) if listed is None else [*listed.files, *listed.folders]
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, without links. Raises OSError."""
+    listed = listed_names(folder)
+    if listed is not None:
+        return listed.folders
+    with os.scandir(folder) as listing:
+        return [entry.name for entry in listing if entry.is_dir(follow_symlinks=False)]
+
+
+def walk(top: Path, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk through folders as ``os.walk`` does, through those that are only listed as well."""
+    if listed_names(top) is None:
+        yield from os.walk(top, onerror=onerror)
+        return
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        if (names := listed_names(folder)) is None:
+            continue
+        yield str(folder), names.folders, names.files
+        waiting += [folder / name for name in reversed(names.folders)]
 
 
 def read_start(path: Path, most: int) -> bytes | None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import datetime, timezone
 from enum import Enum
 from importlib import import_module
@@ -219,6 +220,14 @@ class Store:
         base = files._strip_protocol(self.url)
         return files, base.strip("/") if scheme != "memory" else base.rstrip("/")
 
+    def below(self, key: str) -> "Store":
+        """Return a folder of this prefix, with the same connections."""
+        if not key:
+            return self
+        store = copy(self)
+        store.url, store._base = f"{self.url}/{key}", self._path(key)
+        return store
+
     def name(self, key: str = "") -> str:
         """Return the URL of an object as messages name it."""
         return escape(f"{self.url}/{key}" if key else self.url)
@@ -370,6 +379,10 @@ class Store:
         """Return every object below a folder of the prefix, however deep, by its key."""
         listed = self._persist(below, lambda: list(self._list(_folder(below), deep=True)))
         return {key: info for key, info in listed if info is not None}
+
+    def listed(self) -> Iterator[tuple[str, ObjectInfo]]:
+        """Yield every object as ``list`` returns it, page by page where the store lists by pages."""
+        yield from self.list().items()
 
     def children(self, below: str = "") -> tuple[dict[str, ObjectInfo], Names]:
         """Return the objects right in a folder by their keys, and the keys of its sub-folders, without slashes."""

@@ -6,7 +6,7 @@ The structure is that of ``check``. The data are the files that a manifest has d
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from datetime import datetime
 from math import ceil
@@ -23,7 +23,7 @@ from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.doors import etag_of, watched
+from ckptfix.storage.doors import etag_of, made, states_of
 from ckptfix.storage.parallel import Progress, Share, Stopped
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, hash_all
@@ -218,12 +218,11 @@ class Scrub:
                 self.unknown += 1
             return ScrubResult(path=Path(path), verdict=_NOT_REACHED)
         try:
-            with watched(path):
-                result, look, readings, gone = self._look(Path(path), place, last)
+            result, look, readings, gone = self._look(path, place, last)
         except Stopped:  # an interrupt
             raise
         except Exception as error:  # of those that nobody has foreseen, too: nothing is known of this one
-            if isinstance(error, CkptfixError | OSError) and not os.path.lexists(path):
+            if isinstance(error, CkptfixError | OSError) and _is_gone(path):
                 return ScrubResult(path=Path(path), verdict=_REMOVED)  # a run keeps its last checkpoints only
             verdict = {"verdict": _FAILED, "structure": {"status": 3, "unfinished": [escape(str(error))]}}
             self.state.keep(self.scope, Look(place, time(), 0.0, "", verdict), {})
@@ -237,28 +236,52 @@ class Scrub:
         return result
 
     def _look(
-        self, path: Path, place: str, last: Look | None
-    ) -> tuple[ScrubResult, Look, dict[str, Reading], list[str]]:
-        files, fingerprint = _files(path)
+        self, path: str, place: str, last: Look | None
+    ) -> tuple[ScrubResult, Look, Mapping[str, Reading], list[str]]:
+        files, fingerprint = _files(Path(path))
         now = time()
-        structure: Mapping[str, Any]
-        is_kept = (
+        before = self.state.readings(place)
+        if (
             last is not None
             and last.fingerprint == fingerprint
             and last.looked >= self.since
             and not last.verdict["structure"].get("unfinished")  # it may be readable now
-        )
-        if last is not None and is_kept:
+        ):
+            units = _units_again(files, before, last)
+            if units is not None and not any(self._is_due(place, key, before[key]) for key in units):
+                # all is known by the listing and the state: nothing is opened, and nothing made of a listing
+                data, _, differences = self._tally(place, units, before, lambda key: "")
+                known = last.verdict["differences"]
+                differences = {key: known[key] for key in known if key not in before} | differences
+                result = _judged(Path(path), last.verdict["structure"], last.looked, differences, data, True)
+                return result, _look_of(result, place, now, fingerprint), {}, []
+        else:
+            last = None
+        with made(path) as folder:
+            found = self._look_into(Path(folder), place, now, files, fingerprint, before, last)
+        if not found[0].is_kept and _files(Path(path))[1] != fingerprint:
+            raise ChangedError(
+                f"{path} changed while it was looked at, so nothing is known about it; the next run looks again"
+            )
+        return found
+
+    def _look_into(
+        self, root: Path, place: str, now: float, files: "_Files", fingerprint: str,
+        before: Mapping[str, Reading], last: Look | None,
+    ) -> tuple[ScrubResult, Look, Mapping[str, Reading], list[str]]:  # fmt: skip
+        """Look at a checkpoint and read what is due. ``last``: the last look, where it counts still."""
+        structure: Mapping[str, Any]
+        if last is not None:
             structure, looked = last.verdict["structure"], last.looked
         else:
-            report = check(path, siblings=self.siblings, progress=self.progress).alone()
+            report = check(root, siblings=self.siblings, progress=self.progress).alone()
             structure, looked = {"verdict": verdict_of(report), **report.as_json()}, now
             structure = {
                 key: structure[key] for key in ("verdict", "status", "findings", "not_checked", "unfinished")
             }
-        recorded = Recorded(readable_manifest(path), Target(path, None))
-        own = {name: state for name, state in files.items() if not name.startswith(f"{JOURNAL}/")}
-        contents = Contents(root=path, files={name: FileState(*state[:2]) for name, state in own.items()})
+        recorded = Recorded(readable_manifest(root), Target(root, None))
+        own = {name: state for name, state in files.items() if not _is_own(name)}
+        contents = Contents(root=root, files={name: FileState(*state[:2]) for name, state in own.items()})
         differences = {}
         known = _Known(contents, recorded, {name: str(state) for name, state in own.items()}, fingerprint)
         if recorded.manifest is not None:
@@ -266,19 +289,40 @@ class Scrub:
                 item = file_without_digest(name, contents, recorded)
                 if item.outcome is Outcome.DIFFER:
                     differences[escape(name)] = item.text
-        before = self.state.readings(place)
+        data, fresh, problems = self._tally(
+            place, known.units, before, lambda key: known.read(key, self.progress)
+        )
+        is_kept = last is not None and not fresh
+        result = _judged(root, structure, looked, differences | problems, data, is_kept)
+        gone = sorted(before.keys() - known.units.keys())
+        unread = {
+            key: Reading(mark, 0.0, "")
+            for key, (_, mark) in known.units.items()
+            if key not in before or before[key].fingerprint != mark
+        }
+        return result, _look_of(result, place, now, fingerprint), unread | fresh, gone
+
+    def _is_due(self, place: str, key: str, one: Reading | None) -> bool:
+        """Return whether a unit is to be read now."""
+        is_old = one is None or one.read < self.since or one.problem.startswith(_UNREAD)
+        return is_old and self.subset is not None and self.subset.holds(f"{place}/{key}")
+
+    def _tally(
+        self, place: str, units: Mapping[str, tuple[int, str]], before: Mapping[str, Reading],
+        read: Callable[[str], str],
+    ) -> tuple[Data, dict[str, Reading], dict[str, str]]:  # fmt: skip
+        """Read the units that are due. Return their numbers, the readings, and how units differ by all readings."""
         fresh: dict[str, Reading] = {}
-        data = Data(files=len(known.units), nbytes=sum(size for size, _ in known.units.values()))
-        for name, (size, mark) in sorted(known.units.items()):
-            key = escape(name)
+        problems: dict[str, str] = {}
+        data = Data(files=len(units), nbytes=sum(size for size, _ in units.values()))
+        for key, (size, mark) in sorted(units.items()):
             one = before.get(key)
-            one = one if one is not None and one.fingerprint == mark else None
-            is_old = one is None or one.read < self.since or one.problem.startswith(_UNREAD)
-            if is_old and self.subset is not None and self.subset.holds(f"{place}/{name}"):
+            one = one if one is not None and one.fingerprint == mark and one.read else None
+            if self._is_due(place, key, one):
                 if self._is_late():
                     data = replace(data, due=data.due + 1)
                 else:
-                    problem = known.read(name, self.progress)
+                    problem = read(key)
                     one = fresh[key] = Reading(mark, time(), problem)
                     data = replace(data, read=data.read + 1, read_bytes=data.read_bytes + size)
             if one is not None:
@@ -286,24 +330,8 @@ class Scrub:
                     data = replace(data, before=data.before + 1)
                 data = replace(data, oldest=min(one.read, data.oldest or one.read))
                 if one.problem:
-                    differences[key] = one.problem
-        if (fresh or not is_kept) and _files(path)[1] != fingerprint:
-            raise ChangedError(
-                f"{path} changed while it was looked at, so nothing is known about it; the next run looks again"
-            )
-        result = ScrubResult(
-            path=path, verdict=structure["verdict"], structure=structure, looked=looked, differences=differences,
-            is_kept=is_kept and not fresh, data=data,
-        )  # fmt: skip
-        if any(not words.startswith(_UNREAD) for words in differences.values()):
-            result = replace(result, verdict=_DAMAGED)
-        elif differences and not structure["status"]:
-            result = replace(result, verdict=UNFINISHED)
-        verdict = {
-            "verdict": result.verdict, "structure": structure, "differences": differences, "data": data.as_json(),
-        }  # fmt: skip
-        gone = sorted(before.keys() - set(map(escape, known.units)))
-        return result, Look(place, now, looked, fingerprint, verdict), fresh, gone
+                    problems[key] = one.problem
+        return data, fresh, problems
 
     def _is_late(self) -> bool:
         self.is_late |= monotonic() >= self.until
@@ -320,27 +348,94 @@ def _kept(path: Path, last: Look) -> ScrubResult:
     )  # fmt: skip
 
 
-def _files(root: Path) -> tuple[dict[str, tuple[int, int, str]], str]:
+def _judged(
+    path: Path, structure: Mapping[str, Any], looked: float, differences: Mapping[str, str], data: Data,
+    is_kept: bool,
+) -> ScrubResult:  # fmt: skip
+    verdict = structure["verdict"]
+    if any(not words.startswith(_UNREAD) for words in differences.values()):
+        verdict = _DAMAGED
+    elif differences and not structure["status"]:
+        verdict = UNFINISHED
+    return ScrubResult(
+        path=path, verdict=verdict, structure=structure, looked=looked, differences=differences, is_kept=is_kept,
+        data=data,
+    )  # fmt: skip
+
+
+def _look_of(result: ScrubResult, place: str, now: float, fingerprint: str) -> Look:
+    """Return what the state keeps of a result."""
+    assert result.data is not None
+    verdict = {
+        "verdict": result.verdict, "structure": result.structure, "differences": result.differences,
+        "data": result.data.as_json(),
+    }  # fmt: skip
+    return Look(place, now, result.looked, fingerprint, verdict)
+
+
+_Files = Mapping[str, tuple[int, int, str]]
+"""Size, time and ETag of each file."""
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a file is one of ckptfix itself."""
+    return name.startswith(f"{JOURNAL}/")
+
+
+def _is_gone(path: str) -> bool:
+    return states_of(Path(path)) is None and not os.path.lexists(path)
+
+
+def _files(root: Path) -> tuple[_Files, str]:
     """Return size, time and ETag of every file, and a fingerprint of the complete listing."""
+    listed = states_of(root)
+    if listed is not None:
+        return _files_listed(listed)
     found: dict[str, tuple[int, int, str]] = {}
-    digest = hashlib.sha256()
     names: dict[str, str | None] = listed_files(root)
-    for folder, _, inside in os.walk(root / JOURNAL):
-        names |= {os.path.relpath(os.path.join(folder, name), root): None for name in inside}
+    own = (os.path.join(folder, name) for folder, _, inside in os.walk(root / JOURNAL) for name in inside)
+    names |= dict.fromkeys(sorted(os.path.relpath(path, root) for path in own))
     for name, why in names.items():
         if why is None:
             try:
                 status = os.stat(root / name)
             except OSError as error:
-                why = str(error.strerror)
+                names[name] = str(error.strerror)
             else:
                 found[name] = (status.st_size, status.st_mtime_ns, etag_of(root / name))
-        digest.update(f"{escape(name)}\n{why or found[name]}\n".encode())
-    return found, digest.hexdigest()
+    return found, _fingerprint((name, why or found[name]) for name, why in names.items())
+
+
+def _files_listed(listed: Mapping[str, Any]) -> tuple[_Files, str]:
+    """Return the same of a folder of a listing: as it would be on this machine."""
+    names = sorted(name for name in listed if JOURNAL not in name.split("/")[:-1])
+    names += sorted(name for name in listed if _is_own(name))
+    found = {name: (listed[name].size, listed[name].modified_ns, listed[name].etag) for name in names}
+    return found, _fingerprint(found.items())
+
+
+def _fingerprint(states: Iterable[tuple[str, object]]) -> str:
+    digest = hashlib.sha256()
+    for name, state in states:
+        digest.update(f"{escape(name)}\n{state}\n".encode())
+    return digest.hexdigest()
+
+
+def _units_again(
+    files: _Files, before: Mapping[str, Reading], last: Look
+) -> dict[str, tuple[int, str]] | None:
+    """Return the units of an unchanged checkpoint by the state alone, None where it does not know all of them."""
+    data = last.verdict.get("data")
+    if not data or data["files"] != len(before):
+        return None
+    sizes = {escape(name): state[0] for name, state in files.items() if not _is_own(name)}
+    total = sum(sizes.values())
+    return {key: (sizes.get(key, total), one.fingerprint) for key, one in before.items()}
 
 
 class _Known:
-    """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: name -> size and mark.
+    """The digests of a checkpoint. ``files``: those that have one and are there; ``units``: key -> size and mark, where
+    a key is an escaped name.
 
     A save that knew the digests of its tensors alone is read as one unit.
     """
@@ -351,20 +446,22 @@ class _Known:
         self._contents, self._recorded = contents, recorded
         self.files = recorded.sha256.keys() & contents.files.keys()
         self.units = {
-            name: (contents.files[name].size, f"{states[name]} {recorded.sha256[name]}")
+            escape(name): (contents.files[name].size, f"{states[name]} {recorded.sha256[name]}")
             for name in self.files
         }
+        self._names = {escape(name): name for name in self.files}
         if not recorded.sha256 and any(recorded.tensors.values()):
             self.units[_TENSORS] = (contents.nbytes, fingerprint)
 
-    def read(self, name: str, progress: Progress | None) -> str:
+    def read(self, key: str, progress: Progress | None) -> str:
         """Read a unit, and return how it differs from the manifest, "" where it does not."""
         contents, recorded = self._contents, self._recorded
-        if name == _TENSORS:
+        if key == _TENSORS:
             report = verify(contents.root, progress=progress)
             if report.unfinished or not report.is_verified:
                 return f"{_UNREAD}{escape(list_names(report.unfinished) or report.no_digest)}"
             return "; ".join(map(str, report.differences[:3]))
+        name = self._names[key]
         size = contents.files[name].size
         scheme = recorded.scheme_of(name, size)
         jobs = scheme.jobs(FileJob(contents.root / name, size))

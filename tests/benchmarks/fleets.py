@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
 from ckptfix.storage import stores
-from ckptfix.storage.stores import open_store
+from ckptfix.storage.stores import ObjectRange, open_store
 from tests.benchmarks.printing import show
 from tests.stores.servers import running, why_not
 
@@ -17,10 +17,17 @@ _SAVE = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-si
 _FOLDERS = 1000
 """Checkpoints below a URL, and fewest of those on a disk."""
 
+_LISTING = "import sys; from ckptfix.storage.stores import open_store; open_store(sys.argv[1]).list()"
+
 
 def scrub_fleets(folder: Path, many: int) -> None:
     """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store."""
     files = {path.name: path.read_bytes() for path in _SAVE.iterdir() if path.is_file()}
+    _scrub_folders(folder, files, many)
+    _scrub_prefixes(folder, files)
+
+
+def _scrub_folders(folder: Path, files: Mapping[str, bytes], many: int) -> None:
     peaks = []
     for count in (_FOLDERS, many):
         root = folder / f"fleet-{count}"
@@ -39,6 +46,9 @@ def scrub_fleets(folder: Path, many: int) -> None:
             show(f"scrub of {count} checkpoints {what}", figure, "-", True)
     show(f"memory of {many} checkpoints against {_FOLDERS}", f"{peaks[2] - peaks[0]:+} MiB", "< 32 MiB",
          peaks[2] - peaks[0] < 32)  # fmt: skip
+
+
+def _scrub_prefixes(folder: Path, files: Mapping[str, bytes]) -> None:
     if reason := why_not("ministack"):
         print(f"fleets in a store: skipped: {reason}")
         return
@@ -52,22 +62,41 @@ def scrub_fleets(folder: Path, many: int) -> None:
             for one in files
         ]
         stores.together(keys, lambda key: store.put(key, files[key.rpartition("/")[2]]), 16)
-        begin = perf_counter()
-        assert len(open_store(url).list()) == len(keys)
-        listing = perf_counter() - begin
+        listing = perf_counter()
+        listed = open_store(url).list()
+        listing = perf_counter() - listing
+        assert len(listed) == len(keys)
+        whole = [ObjectRange(key, 0, info.size, info.etag) for key, info in listed.items()]
+        reads = []
+        for ranges in ([one for one in whole if one.key.endswith("model.safetensors")], whole):
+            begin = perf_counter()
+            store.read_many(ranges)
+            reads.append(perf_counter() - begin)
+        alone, _ = _timed([sys.executable, "-c", _LISTING, url], server.variables)
+        figure = f"{listing:.2f} s, {alone:.1f} s with the start of a process"
+        show(f"listing {len(keys)} objects of {_FOLDERS} prefixes", figure, "-", True)
+        figure = f"{listing + reads[0]:.1f} s, {listing + reads[1]:.1f} s"
+        show("listing and one plain read for each prefix, each object", figure, "-", True)
         seconds, peak = _scrubbed(url, folder / "url.sqlite", server.variables)
-        again, _ = _scrubbed(url, folder / "url.sqlite", server.variables, "--max-age", "1d")
-        times = f"{seconds:.1f} s, listing {listing:.2f} s, unchanged {again:.1f} s"
-        figure = f"{seconds / listing:.1f}x ({times}), {peak} MiB"
-        show(f"scrub of {_FOLDERS} prefixes against listing", figure, "< 3x", seconds < 3 * listing)
+        least = alone + reads[1]
+        figure = f"{seconds:.1f} s ({seconds / least:.1f}x of listing and reading each object), {peak} MiB"
+        show(f"scrub of {_FOLDERS} prefixes looks at all", figure, "< 3x", seconds < 3 * least)
+        seconds, peak = _scrubbed(url, folder / "url.sqlite", server.variables, "--max-age", "1d")
+        figure = f"{seconds:.1f} s ({seconds / alone:.1f}x of listing), {peak} MiB"
+        show(f"scrub of {_FOLDERS} prefixes finds all unchanged", figure, "< 3x", seconds < 3 * alone)
 
 
-def _scrubbed(path: str, state: Path, variables: Mapping[str, str], *options: str) -> tuple[float, int]:
-    """Return the seconds and the MiB of a run in a process of its own."""
-    command = [sys.executable, "-m", "ckptfix", "scrub", path, "-q", "--state", str(state), *options]
+def _timed(command: Sequence[str], variables: Mapping[str, str]) -> tuple[float, int]:
+    """Return the seconds and the MiB of a command in a process of its own."""
     begin = perf_counter()
     process = subprocess.Popen(command, env={**os.environ, **variables})
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     return perf_counter() - begin, usage.ru_maxrss >> 10
+
+
+def _scrubbed(path: str, state: Path, variables: Mapping[str, str], *options: str) -> tuple[float, int]:
+    """Return the seconds and the MiB of a scrub."""
+    command = [sys.executable, "-m", "ckptfix", "scrub", path, "-q", "--state", str(state), *options]
+    return _timed(command, variables)

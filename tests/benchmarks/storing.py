@@ -12,6 +12,7 @@ from unittest import mock
 
 from ckptfix import check
 from ckptfix.storage import stores
+from ckptfix.storage.s3 import S3Store
 from ckptfix.storage.stores import ObjectRange, Store, open_store
 from ckptfix.wording import human_size
 from tests.benchmarks.printing import show
@@ -70,15 +71,26 @@ def torch_shards(count: int, nbytes: int) -> Iterator[tuple[str, bytes]]:
 def counted() -> Iterator[dict[str, list[int]]]:
     """Yield key -> requests and bytes of the reads in the block."""
     found: dict[str, list[int]] = {}
-    original = Store.read
+    read, of_s3 = Store.read, S3Store._words_to_read
 
-    def read(self: Store, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
+    def count(key: str, length: int) -> None:
         one = found.setdefault(key, [0, 0])
         one[0] += 1
         one[1] += length
-        return original(self, key, offset, length, etag=etag)
 
-    with mock.patch.object(Store, "read", read):
+    def reading(self: Store, key: str, offset: int, length: int, *, etag: str | None = None) -> bytes:
+        if not isinstance(self, S3Store):
+            count(key, length)
+        return read(self, key, offset, length, etag=etag)
+
+    def reading_of_s3(self: S3Store, key: str, offset: int, length: int, etag: str) -> dict[str, object]:
+        count(key, length)
+        return of_s3(self, key, offset, length, etag)
+
+    with (
+        mock.patch.object(Store, "read", reading),
+        mock.patch.object(S3Store, "_words_to_read", reading_of_s3),
+    ):
         yield found
 
 

@@ -299,6 +299,24 @@ def test_a_path_of_an_image_that_has_gone_is_no_hole(url: str) -> None:
         pass
 
 
+def test_a_path_of_a_part_that_has_gone_is_no_hole_of_the_next_one(url: str) -> None:
+    """The next part of a listing gets the folder of one that is not needed any more."""
+    for name in ("one", "two"):
+        uploaded(f"{url}/{name}")
+    place = images.listing_of(url)
+    with images.made(place / "one") as one:
+        assert read_start(one / "model.safetensors", 8) == read_start(place / "two" / "model.safetensors", 8)
+    with images.made(place / "two") as two:
+        assert two.parent == one.parent
+        for path in (one, place / "none"):
+            with pytest.raises((OperationError, FileNotFoundError)), open_reader(path / "model.safetensors"):
+                pass
+        with pytest.raises(OperationError, match="not open any more"):
+            read_start(one / "model.safetensors", 8)
+    with images.made(CASE) as same:
+        assert same == CASE
+
+
 def test_without_room_nothing_is_downloaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded(url)
     place = images.image_of(url)
