@@ -9,6 +9,8 @@ from ckptfix.conversion.kept_files import partial_results
 from ckptfix.conversion.migrate import migrate
 from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS, WEIGHTS
 from ckptfix.diagnosis.policy import Keys
+from ckptfix.errors import UsageError
+from ckptfix.storage.doors import local_path, looks_like_url
 from ckptfix.tensors.optimizers import Strategy
 
 
@@ -85,6 +87,8 @@ def migrate_command(
 
     DST appears when it is complete, or not at all; SRC stays as it is.
     """
+    if looks_like_url(local_path(dst)) and partial_results() is not None:
+        raise UsageError(f"--partial keeps files next to DST, on a disk, and {dst} is a URL; leave it out")
     describe = state_after_writing(src, dst)
     goes_on = "; the same command goes on from what was written" if partial_results() is not None else ""
     with interruptible(lambda: f"{describe()}{goes_on}"), report.progress(f"migrating {src}") as progress:

@@ -20,6 +20,7 @@ from ckptfix.conversion.sources import files_read
 from ckptfix.errors import OperationError, TeamError
 from ckptfix.storage import teams
 from ckptfix.storage.atomic import read_file
+from ckptfix.storage.joined_team import ensure_seen
 from ckptfix.storage.partial_results import PartialResults, Units
 from ckptfix.storage.paths import JOURNAL
 from ckptfix.storage.recipes import Literal
@@ -60,6 +61,7 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
         assert team is not None
         folder, *kept = team.told(list)
         with teams.as_one():
+            ensure_seen(Path(folder), "next: write to a folder that all nodes see")
             yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
         return
     begun = staging_for(output, name=name) if results is None else _lasting(plan, name, results)

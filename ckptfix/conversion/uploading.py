@@ -6,25 +6,38 @@ All are complete on this machine first; the commit marker is the last object.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.dataclass import dataclass
-from ckptfix.errors import FormatError, OperationError, UsageError
+from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
 from ckptfix.storage.doors import local_path, looks_like_url
-from ckptfix.storage.markers import DESTINATION
+from ckptfix.storage.joined_team import ensure_seen
+from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.parallel import Progress
+from ckptfix.storage.partial_results import Units
 from ckptfix.storage.paths import command, existing, shell_path
-from ckptfix.storage.staged import is_temporary, release, staging_folder, sweep, temporary_name
+from ckptfix.storage.staged import (
+    STAGING_VARIABLE,
+    is_temporary,
+    release,
+    staging_folder,
+    sweep,
+    temporary_name,
+)
 from ckptfix.wording import Line, Printable, count_of, human_size, line, show_as
+
+if TYPE_CHECKING:
+    from ckptfix.storage.uploads import Place
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -128,36 +141,85 @@ def writes_urls(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 def _uploaded(url: str, *, overwrite: bool) -> Iterator[Path]:
     """Yield a path on this machine; what is there at the end is uploaded, and removed here."""
     from ckptfix.storage.stores import ABSENT, open_store
-    from ckptfix.storage.uploads import objects_replaced, upload_folder
+    from ckptfix.storage.uploads import objects_replaced
 
-    if teams.current() is not None:
-        raise UsageError(
-            f"{url}: several processes cannot write to a store together; next: start one process"
-        )
     above, _, name = url.rpartition("/")
     place = open_store(url)
-    stale = objects_replaced(place, overwrite=overwrite)
-    parent = staging_folder()
-    sweep(parent)
-    folder = parent / temporary_name(Path(name))
-    local = folder / name
-    show_as(re.escape(str(local)), url)
-    try:
-        folder.mkdir(mode=0o700)
+    with _folder_for(name, lambda: objects_replaced(place, overwrite=overwrite)) as (folder, stale):
+        local = folder / name
+        show_as(re.escape(str(local)), url)
         yield local
         try:
             if local.is_dir():
-                upload_folder(place, local, stale=stale)
-            elif local.exists():
+                _upload(place, local, stale)
+            elif local.exists() and teams.leads():
                 open_store(above).upload(name, local, expected=ABSENT)
+        except TeamError:
+            raise
         except (OperationError, OSError) as error:
             raise OperationError(
                 f"{place.name()}: the upload stopped, so nothing there is committed: {error}; next: run the same "
                 "command again"
             ) from error
+
+
+@contextmanager
+def _folder_for(name: str, find_stale: Callable[[], list[str]]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a new folder on this machine for what is uploaded, and the objects that go; in a team, those of the leader.
+
+    Raises OperationError in a process that does not see the leader's folder.
+    """
+    team = teams.current()
+    if not teams.leads():
+        assert team is not None
+        folder, stale = team.told(list)
+        with teams.as_one():
+            ensure_seen(Path(folder), f"next: export {STAGING_VARIABLE}=FOLDER, a folder that all nodes see")
+            yield Path(folder), stale
+        return
+    stale = find_stale()
+    parent = staging_folder()
+    sweep(parent)
+    path = parent / temporary_name(Path(name))
+    try:
+        path.mkdir(mode=0o700)
+        if team is not None:
+            team.told(lambda: [str(path), stale])
+        with teams.as_one():  # no other reads there any more when the folder is removed
+            yield path, stale
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        release(folder)
+        shutil.rmtree(path, ignore_errors=True)
+        release(path)
+
+
+def _upload(place: "Place", folder: Path, stale: list[str]) -> None:
+    """Upload a complete folder, its commit marker last; the processes of a team share the files."""
+    from ckptfix.storage.uploads import (
+        UploadPlan,
+        begin_upload,
+        finish_upload,
+        send,
+        staged_files,
+        upload_folder,
+    )
+
+    team = teams.current()
+    if team is None:
+        upload_folder(place, folder, stale=stale)
+        return
+    plan = UploadPlan(**team.told(lambda: asdict(begin_upload(place, staged_files(folder), stale))))
+    names = list(plan.files)
+
+    def share(numbers: Sequence[int], done: teams.Done, progress: Progress) -> None:
+        sent = send(place, plan, folder, [names[number] for number in numbers], progress)
+        for number in numbers:
+            done(number, sent[names[number]])
+
+    units = Units()
+    every = [units.of((folder / name, plan.upload), size) for name, size in plan.files.items()]
+    results = team.share("uploads", every, share, lambda number: None, None)
+    if teams.leads():
+        finish_upload(place, plan, {name: Uploaded(*one) for name, one in zip(names, results, strict=True)})
 
 
 def _incomplete(folder: Path) -> str | None:

@@ -437,6 +437,14 @@ def ensure_same_files(paths: Iterable[Path]) -> None:
         team.ensure_same(mine, lambda leader, theirs: _differs(leader, theirs, mine))
 
 
+def ensure_seen(folder: Path, remedy: str) -> None:
+    """Raise OperationError where this process does not see a folder that the leader has made for all of them."""
+    if not folder.is_dir():
+        raise OperationError(
+            f"{folder}: {os.uname().nodename} does not see this folder, which rank 0 has made for all; {remedy}"
+        )
+
+
 def ensure_same_names(names: Sequence[str]) -> None:
     """Find out whether all processes of a team go through the same checkpoints. Raises OperationError where not."""
     team = teams.current()

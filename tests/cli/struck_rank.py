@@ -1,6 +1,7 @@
 """``python struck_rank.py RANK UNITS HOW STORE ARGUMENTS``: run ckptfix, and end this rank after so many units.
 
-HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``stop-in-repair``, ``error`` (of the disk), ``error-in-files``, ``none``.
+HOW: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``stop-in-repair``, ``error`` (of the disk), ``error-in-files``,
+``error-in-uploads``, ``none``.
 STORE: a folder that is the store of the team, so that its processes start without torch; ``torch`` for torch's.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from ckptfix.cli import main, repair
 from ckptfix.conversion.streaming import NewFile
+from ckptfix.storage import uploads
 from ckptfix.storage.partial_results import PartialResults
 from ckptfix.training import rendezvous
 
@@ -79,6 +81,14 @@ if how == "error-in-files":
         return begin(self, *given)
 
     NewFile.begin = begin_or_fail  # type: ignore[assignment,method-assign]
+elif how == "error-in-uploads":
+
+    def fail(*given: Any, **options: Any) -> None:
+        """Fail to upload."""
+        raise OSError(errno.EIO, "Input/output error", "model.safetensors")
+
+    if os.environ["RANK"] == rank:
+        uploads.send = fail  # type: ignore[assignment]
 elif how == "stop-in-repair":
 
     def stop(*given: Any, **options: Any) -> None:

@@ -435,3 +435,9 @@ def test_one_process_goes_on_too(tmp_path: Path) -> None:
     worker = LoneWorker(PartialResults(tmp_path), lambda words: None)
     assert worker.share("a", units, noting(done), None, None) == list(range(10))
     assert done == [6, 7, 8, 9]
+
+
+def test_a_node_that_does_not_see_the_folder_of_the_leader_is_named(tmp_path: Path) -> None:
+    joined_team.ensure_seen(tmp_path, "next: this")
+    with pytest.raises(OperationError, match=r"staging: .* does not see this folder, .*; next: this"):
+        joined_team.ensure_seen(tmp_path / "staging", "next: this")

@@ -26,6 +26,7 @@ from ckptfix.storage.uploads import (
     staged_files,
     upload_folder,
 )
+from tests.cli.test_teamwork import checkpoint, ranks
 from tests.stores.servers import bucket, ministack, ministack_process
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read
 
@@ -318,3 +319,35 @@ def test_seal_writes_the_manifest_next_to_the_objects(
     monkeypatch.setattr(seal_module, "hash_contents", meanwhile)
     with pytest.raises(ChangedError, match="another program wrote"):
         seal_module.seal(url, force=True)
+
+
+@pytest.mark.slow
+def test_two_processes_migrate_to_a_store_as_one_does(tmp_path: Path, bucket: str) -> None:
+    source = checkpoint(tmp_path / "source")
+    options = ("--to", "safetensors", "--max-shard-size", "40KB")
+    assert run(["migrate", str(source), f"{bucket}/one/checkpoint_7", *options]) == 0
+    two = ranks("migrate", source, f"{bucket}/two/checkpoint_7", *options)
+    assert [process.returncode for process in two] == [0, 0], two[0].stderr
+    assert f"in {bucket}/two/checkpoint_7" in two[0].stdout
+    places = [open_store(f"{bucket}/{name}/checkpoint_7") for name in ("one", "two")]
+    assert all(map(is_committed, places))
+    assert contents(places[0]) == contents(places[1])
+    assert len(contents(places[1])) == 9
+    again = ranks("migrate", source, f"{bucket}/two/checkpoint_7", *options)
+    assert [process.returncode for process in again] == [2, 2]
+    assert "choose another place, or --overwrite" in again[0].stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_upload_that_one_process_fails_commits_nothing(tmp_path: Path, bucket: str, rank: int) -> None:
+    source = checkpoint(tmp_path / "source")
+    command = ("migrate", source, f"{bucket}/checkpoint_7", "--to", "safetensors", "--max-shard-size", "40KB")
+    failed = ranks(*command, strike=(rank, 0, "error-in-uploads"), CKPTFIX_STAGING=str(tmp_path))
+    assert [process.returncode for process in failed] == [3, 3]
+    assert "Input/output error" in failed[0].stderr
+    assert not is_committed(open_store(f"{bucket}/checkpoint_7"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    refused = ranks(*command, "--partial", tmp_path / "partial")
+    assert [process.returncode for process in refused] == [2, 2]
+    assert "is a URL; leave it out" in refused[0].stderr
