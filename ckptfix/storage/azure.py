@@ -338,7 +338,7 @@ def _etag(answer: Mapping[str, Any]) -> str:
 
 
 def _is_folder(found: Any) -> bool:
-    """Return whether a blob only stands for a folder, as accounts with a hierarchical namespace have them."""
+    """Return whether a blob only marks a folder, as accounts with a hierarchical namespace have them."""
     return str((found.metadata or {}).get("hdi_isfolder", "")).lower() == "true"
 
 
