@@ -22,7 +22,7 @@ from ckptfix.tensors.optimizer_files import PickledValues, Unread
 from ckptfix.tensors.optimizers import BY_TORCH, STEP, OptimizerState, Strategy, number_in
 from ckptfix.tensors.single_files import record_checksums
 from ckptfix.tensors.stored import StoredTensor
-from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES
+from ckptfix.tensors.zero_states import DTYPE, MODEL_STATES, OF_ENGINE
 from ckptfix.wording import count_of, list_names
 
 _LR_SCHEDULER, _SCALER = "lr_scheduler", "scaler.pt"
@@ -203,7 +203,14 @@ def out_of_engines(
     extras: list[PlannedExtra] = []
     warnings: list[str] = []
     for state in optimizers:
-        held = state.extra.get(MODEL_STATES, {}).get(_LR_SCHEDULER)
+        inside = state.extra.get(MODEL_STATES, {})
+        if of_script := sorted(key for key in inside if key not in OF_ENGINE):
+            warnings.append(
+                f"{state.label}: {list_names(of_script)}, what the script gave to save_checkpoint as client_state, is "
+                "left out: only DeepSpeed's files have a place for it; next, where the script needs it: torch.load it "
+                "from the old checkpoint"
+            )
+        held = inside.get(_LR_SCHEDULER)
         name = names.scheduler(state.index)
         if held is None or (root / name).exists():
             continue

@@ -24,7 +24,7 @@ from ckptfix.storage.recipes import Literal
 from ckptfix.tensors.joined import Converted, Stretch, Zeros, cut, joined
 from ckptfix.tensors.new_files import NewStates, NewTensor, OutputFile
 from ckptfix.tensors.new_torch_files import Call, Global, torch_file, with_new_tensors
-from ckptfix.tensors.optimizer_files import PARAMS
+from ckptfix.tensors.optimizer_files import PARAMS, note_unread
 from ckptfix.tensors.optimizers import (
     STEP,
     ZERO_AT_FIRST,
@@ -44,6 +44,7 @@ SUB_GROUP_SIZE = 1_000_000_000
 """Elements of a rank after which ZeRO-3 begins another sub-group, where the configuration does not say it."""
 
 _VERSION = "0.18.2"
+_LONGEST = 255  # bytes of a name that file systems take
 _MASTER, _WIDTH = "F32", 4
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _EXACT = frozenset({"F32", "F16", "BF16"})
@@ -180,7 +181,7 @@ class _Plan:
         self.modules: dict[PurePosixPath, Mapping[str, str]] = {}
         self._strategy, self._folder, self._weights, self._state = strategy, folder, weights, state
         self._ranks = processes
-        self._model_states = state.extra.get(MODEL_STATES, {})
+        self._model_states = self._readable(state.extra.get(MODEL_STATES, {}))
         self._named = weights.named()
         groups = self._ensured_groups()
         self._moments = moments_of(state, {name: tensor.shape for name, tensor in self._named.items()})
@@ -215,6 +216,21 @@ class _Plan:
             twice = sorted({name for name in names if names.count(name) > 1})
             raise OperationError(f"{self._state.label}: {list_names(twice)}: in two param groups")
         return self._state.groups
+
+    def _readable(self, model_states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of model states but those with values that are not read, which are named."""
+        found = {}
+        for key, value in model_states.items():
+            unread: dict[str, str] = {}
+            note_unread(key, value, unread)
+            if not unread:
+                found[key] = value
+            self.notes += [
+                f"{self._state.label}: {name!r} of its model states, {kind}, is left out: only its pickle can make it; "
+                "next, where the script needs it: torch.load it from the old checkpoint"
+                for name, kind in unread.items()
+            ]
+        return found
 
     def _group(self, number: int, group: ParamGroup, frozen: frozenset[str]) -> _Group:
         """Return a param group with its trained parameters. Raises OperationError where it has no flat form."""
@@ -534,6 +550,7 @@ class _Plan:
 
     def _universal(self) -> Iterator[OutputFile]:
         below = self._folder / UNIVERSAL
+        self._ensure_folders()
         for group in self._groups:
             for name in group.shapes:
                 for state in (WEIGHT, *group.moments):
@@ -564,6 +581,15 @@ class _Plan:
                 f"{self._weights.label}: DeepSpeed takes no buffers and no frozen parameters out of a universal "
                 f"checkpoint, {list_names(kept)}; the script must load them itself, before it prepares the model"
             )
+
+    def _ensure_folders(self) -> None:
+        """Raise OperationError for parameters whose names cannot be those of folders, each of its own."""
+        for name in self._trained:
+            if not _is_folder(name):
+                raise OperationError(
+                    f"{self._state.label}: {name!r:.200}: a universal checkpoint has a folder for each parameter, and "
+                    "no folder can have this name; next: --to zero1, zero2, zero3, ddp, fsdp or fsdp-full"
+                )
 
     def _not_for_zero3(self) -> str | None:
         """Return why ZeRO-3 would load the universal checkpoint wrongly, without an error; None where it would not."""
@@ -641,6 +667,17 @@ def _spans(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, int, int]]:
     for name, shape in shapes.items():
         yield name, start, start + prod(shape)
         start += prod(shape)
+
+
+def _is_folder(name: str) -> bool:
+    """Return whether a name leads to a folder below another one, and no other name leads to the same one."""
+    path = PurePosixPath(name)
+    if str(path) != name or name == "." or path.is_absolute() or ".." in path.parts or "\0" in name:
+        return False
+    try:
+        return all(len(part.encode()) <= _LONGEST for part in path.parts)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _mapping(shapes: Mapping[str, Shape], rank: int, size: int) -> Call:

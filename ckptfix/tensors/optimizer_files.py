@@ -175,8 +175,8 @@ def optimizer_state(
     for number, group in enumerate(value[GROUPS]):
         members.append(_members(number, group))
         options.append({key: one for key, one in group.items() if key != PARAMS})
-        _note_unread(f"{GROUPS}.{number}", options[-1], unfit)
-    _note_unread("", extra, unfit)
+        note_unread(f"{GROUPS}.{number}", options[-1], unfit)
+    note_unread("", extra, unfit)
     listed = {one for names in members for one in names} or value[STATE].keys()
     is_named = not all(type(one) is int for one in listed) if listed else False
     states: dict[str, dict[str, StateValue]] = {}
@@ -225,16 +225,18 @@ def _text(key: object) -> str:
     return str(key)
 
 
-def _note_unread(name: str, value: Any, unfit: dict[str, str]) -> None:
-    """Note the values in ``value`` that were not read."""
+def note_unread(name: str, value: Any, unfit: dict[str, str]) -> None:
+    """Note the values in ``value`` that were not read: name -> kind in words."""
+    if isinstance(value, Call):
+        value = {"args": value.args, "items": value.items, "state": value.state}
     if isinstance(value, Unread):
         unfit[name] = value.kind
     elif isinstance(value, dict):
         for key, one in value.items():
-            _note_unread(_below(name, key), one, unfit)
+            note_unread(_below(name, key), one, unfit)
     elif isinstance(value, list) or type(value) is tuple:
         for place, one in enumerate(value):
-            _note_unread(_below(name, place), one, unfit)
+            note_unread(_below(name, place), one, unfit)
 
 
 def _flattened(

@@ -16,7 +16,7 @@ from ckptfix.errors import FormatError, OperationError
 from ckptfix.formats.pickle_tree import Node, Text, child, is_dict_like, items_of, pairs
 from ckptfix.formats.torch_file import TorchFile
 from ckptfix.storage.reading import OpenFiles, Piece
-from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, PickledValues, Unread
+from ckptfix.tensors.optimizer_files import GROUPS, PARAMS, PickledValues, Unread, note_unread
 from ckptfix.tensors.optimizers import STEP, OptimizerState, ParamGroup, StateValue, Strategy
 from ckptfix.tensors.single_files import record_checksums
 from ckptfix.tensors.stored import StoredTensor
@@ -41,6 +41,10 @@ MODEL_STATES = "model_states"
 """The entry of ``OptimizerState.extra`` for what DeepSpeed's model states hold next to the model."""
 
 BUFFERS, DTYPE = "buffer_names", "dtype"
+
+_COUNTERS = "skipped_steps global_steps global_samples checkpoint_parallel_dimensions csr_tensor_module_names"
+OF_ENGINE = frozenset(f"{BUFFERS} {DTYPE} optimizer lr_scheduler data_sampler random_ltd {_COUNTERS}".split())
+"""The entries of the model states that DeepSpeed itself writes; any other is the script's ``client_state``."""
 
 _STAGES = {1: Strategy.ZERO1, 2: Strategy.ZERO2, 3: Strategy.ZERO3}
 _OPTIMIZER = "optimizer"
@@ -92,6 +96,7 @@ def zero_optimizer(root: Path, where: PurePosixPath, index: int) -> OptimizerSta
         shapes=shapes,
         world_size=len(ranks),
         extra={**ranks[0].extra, MODEL_STATES: _model_extra(files, models[0])},
+        unfit=_unread_options(ranks[0].groups),
         checksums={piece: crc for one in ranks for piece, crc in one.partitions.checksums.items()},
     )
 
@@ -125,6 +130,7 @@ def universal_optimizer(root: Path, where: PurePosixPath, index: int) -> Optimiz
         shapes=shapes,
         world_size=models[0].ranks,
         extra={**shared.extra, MODEL_STATES: _model_extra(files, models[0])},
+        unfit=_unread_options(shared.groups),
         checksums={piece: crc for one in checksums for piece, crc in one.items()},
     )
 
@@ -192,6 +198,14 @@ def _group_options(values: PickledValues, optimizer: object) -> tuple[tuple[Valu
         options.pop("_ds_source_param_group_id", None)  # ZeRO-3's own note, not a hyperparameter
         found.append((options, tuple(members)))
     return tuple(found)
+
+
+def _unread_options(groups: Iterable[tuple[Values, tuple[int, ...]]]) -> dict[str, str]:
+    """Return the hyperparameters that were not read, as ``OptimizerState.unfit`` has them."""
+    unfit: dict[str, str] = {}
+    for number, (options, _) in enumerate(groups):
+        note_unread(f"{GROUPS}.{number}", options, unfit)
+    return unfit
 
 
 def _shared_values(values: PickledValues, states: object) -> dict[str, Any]:

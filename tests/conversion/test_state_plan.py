@@ -28,6 +28,7 @@ from tests.conversion.state_making import (
     trained,
 )
 from tests.tensors.dcp_making import load
+from tests.tensors.zero_making import make_zero
 from tests.verification.sealed import flip
 
 
@@ -746,3 +747,69 @@ def test_processes_that_nothing_shows(tmp_path: Path) -> None:
     source = save_state(tmp_path / "source", "fsdp", trained(), processes=0)
     with pytest.raises(UsageError, match="--processes N"):
         ckptfix.migrate(source, tmp_path / "new", to="ddp", state="all")
+
+
+@pytest.mark.parametrize(
+    "name", ["{}/w", "../../../w", "a/../b", ".", "a//b", "a/", "x" * 300, "nul\0x", "\ud800"]
+)
+def test_a_parameter_whose_name_no_folder_can_have_does_not_go_into_a_universal_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    """The symptom: of a parameter with an absolute path as its name, the files were written there."""
+    name = name.format(tmp_path / "outside")
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save({name: torch.ones(2), "a": torch.ones(2)}, source / "pytorch_model_fsdp.bin")
+    moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    group = {"lr": 0.1, "params": [name, "a"]}
+    torch.save(
+        {"state": dict.fromkeys([name, "a"], moments), "param_groups": [group]}, source / "optimizer.bin"
+    )
+    with pytest.raises(OperationError, match=r"no folder can have this name; next: --to zero1") as caught:
+        ckptfix.migrate(source, tmp_path / "new", to="universal", state="all", processes=2)
+    assert "optimizer.bin: " in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    ckptfix.migrate(source, tmp_path / "new", to="zero2", state="all", processes=2)
+
+
+def of_deepspeed(root: Path, client_state: dict[str, Any]) -> Path:
+    """Return a checkpoint of ZeRO-2 whose script gave ``client_state`` to ``save_checkpoint``."""
+    source = save_state(root / "fsdp", "fsdp", trained())
+    ckptfix.migrate(source, root / "source", to="zero2", state="all")
+    states = root / "source" / "pytorch_model" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(states, weights_only=False), **client_state}, states)
+    return root / "source"
+
+
+def test_what_a_script_keeps_in_deepspeeds_files_goes_along_or_is_named(tmp_path: Path) -> None:
+    inside = {"epoch": 4, "seen": {"batches": [torch.arange(3)]}, "by place": {(1, 2): 3}}
+    source = of_deepspeed(tmp_path, inside)
+    ckptfix.migrate(source, tmp_path / "zero1", to="zero1", state="all")
+    receipt = ckptfix.migrate(source, tmp_path / "zero3", to="zero3", state="all")
+    found = torch.load(
+        tmp_path / "zero3" / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_model_states.pt", weights_only=False
+    )
+    assert_same(
+        {key: found[key] for key in ("epoch", "seen")}, {key: inside[key] for key in ("epoch", "seen")}
+    )
+    assert "by place" not in found
+    (words,) = [one for one in receipt.warnings if "model states" in one]
+    assert (
+        "'by place' of its model states, a dict with keys that are neither text nor numbers, is left" in words
+    )
+    receipt = ckptfix.migrate(source, tmp_path / "ddp", to="ddp", state="all")
+    (words,) = [one for one in receipt.warnings if "client_state" in one]
+    assert words.startswith(
+        "pytorch_model: 'by place', 'epoch', 'seen', what the script gave to save_checkpoint"
+    )
+
+
+def test_a_hyperparameter_of_deepspeed_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    weights = {"a.weight": torch.ones(3)}
+    moments = {"a.weight": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+    options = [{"lr": 0.1, "by place": {(1, 2): 3}}]
+    folder = tmp_path / "source" / "pytorch_model"
+    make_zero(folder, [weights], stage=2, ranks=2, moments=moments, options=options)
+    for to in ("zero3", "ddp"):
+        with pytest.raises(OperationError, match=r"param_groups\.0\.by place: a dict with keys"):
+            ckptfix.migrate(tmp_path / "source", tmp_path / "new", to=to, state="all")
