@@ -141,7 +141,7 @@ def _scrub(
         "summary": {
             **batch.summary(ORDER), "kept": scrub.kept, "unknown": scrub.unknown, "gone": gone,
             "without_digests": scrub.without_digests,
-            "complete": not scrub.is_late and not below.failures,
+            "complete": not scrub.is_late and not scrub.total.due and not below.failures,
             "subset": str(scrub.subset or "none"), "since": moment(scrub.since), "data": scrub.total.as_json(),
         }
     }  # fmt: skip
@@ -169,4 +169,9 @@ def _summary(scrub: Scrub, batch: Batch, gone: int) -> Iterator[Line]:
         left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
         left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
         yield line(f"the time is over, left: {left}; the same command goes on there")
+    if scrub.total.stopped:
+        yield line(
+            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; one with digests of ranges goes on there, any "
+            "other begins anew, once it gets more time; to write them: ckptfix seal --ranges CHECKPOINT"
+        )
     yield from batch.lines(ORDER)

@@ -36,7 +36,7 @@ SHARE = ["path", "share", "units", "resumed", "bytes", "unread", "status"]
 SCRUB = [
     "path", "status", "verdict", "looked", "kept", "findings", "differences", "unfinished", "not_checked", "data",
 ]  # fmt: skip
-SCRUB_DATA = ["files", "bytes", "read", "read_bytes", "before", "never", "due", "oldest"]
+SCRUB_DATA = ["files", "bytes", "read", "read_bytes", "before", "never", "due", "stopped", "oldest"]
 UNDO = ["path", "status", "transaction", "steps", "remaining", "recovered", "unproven"]
 MIGRATE = [
     "path", "status", "output", "to", "dry_run", "verified", "bytes", "models", "carried", "left_out", "rewritten",

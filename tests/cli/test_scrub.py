@@ -19,6 +19,7 @@ from ckptfix.cli import run
 from ckptfix.diagnosis.check import CheckReport
 from ckptfix.errors import OperationError
 from ckptfix.storage import stores
+from ckptfix.storage.parallel import Control
 from ckptfix.storage.stores import ObjectInfo, Store, open_store
 from ckptfix.tensors.hashing import Hashed
 from ckptfix.verification import scrub
@@ -181,6 +182,77 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     assert summary["data"]["read"] == 4 * FILES
     scrubbed(capsys, runs)
     assert len(looked) == 10, "the round was complete, and a new one begins"
+
+
+@pytest.fixture
+def long(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of 4 MiB in a fleet of one checkpoint; each MiB that is read takes 100 s of each run."""
+    clock = [0.0]
+    begin = scrub.Scrub.__init__
+
+    def beginning(self: scrub.Scrub, **options: Any) -> None:
+        begin(self, **{**options, "until": options["until"] - clock[0]})
+        clock[0] = 0.0
+
+    def counting(self: Control, count: int = 0) -> None:
+        clock[0] += 100 if count == 1 << 20 else 0
+
+    monkeypatch.setattr(scrub.Scrub, "__init__", beginning)
+    monkeypatch.setattr(Control, "go_on", counting)
+    for module in ("ckptfix.cli.scrub", "ckptfix.verification.scrub"):
+        monkeypatch.setattr(f"{module}.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ckptfix.verification.seal.RANGE", 1 << 20)
+    for number in range(2, 6):
+        shutil.rmtree(runs / "one" / f"checkpoint_{number}")
+    file = runs / "one" / "checkpoint_1" / "big.dat"
+    file.write_bytes(os.urandom(4 << 20))
+    return file
+
+
+def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
+    long: Path, runs: Path, capsys: Capture
+) -> None:
+    seal(long.parent)
+    options = (runs, "--max-age", "1d", "--max-duration")
+    ones, summary = scrubbed(capsys, *options, "2m30s")
+    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (0, 4, 1)
+    assert ones["checkpoint_1"]["differences"] == {}
+    assert summary["data"]["never"] == 4
+    _, summary = scrubbed(capsys, *options, "2m30s")
+    assert (summary["data"]["read"], summary["data"]["due"], summary["data"]["stopped"]) == (3, 1, 1)
+    assert (summary["complete"], summary["data"]["read_bytes"] < 1 << 20) == (False, True)
+    run(["scrub", *map(str, options), "2m30s"])
+    said = capsys.readouterr().out
+    assert "stopped halfway: 1 file; one with digests of ranges goes on there" in said
+    assert "3 before since" in said
+    assert "1 never (1 stopped halfway)" in said
+    assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, "300 s were needed, and not had"
+    assert scrubbed(capsys, *options, "5m15s")[1]["data"]["stopped"] == 1, "hardly more than before"
+    _, summary = scrubbed(capsys, runs, "--max-age", "1d")
+    assert (summary["data"]["read"], summary["data"]["stopped"], summary["complete"]) == (1, 0, True)
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 3])
+def test_a_file_with_digests_of_ranges_goes_on_where_it_was_stopped(
+    damaged: int | None, long: Path, runs: Path, capsys: Capture
+) -> None:
+    seal(long.parent, ranges=True)
+    data = bytearray(long.read_bytes())
+    if damaged is not None:
+        data[damaged << 20] ^= 1
+        before = long.stat()
+        long.write_bytes(data)
+        os.utime(long, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = []
+    for _ in range(4):
+        status = int(damaged == 0 or (damaged == 3 and len(found) == 3))
+        ones, summary = scrubbed(capsys, runs, "--max-age", "1d", "--max-duration", "2m30s", status=status)
+        found.append((summary["data"]["read"], summary["data"]["stopped"]))
+        assert list(ones["checkpoint_1"]["differences"]) == ["big.dat"] * status
+    if damaged == 0:
+        assert found == [(1, 0), (3, 0), (0, 0), (0, 0)]
+    else:
+        assert found == [(0, 1), (0, 1), (0, 1), (4, 0)]
 
 
 def test_damage_that_is_known_counts_where_the_time_is_over(runs: Path, capsys: Capture) -> None:
