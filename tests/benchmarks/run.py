@@ -73,7 +73,7 @@ def main() -> None:
         if options.part in (None, "states"):
             migrate_states(folder, (1 if options.quick else 4) << 28, 2 if options.quick else 3)
         if options.part in (None, "ranks"):
-            share(folder, (1 if options.quick else 4) << 30, 3 if options.quick else 5)
+            share(folder, (2 if options.quick else 4) << 30, 3 if options.quick else 5)
         if options.part in (None, "prove"):
             prove(folder, (1 if options.quick else 4) << 30, 2 if options.quick else 3)
         if options.part in (None, "sign"):
