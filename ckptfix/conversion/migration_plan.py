@@ -353,6 +353,12 @@ class MigrationPlan:
         return (*self.models, *self.states, *self.extras)
 
     @property
+    def old_state_files(self) -> tuple[PurePosixPath, ...]:
+        """The files that new optimizers and ``extras`` are made of, relative to the source, each once."""
+        every = [one.old_files for one in self.states] + [one.old_files for one in self.extras]
+        return tuple(dict.fromkeys(file for files in every for file in files))
+
+    @property
     def bytes_to_write(self) -> int:
         """The size of all new files and of all copies."""
         new = sum(file.size for one in self.planned for file in one.files)

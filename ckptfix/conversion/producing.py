@@ -189,7 +189,7 @@ def _parts(
     for path in plan.carried:
         what, size, tasks = f"copy {path}", 2 * _size(root / path), (partial(work.carry, path),)
         yield _Part(what, root / path, size, tasks, work.folder / path, partial(work.found, path))
-    for path in dict.fromkeys(file for one in plan.states for file in one.old_files):
+    for path in plan.old_state_files:
         yield _Part(f"compare {path}", root / path, _size(root / path), (partial(work.compare, path),))
     for file in plan.rewritten:
         found, tasks = partial(work.found, file.path), (partial(work.rewrite, file),)

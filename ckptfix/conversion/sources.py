@@ -241,9 +241,7 @@ def _look(path: str | Path) -> Fingerprint | None:
 def files_read(plan: MigrationPlan) -> Iterator[str]:
     """Yield every file that a plan reads, relative to the root of its source."""
     models = (file for model in plan.source.weights for file in model.files)
-    yield from {
-        str(file): None for file in (*models, *(file for one in plan.states for file in one.old_files))
-    }
+    yield from {str(file): None for file in (*models, *plan.old_state_files)}
     yield from map(str, plan.carried)
     yield from (str(file.path) for file in plan.rewritten)
 

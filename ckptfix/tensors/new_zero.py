@@ -298,6 +298,8 @@ class _Plan:
                     f"{self._scalar(other)} for {name}, and ZeRO keeps one {key} for a group; next: --to ddp, fsdp or "
                     "fsdp-full"
                 )
+        if key == STEP and isinstance(value, StoredTensor) and prod(value.shape) == 1:
+            return value._replace(shape=())  # torch 1 counted in a tensor of one dimension
         return value
 
     def _dtype_of_weights(self) -> str:
@@ -615,8 +617,8 @@ class _Plan:
         return self._tensor(key, StoredTensor(key, _MASTER, shape, layout), _MASTER)
 
     def _scalar(self, value: Any) -> Any:
-        """Return the number in a tensor of no dimension; any other value as it is."""
-        if not isinstance(value, StoredTensor) or value.shape != ():
+        """Return the number in a tensor of one element; any other value as it is."""
+        if not isinstance(value, StoredTensor) or prod(value.shape) != 1:
             return value
         return number_in(value, self._opened)
 

@@ -1,6 +1,7 @@
 """Schedulers, the scale of the loss and random states on their way to another strategy and number of processes."""
 
 import random
+import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import ckptfix
 from ckptfix.conversion.other_states import OtherStates, out_of_engines
 from ckptfix.conversion.target_names import StateNames
+from ckptfix.errors import ChangedError, OperationError
 from ckptfix.tensors.new_torch_files import Call, Global
 from ckptfix.tensors.new_zero import LOSS_SCALER
 from ckptfix.tensors.optimizer_opening import open_optimizers
@@ -70,6 +72,31 @@ def random_states(rank: int, step: int | None = 10) -> dict[str, Any]:
         "torch_cuda_manual_seed": [generator.get_state()[:16], generator.get_state()[16:32]],
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_random_states_that_are_damaged_or_change_are_not_written_anew(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The symptom: a sealed file with another content came out of a migration without a word."""
+    source = save_state(tmp_path / "source", "fsdp", trained())
+    path = source / "random_states_0.pkl"
+    torch.save(random_states(0), path)
+    kept = path.read_bytes()
+    ckptfix.seal(source)
+    torch.save(random_states(1), path)
+    with pytest.raises(OperationError, match=r"random_states_0\.pkl has other bytes than its manifest says"):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=processes)
+    path.write_bytes(kept)
+
+    def replaced(*values: Any, **words: Any) -> None:
+        shutil.copy(path, tmp_path / "other")
+        (tmp_path / "other").replace(path)
+
+    monkeypatch.setattr("ckptfix.conversion.migrate.prove_copies", replaced)
+    with pytest.raises(ChangedError, match=r"random_states_0\.pkl changed while it was read"):
+        ckptfix.migrate(source, tmp_path / "new", to="fsdp", state="all", processes=processes)
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_step_stays_where_it_cannot_be_written_or_the_guard_compares_the_file(tmp_path: Path) -> None:

@@ -813,3 +813,17 @@ def test_a_hyperparameter_of_deepspeed_that_is_not_read_is_refused(tmp_path: Pat
     for to in ("zero3", "ddp"):
         with pytest.raises(OperationError, match=r"param_groups\.0\.by place: a dict with keys"):
             ckptfix.migrate(tmp_path / "source", tmp_path / "new", to=to, state="all")
+
+
+@pytest.mark.parametrize("between", ["zero2", "zero3", "universal"])
+def test_steps_in_tensors_of_one_dimension(tmp_path: Path, between: str) -> None:
+    """As torch 1 counted; the symptom: equal steps of two parameters were refused for the places of their bytes."""
+    source = save_state(tmp_path / "source", "fsdp-full", trained())
+    content = torch.load(source / "optimizer.bin", weights_only=True)
+    for held in content["state"].values():
+        held["step"] = torch.tensor([3.0])
+    torch.save(content, source / "optimizer.bin")
+    ckptfix.migrate(source, tmp_path / "between", to=between, state="all")
+    ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all")
+    found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
+    assert {float(held["step"]) for held in found["state"].values()} == {3.0}
