@@ -22,7 +22,7 @@ from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import unheld_below
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.wording import Line, count_of, line, unchecked_line
+from ckptfix.wording import Line, count_of, line, shown, unchecked_line
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
 
@@ -146,7 +146,7 @@ def visit(
             if not isinstance(result, FAILURES):
                 message = f"{path}: {message}"
             report.message(f"ckptfix: {message}")
-            keep({"path": path, "status": status, "error": message})
+            keep({"path": shown(path), "status": status, "error": shown(message)})
             batch.add(status, _FAILED)
             if isinstance(result, Interrupted):
                 batch.words[_NOT_REACHED] = sum(1 for _ in left)

@@ -148,12 +148,13 @@ class Recorded(NamedTuple):
     problem: str | None
 
 
-def recorded(store: Store) -> list[Recorded]:
+def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> list[Recorded]:
     """Return the transactions of a checkpoint in a store, oldest first. Reads only; needs no lock.
 
-    An undo that is done, and the repair that it undid, are garbage that the next run deletes.
+    ``listed``: its objects, which are listed anew otherwise. An undo that is done, and the repair that it undid, are
+    garbage that the next run deletes.
     """
-    found = {one.number: one for one in found_transactions(store.list(JOURNAL))}
+    found = {one.number: one for one in found_transactions(store.list(JOURNAL) if listed is None else listed)}
     described: dict[int, Recorded] = {}
     undone: set[int] = set()
     for number, one in found.items():

@@ -17,7 +17,7 @@ from ckptfix.storage.comparing import fingerprint, samples_digest
 from ckptfix.storage.copying import supports_reflink
 from ckptfix.storage.edits import Appended, Move, Patch, Record, Remove, Replaced, Truncate, edited_paths
 from ckptfix.storage.paths import JOURNAL, command, forget, locate, shell_path
-from ckptfix.storage.reading import Piece, store_of
+from ckptfix.storage.reading import Piece, origin_of, store_of
 from ckptfix.storage.recipes import (
     Absent,
     Bytes,
@@ -191,6 +191,7 @@ def transactions(root: Path) -> tuple[TransactionInfo, ...]:
 
 def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
     """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are foreign there."""
+    from ckptfix.storage.images import objects_at
     from ckptfix.storage.object_journal import recorded
 
     uploaded = (
@@ -199,7 +200,10 @@ def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
         if state is not State.BUILDING
     )
     found = {one.number: one for one in uploaded}
-    for one in recorded(store):
+    is_of_listing = (
+        origin_of(root) != root
+    )  # of a fleet, which is listed once, and of which nothing is changed
+    for one in recorded(store, objects_at(root) if is_of_listing else None):
         plan = one.plan
         found[one.number] = TransactionInfo(
             number=one.number,

@@ -243,7 +243,7 @@ def test_a_file_with_digests_of_ranges_goes_on_where_it_was_stopped(
         before = long.stat()
         long.write_bytes(data)
         os.utime(long, ns=(before.st_atime_ns, before.st_mtime_ns))
-    found = []
+    found: list[tuple[int, int]] = []
     for _ in range(4):
         status = int(damaged == 0 or (damaged == 3 and len(found) == 3))
         ones, summary = scrubbed(capsys, runs, "--max-age", "1d", "--max-duration", "2m30s", status=status)

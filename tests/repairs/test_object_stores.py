@@ -306,6 +306,9 @@ def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.
     assert objects(bucket) != old
     report = check(URL)
     assert [one.code for one in report.findings].count("interrupted-repair") == 1
+    assert cli(["check", "-r", URL.rpartition("/")[0], "--json"]) == 1
+    (one,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [one["code"] for one in one["findings"]].count("interrupted-repair") == 1
     assert cli(["repair", URL]) == 3
     said = capsys.readouterr()
     assert f"ckptfix repair --break-lock {URL}" in said.err

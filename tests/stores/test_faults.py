@@ -1,14 +1,17 @@
 """Faults between client and server: a verb gives the right result, or ends with exit status 3 and what to do next."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptfix.errors import ChangedError, StoreError
 from ckptfix.storage import images, stores
 from ckptfix.storage.stores import Patience, open_store
+from ckptfix.verification.seal import seal
 from tests.commanding import Said, said
 from tests.sampling import sampled
 from tests.stores.faults import LASTING, PASSING, Proxy, proxied
@@ -18,6 +21,7 @@ __all__ = ["bucket", "ministack", "ministack_process", "said"]
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASE = FIXTURES / "golden" / "doubled-model" / "checkpoint"
+CLEAN = FIXTURES / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
 pytestmark = pytest.mark.slow
 
 
@@ -76,6 +80,62 @@ def test_a_fault_at_any_request_is_survived_or_said(
             assert "s3://" in err, (kind, at, err)
             assert "next: " in err, (kind, at, err)
             assert not (tmp_path / "new").exists(), "a result without all of its source"
+
+
+def test_a_fault_at_any_request_of_a_scrub_is_survived_or_said(
+    proxy: Proxy, bucket: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is clean that was not read, neither in this run nor in the next one, which goes by the state."""
+    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, few: 1)
+    runs = tmp_path / "runs"
+    for name in ("run_1", "run_2"):
+        assert seal(shutil.copytree(CLEAN, runs / name)).status == 0
+    data = bytearray((runs / "run_2" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (runs / "run_2" / "model.safetensors").write_bytes(data)
+    url = f"{bucket}/runs"
+    upload_folder(runs, url)
+    state = tmp_path / "state.sqlite"
+
+    def scrubbed(*options: object) -> tuple[int, dict[str, tuple[Any, ...]], str]:
+        """Return the status, of each checkpoint its verdict and what was read, now or before, and messages."""
+        status, out, _ = said("scrub", url, "--state", state, "--format", "jsonl", *options)
+        documents = [json.loads(line) for line in out.splitlines()]
+        ones = [one for one in documents if "path" in one]
+        assert all(one["path"].startswith("s3://") for one in ones)
+        assert not Path(images._session.folder or "none").exists(), "an image was left behind"
+        assert str(images._session.folder or "none") not in out
+        return status, {Path(one["path"]).name: _in_short(one) for one in ones}, str(documents)
+
+    def result(choose: Callable[[int], str | None]) -> tuple[int, dict[str, tuple[Any, ...]], str]:
+        state.unlink(missing_ok=True)
+        proxy.asked.clear()
+        proxy.choose = lambda number, method, path: choose(number)
+        return scrubbed()
+
+    status, good, _ = result(lambda number: None)
+    assert (status, [one[0] for one in good.values()]) == (1, ["clean", "damaged"])
+    count = len(proxy.asked)
+    assert count == 1 + 2 * 4, proxy.asked
+    for kind, at in sampled([(kind, at) for kind in PASSING for at in range(count)]):
+        assert result(at_once(kind, at))[:2] == (1, good), (kind, at)
+    for kind, at in sampled([(kind, at) for kind in LASTING for at in range(count)]):
+        status, found, documents = result(from_then_on(kind, at))
+        for name, one in found.items():
+            assert one == good[name] or one[0] in ("failed", "not finished"), (kind, at, name)
+        if found != good:  # a fault at a request that asks nothing leaves all as it is
+            assert status == 3, (kind, at)
+            assert "next: " in documents, (kind, at)
+        proxy.choose = lambda number, method, path: None
+        status, found, _ = scrubbed("--max-age", "1d")
+        assert (status, found) == (1, good), (kind, at, "in the next run")
+
+
+def _in_short(one: dict[str, Any]) -> tuple[Any, ...]:
+    if "error" in one:
+        return ("failed",)
+    data = one["data"]
+    return one["verdict"], list(one["differences"]), data["read"] + data["before"], data["files"]
 
 
 def at_once(kind: str, at: int) -> Callable[[int], str | None]:
