@@ -17,7 +17,7 @@ from ckptfix.checkpoint.keys import (
     is_nested,
     prepared,
 )
-from ckptfix.diagnosis.file_damage import problem_finding
+from ckptfix.diagnosis.file_damage import LeftRecord, left_records, problem_finding
 from ckptfix.diagnosis.findings.base import Finding
 from ckptfix.diagnosis.findings.damaged import (
     CrcMismatch,
@@ -43,7 +43,7 @@ from ckptfix.formats.dcp_metadata import DcpMetadata
 from ckptfix.formats.dcp_stream import StoredItem
 from ckptfix.formats.safetensors_file import looks_like_safetensors
 from ckptfix.formats.sniff import describe_content
-from ckptfix.formats.torch_zip import crc_mismatches, read_zip
+from ckptfix.formats.torch_zip import crc_mismatches, read_zip, records_with_crc
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import unreadable
@@ -149,6 +149,10 @@ _ZIP = b"PK\3\4"
 _HEAD = 9  # the mark of safetensors: a length of 8 bytes, and a brace after it
 
 
+_LEFT = "left"
+"""Beginning of the result about a record whose CRC the caller compares."""
+
+
 def diagnose_items(
     root: Path, states: Iterable[DcpFolder], *, data: bool, progress: Progress | None = None
 ) -> tuple[list[Finding], dict[PurePosixPath, str]]:
@@ -167,17 +171,21 @@ def diagnose_items(
         if path not in state.broken and path not in state.unreadable
     ]
 
+    left = left_records()
+
     def work(number: int, progress: Progress | None) -> list[list[Any]]:
         path, items = files[number]
         try:
             with open_reader(root / path) as reader:
-                return [_packed(one) for one in _of_file(reader, path, items, data, progress)]
+                records: list[list[int]] | None = None if left is None else []
+                results = [_packed(one) for one in _of_file(reader, path, items, data, records, progress)]
+                return [*results, *([_LEFT, *one] for one in records or ())]
         except OSError as error:
             return [["refused", unreadable(root / path, error)]]
 
     if data:
         units = [(root / path, len(items), sum(item.length for item in items)) for path, items in files]
-        found = teams.each("items", units, work, progress)
+        found = teams.each("items" if left is None else "records of items", units, work, progress)
     else:  # a few bytes of each item: every process of a team reads them
         found = [work(number, progress) for number in range(len(files))]
     findings: list[Finding] = []
@@ -186,6 +194,9 @@ def diagnose_items(
         for code, *facts in results:
             if code == "refused":
                 refused[path] = facts[0]
+            elif code == _LEFT:
+                assert left is not None
+                left.append(LeftRecord(root / path, *facts))
             else:
                 findings.append(_unpacked(path, code, facts))
     return findings, refused
@@ -227,8 +238,9 @@ def _by_file(state: DcpFolder, *, data: bool) -> Mapping[PurePosixPath, list[Sto
 
 
 def _of_file(
-    reader: FileReader, path: PurePosixPath, items: list[StoredItem], data: bool, progress: Progress | None
-) -> Iterator[Finding]:
+    reader: FileReader, path: PurePosixPath, items: list[StoredItem], data: bool,
+    records: list[list[int]] | None, progress: Progress | None,
+) -> Iterator[Finding]:  # fmt: skip
     begins: dict[int, bytes] = {}
     for item in items:
         if item.offset not in begins:
@@ -238,7 +250,7 @@ def _of_file(
     if bad:
         yield _no_tensors(reader, path, tensors, bad)
     if data and not bad:
-        yield from _changed(reader, path, items, begins, progress)
+        yield from _changed(reader, path, items, begins, records, progress)
 
 
 def _begins_as_one(head: bytes) -> bool:
@@ -264,9 +276,13 @@ def _changed(
     path: PurePosixPath,
     items: list[StoredItem],
     begins: Mapping[int, bytes],
+    records: list[list[int]] | None,
     progress: Progress | None,
 ) -> Iterator[Finding]:
-    """Check the CRC of every record of every item. Bytes that several items claim are read once."""
+    """Check the CRC of every record of every item. Bytes that several items claim are read once.
+
+    ``records``: list the records there, by offset, size and CRC, instead of reading them.
+    """
     end = 0
     for item in items:
         if not begins[item.offset].startswith(_ZIP) or item.offset < end:
@@ -278,6 +294,11 @@ def _changed(
         except FormatError as error:
             detail = f"the item {item.fqn!r:.200} at byte {item.offset}: {error}"
             yield MalformedFile(path=path, detail=detail)
+            continue
+        if records is not None:
+            records += (
+                [item.offset + one.data_offset, one.size, one.crc] for one in records_with_crc(archive)
+            )
             continue
         for record in crc_mismatches(archive, window, every_record=True, progress=progress):
             yield CrcMismatch(path=path, record=record.name, tensors=(item.fqn,))

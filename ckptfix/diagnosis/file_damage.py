@@ -6,8 +6,11 @@ Files of DeepSpeed are never renamed: each rank's file repeats their names in se
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from ckptfix.checkpoint.deepspeed_files import (
     UNIVERSAL,
@@ -58,7 +61,7 @@ from ckptfix.formats.pickle_globals import (
 )
 from ckptfix.formats.safetensors_file import SafetensorsFile
 from ckptfix.formats.torch_file import TorchFile, crc_mismatches
-from ckptfix.formats.torch_zip import TorchZip
+from ckptfix.formats.torch_zip import TorchZip, records_with_crc
 from ckptfix.storage import teams
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.reading import open_reader
@@ -110,6 +113,34 @@ def diagnose_files(
     return findings
 
 
+class LeftRecord(NamedTuple):
+    """A record of a zip file of torch, by where its bytes are, and its CRC."""
+
+    path: Path
+    offset: int
+    size: int
+    crc: int
+
+
+_left: ContextVar[list[LeftRecord] | None] = ContextVar("left_records", default=None)
+
+
+@contextmanager
+def leaving_records() -> Iterator[list[LeftRecord]]:
+    """Compare no CRC with ``data`` in this block: the caller does, who reads all files anyway, and gets a list."""
+    found: list[LeftRecord] = []
+    token = _left.set(found)
+    try:
+        yield found
+    finally:
+        _left.reset(token)
+
+
+def left_records() -> list[LeftRecord] | None:
+    """Return the list in such a block, None elsewhere."""
+    return _left.get()
+
+
 WrongCrcs = Mapping[PurePosixPath, Sequence[tuple[str, str | None]]]
 """File -> name and storage key (or None) of each record whose bytes do not have their CRC."""
 
@@ -125,6 +156,14 @@ def _wrong_crcs(
         return {
             path: _read_crcs(root / path, file, slice(None), data, progress) for path, file in files.items()
         }
+    if (left := left_records()) is not None:
+        left += (
+            LeftRecord(root / path, record.data_offset, record.size, record.crc)
+            for path, file in files.items()
+            if isinstance(file.container, TorchZip)
+            for record in records_with_crc(file.container)
+        )
+        return dict.fromkeys(files, ())
     parts = [
         (path, begin, end, size)
         for path, file in files.items()
@@ -366,7 +405,9 @@ def _state(
     has_checksums = False
     is_broken = not where.parts and any(one.problem is not None for one in folder.components)
     files = size = 0
-    crcs = _crcs_of_ranks(folder.root, paths, progress) if data and teams.current() is not None else None
+    crcs = None
+    if data and teams.current() is not None and left_records() is None:
+        crcs = _crcs_of_ranks(folder.root, paths, progress)
     for path in paths:  # one by one: a thousand ranks have many names
         scanned = _scan_alone(folder.root, path)
         of_root = scanned.components

@@ -477,6 +477,21 @@ def storage_records(archive: TorchZip) -> dict[str, ZipRecord]:
     return {record.name[skip:]: record for record in archive.records if record.name.startswith(prefix)}
 
 
+def records_with_crc(
+    archive: TorchZip, *, every_record: bool = True, among: slice = slice(None)
+) -> list[ZipRecord]:
+    """Return the records whose CRC can be compared: one of 0 was never written, as torch can leave them out.
+
+    Without ``every_record`` the storages are left out. ``among``: look at these records alone.
+    """
+    prefix = f"{archive.root}/data/"
+    return [
+        record
+        for record in archive.records[among]
+        if record.crc and record.is_stored and (every_record or not record.name.startswith(prefix))
+    ]
+
+
 def crc_mismatches(
     archive: TorchZip,
     reader: FileReader,
@@ -487,16 +502,10 @@ def crc_mismatches(
 ) -> Iterator[ZipRecord]:
     """Yield each record whose bytes do not have the CRC in the directory.
 
-    Without ``every_record`` the storages are left out. ``among``: look at these records alone. A CRC of 0 was never
-    written (torch can leave them out), and says nothing. ``progress`` is called with the bytes read since the last
+    ``every_record``, ``among``: of ``records_with_crc``. ``progress`` is called with the bytes read since the last
     call, by one thread at a time.
     """
-    prefix = f"{archive.root}/data/"
-    records = [
-        record
-        for record in archive.records[among]
-        if record.crc and record.is_stored and (every_record or not record.name.startswith(prefix))
-    ]
+    records = records_with_crc(archive, every_record=every_record, among=among)
     found: dict[int, int] = {}
 
     @contextmanager

@@ -142,6 +142,11 @@ def leads() -> bool:
     return _current is None or _current.leads
 
 
+def knows_all() -> bool:
+    """Return whether this process learns what the others have found: a share without a network does not."""
+    return not isinstance(_current, LoneShare | Merger)
+
+
 @contextmanager
 def working_in(team: Team) -> Iterator[None]:
     """Let everything inside this block work in a team."""

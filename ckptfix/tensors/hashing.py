@@ -6,6 +6,7 @@ second read of a block finds it in the page cache. Processes of a team share the
 """
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ _ENDS = 16
 
 
 class FileJob(NamedTuple):
-    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: one of ``ALGORITHMS``."""
+    """A file to be hashed, or ``size`` bytes of it from ``offset`` on. ``algorithm``: of ``ALGORITHMS``, or CRC."""
 
     path: Path
     size: int
@@ -46,6 +47,9 @@ Job = FileJob | TensorJob
 
 ALGORITHMS = ("sha256", "blake2b", "blake3")
 """The algorithms of OpenSSF Model Signing; ckptfix itself writes sha256 alone."""
+
+CRC = "crc32"
+"""The checksum in zip files, as an algorithm."""
 
 
 class Hashed(NamedTuple):
@@ -221,6 +225,8 @@ def _done(job: Job, files: OpenFiles, buffer: memoryview, control: Control) -> H
 
 def new_digest(algorithm: str) -> Any:
     """Return a new hash object. Raises UsageError for blake3 where it is not installed."""
+    if algorithm == CRC:
+        return _Crc()
     if algorithm != "blake3":
         return hashlib.new(algorithm)
     try:
@@ -228,6 +234,21 @@ def new_digest(algorithm: str) -> Any:
     except ImportError:
         raise UsageError("blake3 digests need the extra: pip install 'ckptfix[signing]'") from None
     return blake3()
+
+
+class _Crc:
+    """A CRC-32 in the place of a hash object."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take more bytes."""
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        """Return the checksum as eight digits."""
+        return f"{self._value:08x}"
 
 
 def _zeros_at_end(block: memoryview, before: int) -> int:

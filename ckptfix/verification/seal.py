@@ -44,10 +44,12 @@ from ckptfix.verification.signatures import Signing
 from ckptfix.verification.statements import statement_of_files, statement_of_tensors
 from ckptfix.verification.verify import (
     FileDigest,
+    Structure,
     as_recorded,
     forbids_seal,
     hash_contents,
     recorded_schemes,
+    settled,
     structure,
 )
 from ckptfix.verification.verify_report import Change, Item, Outcome, differing_lines
@@ -182,13 +184,13 @@ def seal(
             f"{target.root} holds files of two saves: the last one was interrupted; next: save again, or, to "
             f"seal it as it is: {command('seal', target.root, '', '--force')}"
         )
-    all_findings, _, refused = structure(contents, target, data=True, progress=progress)
-    for words in refused:
+    shape = structure(contents, target, data=True, leaves_records=True, progress=progress)
+    for words in shape.refused:
         if (
             words.partition("/ (")[0] not in contents.special
         ):  # a folder that cannot be listed is named as not sealed
             raise OperationError(f"{target.root}: nothing was written: {words}")
-    findings = tuple(finding for finding in all_findings if finding.severity is not Severity.NOTE)
+    findings = _serious(shape)
     if any(map(forbids_seal, findings)) and not force:
         return SealReceipt(path=target.path, written=False, findings=findings)
     with folder_lock(target.root, verb="seal") if teams.leads() else nullcontext() as lock:
@@ -202,13 +204,18 @@ def seal(
         recorded = Recorded(old, target)
         known, wanted = recorded_schemes(contents, recorded), _schemes(contents, ranges=ranges)
         also = dict.fromkeys(contents.files, WHOLE) if with_sha256 else {}
-        found = hash_contents(contents, known, wanted, also, tensors=True, progress=progress)
+        found = hash_contents(
+            contents, known, wanted, also, records=shape.records, tensors=True, progress=progress
+        )
         for key, one in found.items():
             if one.problem:
-                what = key.name if isinstance(key, FileDigest) else key
+                what = key.name if isinstance(key, FileDigest) else getattr(key, "path", key)
                 raise OperationError(
                     f"{target.root}: {what} cannot be read: {one.problem}; nothing was written"
                 )
+        findings = _serious(settled(found, shape, contents, target, progress))
+        if any(map(forbids_seal, findings)) and not force:
+            return SealReceipt(path=target.path, written=False, findings=findings)
         differing = tuple(
             item
             for item in compare(contents, recorded, as_recorded(found, known))
@@ -248,6 +255,10 @@ def seal(
         signed_by=sign.by if sign is not None else "",
         trust=sign.trust if sign is not None else "",
     )
+
+
+def _serious(shape: Structure) -> tuple[Finding, ...]:
+    return tuple(finding for finding in shape.findings if finding.severity is not Severity.NOTE)
 
 
 def _schemes(contents: Contents, *, ranges: bool) -> dict[str, Scheme]:

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,16 @@ from ckptfix.checkpoint.latest import UNFINISHED
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.diagnosis.check import check
 from ckptfix.diagnosis.contents import Contents, Recorded, TensorLocation, read_contents, readable_manifest
+from ckptfix.diagnosis.file_damage import LeftRecord, leaving_records
 from ckptfix.diagnosis.findings.base import Finding, Severity
 from ckptfix.diagnosis.findings.incomplete import InterruptedSave
 from ckptfix.diagnosis.target import Target, find_target
 from ckptfix.errors import CkptfixError, UsageError
+from ckptfix.storage import teams
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
-from ckptfix.tensors.hashing import FileJob, Hashed, Job, Scheme, TensorJob, hash_all
+from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
 from ckptfix.verification.attested import Attested, Evidence, gather, with_own_files
@@ -66,8 +69,6 @@ def verify(
         raise UsageError("--against compares with another checkpoint, not with a signature or a list as well")
     target = find_target(path)
     contents = read_contents(target)
-    findings: tuple[Finding, ...]
-    unseen: tuple[str, ...]
     is_attested = bool(signatures or statements or sha256sums or trust)
     manifest = None if against is not None or is_attested else readable_manifest(target.root)
     if not is_attested and against is None and not _has_digests(manifest):
@@ -85,11 +86,11 @@ def verify(
     contents = with_own_files(contents, evidence)
     recorded = Attested(evidence, contents, target) if is_attested else Recorded(manifest, target)
     try:
-        findings, unseen, refused = structure(contents, target, data=data, progress=progress)
+        shape = structure(contents, target, data=data, leaves_records=against is None, progress=progress)
     except UsageError:
         if not (recorded.sha256 or recorded.sizes or is_attested):
             raise
-        findings, unseen, refused = (), (), ()  # what it lists is missing, each file is named
+        shape = Structure((), (), ())  # what it lists is missing, each file is named
     if against is not None:
         from ckptfix.verification.against import compare_with  # it compares numbers, which takes numpy
 
@@ -98,7 +99,8 @@ def verify(
         lost: tuple[str, ...] = ()
         crossed = comparison.crossed
     else:
-        done = hash_recorded(contents, recorded, data=data, progress=progress)
+        done, every = hash_recorded(contents, recorded, shape.records, data=data, progress=progress)
+        shape = settled(every, shape, contents, target, progress)
         if isinstance(recorded, Attested):
             recorded.place(done)
         # Without a statement of tensors, they are parts of files that are compared, and have no verdict of their own.
@@ -116,6 +118,7 @@ def verify(
         moments = _Moments(contents, target, progress)
         values = (*found_values(contents, hashed), *moments.findings())
         hashed, told, read = {**hashed, **moments.hashed}, (*told, *moments.unread), moments.files
+    findings, unseen, refused, _ = shape
     report = VerifyReport(
         path=target.path,
         nbytes=contents.nbytes,
@@ -192,23 +195,62 @@ def forbids_seal(finding: Finding) -> bool:
     return finding.severity is Severity.ERROR or isinstance(finding, InterruptedSave)
 
 
-def structure(
-    contents: Contents, target: Target, *, data: bool, progress: Progress | None = None
-) -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return what ``check`` finds, what it did not look at, and what may not be read.
+class Structure(NamedTuple):
+    """The findings of ``check``, what it did not look at, and what may not be read.
 
-    ``data``: it compares the CRC of every record.
+    ``records``: those of torch's files whose CRC is still to be compared, by whoever reads all bytes next.
+    """
+
+    findings: tuple[Finding, ...]
+    unseen: tuple[str, ...]
+    refused: tuple[str, ...]
+    records: tuple[LeftRecord, ...] = ()
+
+
+def structure(
+    contents: Contents,
+    target: Target,
+    *,
+    data: bool,
+    leaves_records: bool = False,
+    progress: Progress | None = None,
+) -> Structure:
+    """Return the structure of a checkpoint. ``data``: it compares the CRC of every record.
+
+    ``leaves_records``: but for those that it returns, where all processes know of all of them.
 
     Raises UsageError when neither it nor ``contents`` knows of a checkpoint.
     """
+    leaves = leaves_records and data and teams.knows_all()
     try:
-        report = check(target.path, data=data, progress=progress)
+        with leaving_records() if leaves else nullcontext(()) as records:
+            report = check(target.path, data=data, progress=progress)
     except UsageError:
         if contents.weights or contents.unreadable:
-            return (), (), ()  # a folder of DeepSpeed itself, whose structure was read to find the tensors
+            return Structure(
+                (), (), ()
+            )  # a folder of DeepSpeed itself, whose structure was read to find the tensors
         raise
     unseen = (words for words in report.not_checked if not words.startswith(_COVERED))
-    return report.all_findings, tuple(f"structure: {words}" for words in unseen), report.all_unfinished
+    return Structure(
+        report.all_findings,
+        tuple(f"structure: {words}" for words in unseen),
+        report.all_unfinished,
+        tuple(dict.fromkeys(records)),
+    )
+
+
+def settled(
+    found: Mapping["FileDigest | TensorLocation | LeftRecord", Hashed], before: Structure, contents: Contents,
+    target: Target, progress: Progress | None,
+) -> Structure:  # fmt: skip
+    """Return the structure of a checkpoint after its bytes were read: as before, unless a record is not what it was.
+
+    Then it is read again, for what that means.
+    """
+    if all(found[one].digest == f"{one.crc:08x}" for one in before.records):
+        return before
+    return structure(contents, target, data=True, progress=progress)
 
 
 class FileDigest(NamedTuple):
@@ -218,10 +260,14 @@ class FileDigest(NamedTuple):
     scheme: Scheme
 
 
+Found = dict[FileDigest | TensorLocation | LeftRecord, Hashed]
+
+
 def hash_recorded(
-    contents: Contents, recorded: Recorded, *, data: bool = False, progress: Progress | None = None
-) -> dict[str | TensorLocation, Hashed]:
-    """Hash what can be compared with something: file -> result, tensor -> result.
+    contents: Contents, recorded: Recorded, records: Iterable[LeftRecord] = (), *, data: bool = False,
+    progress: Progress | None = None,
+) -> tuple[dict[str | TensorLocation, Hashed], Found]:  # fmt: skip
+    """Hash what can be compared with something: file -> result, tensor -> result; and as ``hash_contents`` has it.
 
     Raises ChangedError when a file changed meanwhile.
     """
@@ -229,8 +275,10 @@ def hash_recorded(
         isinstance(recorded, Attested) and recorded.has_tensors
     )
     schemes = recorded_schemes(contents, recorded)
-    found = hash_contents(contents, schemes, tensors=data or has_tensors, data=data, progress=progress)
-    return as_recorded(found, schemes)
+    found = hash_contents(
+        contents, schemes, records=records, tensors=data or has_tensors, data=data, progress=progress
+    )
+    return as_recorded(found, schemes), found
 
 
 def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme]:
@@ -244,15 +292,17 @@ def recorded_schemes(contents: Contents, recorded: Recorded) -> dict[str, Scheme
 
 
 def hash_contents(
-    contents: Contents, *schemes: Mapping[str, Scheme], tensors: bool, data: bool = False,
-    progress: Progress | None = None,
-) -> dict[FileDigest | TensorLocation, Hashed]:  # fmt: skip
+    contents: Contents, *schemes: Mapping[str, Scheme], records: Iterable[LeftRecord] = (), tensors: bool,
+    data: bool = False, progress: Progress | None = None,
+) -> Found:  # fmt: skip
     """Hash files, by each of their ``schemes`` once, and with ``tensors`` all tensors. ``data``: look at their values.
+
+    ``records``: take their CRCs on the way, so that no byte is read from the disk for them alone.
 
     Raises ChangedError when a file changed meanwhile.
     """
     digests = dict.fromkeys(FileDigest(*one) for some in schemes for one in some.items())
-    jobs: dict[FileDigest | TensorLocation, Sequence[Job]] = {
+    jobs: dict[FileDigest | TensorLocation | LeftRecord, Sequence[Job]] = {
         one: one.scheme.jobs(FileJob(contents.root / one.name, contents.files[one.name].size))
         for one in digests
     }
@@ -260,6 +310,7 @@ def hash_contents(
         jobs |= {
             TensorLocation(weights.label, tensor.fqn): [TensorJob(tensor, data)] for tensor in weights.tensors
         }
+    jobs |= {one: [FileJob(one.path, one.size, one.offset, CRC)] for one in records}
     results = iter(hash_all([job for parts in jobs.values() for job in parts], progress=progress))
     contents.check_unchanged()
     return {
@@ -271,13 +322,14 @@ def hash_contents(
 
 
 def as_recorded(
-    found: Mapping[FileDigest | TensorLocation, Hashed], schemes: Mapping[str, Scheme]
+    found: Mapping[FileDigest | TensorLocation | LeftRecord, Hashed], schemes: Mapping[str, Scheme]
 ) -> dict[str | TensorLocation, Hashed]:
     """Return what was found as it is compared: of each file the digest that was recorded of it."""
     return {
         key.name if isinstance(key, FileDigest) else key: one
         for key, one in found.items()
-        if not isinstance(key, FileDigest) or schemes.get(key.name) == key.scheme
+        if not isinstance(key, LeftRecord)
+        and (not isinstance(key, FileDigest) or schemes.get(key.name) == key.scheme)
     }
 
 
