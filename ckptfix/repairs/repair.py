@@ -64,7 +64,7 @@ from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import MANIFEST, command
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import transactions
-from ckptfix.wording import Line, Printable, count_of, few, human_size, line, unchecked_line
+from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_line
 
 if TYPE_CHECKING:
     from ckptfix.storage.object_journal import StoreLock
@@ -219,8 +219,14 @@ class RepairPlan(Printable):
         run that was killed. ``progress`` is called with byte counts.
 
         Raises ChangedError when a file changed since planning, other OperationErrors (LockedError, JournalError,
-        RolledBackError) when it could not finish: the folder is then as it was.
+        RolledBackError) when it could not finish: the folder is then as it was. The plan of a URL is executed once:
+        UsageError after that.
         """
+        if self.image is not None and not self.target.root.exists():
+            raise UsageError(
+                f"{shown(str(self.path))}: this plan was executed before, so its objects can be others now; next: "
+                "plan_repair anew"
+            )
         with self.image or nullcontext():
             if isinstance(self.output, str):
                 return self._execute_in_store(self.output, progress, transfer=transfer)

@@ -257,22 +257,28 @@ class S3Store(ComposingStore):
             "Parts": [{"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(parts, 1)]
         }
         words = self._upload_words(upload)
-        attempts = 0
+        may_be_done = had_conflict = False
 
         def ask() -> str:
-            nonlocal attempts
-            attempts += 1
+            nonlocal may_be_done, had_conflict
             try:
                 answer = self.ask(
                     "complete_multipart_upload", MultipartUpload=listed, **words, **_condition(expected)
                 )
                 return _etag(answer)
             except Exception as error:
-                if attempts == 1 or not (_is_gone(error) or isinstance(self._judge(error), Refused)):
-                    raise
-                if not _is_gone(error) and self._has_parts(words):
-                    raise
-                return ""
+                is_gone = _is_gone(error)
+                if may_be_done and (
+                    is_gone or (isinstance(self._judge(error), Refused) and not self._has_parts(words))
+                ):
+                    return ""
+                if is_gone and had_conflict:
+                    raise Refused from error
+                # A conflict is an answer, and no lost one: another program writes there, and the parts may go.
+                is_conflict = _code(error) == "ConditionalRequestConflict"
+                had_conflict |= is_conflict
+                may_be_done |= not is_conflict
+                raise
 
         return self._persist(upload.key, ask, has_condition=True)
 

@@ -474,7 +474,10 @@ class Store:
     def _write(self, key: str, expected: str | Expected, work: Callable[[], _T]) -> _T:
         try:
             return self._persist(key, work, has_condition=True)
-        except Refused:
+        except (Refused, FileNotFoundError) as error:
+            if isinstance(error, FileNotFoundError) and error.filename is not None:
+                raise  # a file of this machine
+            # S3 answers a condition on an object that has gone with 404.
             raise self._changed(key, expected, "meanwhile") from None
 
     def _changed(self, key: str, expected: str | Expected, when: str) -> ChangedError:
@@ -484,8 +487,9 @@ class Store:
         plain = {ABSENT: "no object", ANY: "the one that was just written"}
         what = plain[expected] if isinstance(expected, Expected) else f"ETag {expected}"
         found = "none" if now is None else f"ETag {now.etag}, {human_size(now.size)}"
+        did = "deleted" if now is None else "wrote"
         return ChangedError(
-            f"{self.name(key)}: another program wrote this object {when} (expected {what}, found {found}); "
+            f"{self.name(key)}: another program {did} this object {when} (expected {what}, found {found}); "
             "next: wait until it has finished, then run the same command again"
         )
 

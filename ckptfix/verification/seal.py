@@ -376,7 +376,7 @@ def _write(
         )
         for name, content in files.items()
     ]
-    summary = [f"write the digests of {len(manifest.sha256)} files to {', '.join(files)}"]
+    summary = [f"write the digests of {count_of(len(manifest.sha256), 'file')} to {', '.join(files)}"]
     # Hundreds of KiB may travel to a store that cannot compose objects.
     return commit(root, edits, target="", summary=summary, verify=lambda: None, lock=lock, transfer=True)
 

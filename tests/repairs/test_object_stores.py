@@ -164,6 +164,8 @@ def test_the_plan_says_which_bytes_travel(bucket: Cloud, capsys: pytest.CaptureF
     plan = plan_repair(URL)
     assert plan.execute().transaction == 1
     assert "and the store copies" not in str(plan)
+    with pytest.raises(UsageError, match=f"^{URL}: this plan was executed before.*plan_repair anew"):
+        plan.execute()
 
 
 @pytest.mark.slow

@@ -387,6 +387,41 @@ def test_a_writer_right_after_a_write_is_noticed(cloud: Cloud, method: str) -> N
         store.compose("a", pieces, expected=stores.ABSENT)
 
 
+@pytest.mark.parametrize("name", [SHARDS[0], "optimizer_1.bin"])
+def test_an_object_that_another_program_deletes_during_the_commit_is_named(
+    cloud: Cloud, store: SimulatedStore, name: str
+) -> None:
+    """S3 answers a condition on an object that has gone with 404, and not with 412."""
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if method == "complete_multipart_upload" and not is_after and key == PREFIX + name:
+            cloud.objects.pop(key, None)
+
+    cloud.strike = strike
+    with pytest.raises(JournalError, match=f"{name}: another program deleted this object") as caught:
+        commit(store)
+    assert "run the same command again to finish" in str(caught.value)
+
+
+def test_a_conflict_that_ends_an_upload_is_no_success(cloud: Cloud, store: SimulatedStore) -> None:
+    """S3 answers 409 while another program writes there; the upload is gone then, and what is there is not ours."""
+    size = 8 << 12
+    store.put("b", b"y" * size)
+    info = store.stat("b")
+    assert info is not None
+
+    def strike(method: str, key: str, is_after: bool) -> None:
+        if method == "complete_multipart_upload" and not is_after and cloud.uploads:
+            cloud.uploads.clear()
+            cloud.write(PREFIX + "a", b"x" * size)
+            raise refusal(409, "ConditionalRequestConflict", method)
+
+    cloud.strike = strike
+    with pytest.raises(ChangedError, match="another program wrote this object"):
+        store.compose("a", [ObjectRange("b", 0, size, info.etag)], expected=stores.ABSENT)
+    assert store.read("a", 0, 1) == b"x"
+
+
 def test_the_parts_of_killed_uploads_go(cloud: Cloud) -> None:
     """No listing shows them, and somebody pays for them; those of other programs stay."""
     anew(cloud)
