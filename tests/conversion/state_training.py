@@ -136,7 +136,13 @@ def lora() -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(2)
-    return get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    with warnings.catch_warnings():  # peft asks transformers 5 for an attribute by its old name
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # the frozen ones have no masters in DeepSpeed's bf16
+    return model
 
 
 def two() -> tuple[Any, ...]:
@@ -195,6 +201,8 @@ def trained_of(model: torch.nn.Module, parameters: list[Any]) -> list[str]:
 class Run:
     """Models, optimizers and schedulers, as stock accelerate prepares them for a strategy."""
 
+    precision = "fp32"
+    is_fsdp1 = is_flat = False
     moments: tuple[str, ...] = ADAM
     numbers: tuple[str, ...] = ("step",)
 
