@@ -156,6 +156,7 @@ def seal(
     sign: Signing | None = None,
     ranges: bool = False,
     with_sha256: bool = False,
+    tensors: bool = True,
     progress: Progress | None = None,
 ) -> SealReceipt:
     """Write the sha256 of every file and tensor of a folder into its manifest, durably; its other entries stay.
@@ -171,6 +172,10 @@ def seal(
     ``ranges``: of a file longer than 1 GB write the sha256 of each 1 GB of it instead of its own, which is one chain
     from the first byte to the last; many threads and processes take those of ranges at once. Statements have them as
     shards. ``with_sha256``: write its own next to them.
+
+    ``tensors``: off, write digests of files alone, which takes half of the hashing; ``verify`` then cannot name a
+    tensor that changed, nor compare after a repair or in another format. Those that the manifest has are compared, and
+    stay.
 
     Raises UsageError when no checkpoint folder is at ``path``, OperationError when it could not finish: nothing is
     changed then. OSError when the folder cannot be read or written.
@@ -204,8 +209,9 @@ def seal(
         recorded = Recorded(old, target)
         known, wanted = recorded_schemes(contents, recorded), _schemes(contents, ranges=ranges)
         also = dict.fromkeys(contents.files, WHOLE) if with_sha256 else {}
+        tensors = tensors or bool(recorded.digests(contents.weights, ()))
         found = hash_contents(
-            contents, known, wanted, also, records=shape.records, tensors=True, progress=progress
+            contents, known, wanted, also, records=shape.records, tensors=tensors, progress=progress
         )
         for key, one in found.items():
             if one.problem:
@@ -223,16 +229,17 @@ def seal(
         )
         if differing and not force:
             return SealReceipt(path=target.path, written=False, differing=differing)
+        hashed = contents if tensors else replace(contents, weights=())
         statements: dict[str, bytes] = {}
         if (oms or sign is not None) and teams.leads():
-            statements = _statements(contents, as_recorded(found, wanted), sign, ranges=ranges)
+            statements = _statements(hashed, as_recorded(found, wanted), sign, ranges=ranges)
         new = {}
         for name, data in statements.items():
             before, now = found.get(FileDigest(name, WHOLE)), Hashed(hashlib.sha256(data).hexdigest())
             found[FileDigest(name, WHOLE)], wanted[name] = now, WHOLE
             if before is None or before.digest != now.digest:
                 new[name] = data
-        manifest = _sealed(old, contents, as_recorded(found, wanted), as_recorded(found, {**wanted, **also}))
+        manifest = _sealed(old, hashed, as_recorded(found, wanted), as_recorded(found, {**wanted, **also}))
         number = None
         if teams.leads():
             number = _write(target.root, manifest, new, lock) if new or manifest != old else None

@@ -1,5 +1,6 @@
 """Signing and verifying a checkpoint, against the reference implementation of OpenSSF Model Signing in the same run."""
 
+import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +41,7 @@ def sign(folder: Path, size: int, rounds: int) -> None:
     commands = {
         "reference sign": "model_signing.signing.Config()"
         f".use_elliptic_key_signer(private_key={str(key)!r}).{config}.sign({str(model)!r}, {str(theirs)!r})",
+        "seal --no-tensors": f"assert seal({str(model)!r}, {ours_key}, tensors=False).status == 0",
         "seal": f"assert seal({str(model)!r}, {ours_key}).status == 0",
         "reference verify": "model_signing.verifying.Config()"
         f".use_elliptic_key_verifier(public_key={str(public)!r}).{config}.verify({str(model)!r}, {str(files)!r})",
@@ -49,11 +51,13 @@ def sign(folder: Path, size: int, rounds: int) -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):  # in turns: a machine that others use changes its speed meanwhile
+        shutil.rmtree(model / ".ckptfix", ignore_errors=True)  # a manifest with digests of tensors keeps them
         for name, command in commands.items():
             seconds[name].append(measure(imports, command)["seconds"])
     each = {name: median(found) for name, found in seconds.items()}
     gibibytes = f"{size / (1 << 30):.1f} GiB"
     for name, against, most in (
+        ("seal --no-tensors", "reference sign", 1.2),
         ("seal", "reference sign", 2.5),
         ("verify files", "reference verify", 1.2),
         ("verify tensors", "reference verify", 1.2),

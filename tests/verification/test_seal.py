@@ -18,7 +18,7 @@ from ckptfix import OperationError, UsageError, check, repair, seal, undo, verif
 from ckptfix.checkpoint.manifest import Manifest, ManifestEntry, read_manifest
 from ckptfix.storage.journal import recover
 from ckptfix.storage.lock import folder_lock
-from ckptfix.storage.paths import MANIFEST
+from ckptfix.storage.paths import MANIFEST, UNSIGNED
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.storage.crash import Fault, points, strike
 from tests.verification.sealed import KINDS, flip, place, sealed, wrong
@@ -78,6 +78,26 @@ def test_sealing_again_changes_nothing(tmp_path: Path) -> None:
     assert seal(folder).written
     assert (folder / MANIFEST).stat() == status
     assert [path.name for path in (folder / ".ckptfix").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_can_be_left_out_unless_the_manifest_has_them(tmp_path: Path, kind: str) -> None:
+    folder = KINDS[kind](tmp_path)
+    receipt = seal(folder, oms=True, tensors=False)
+    assert (receipt.tensors, receipt.statements) == (0, UNSIGNED[:1])
+    assert manifest_of(folder).models == ()
+    report = verify(folder)
+    assert report.status == 0
+    assert report.count(Kind.FILE)[Outcome.MATCH] == len(manifest_of(folder).sha256)
+    assert report.count(Kind.TENSOR)[Outcome.DIFFER] == 0
+    piece = place(folder, "layers.1.weight")
+    flip(piece.path, piece.offset)
+    assert wrong(verify(folder))[piece.path.name][0] == "changed"
+    assert not seal(folder, tensors=False).written
+    flip(piece.path, piece.offset)
+    assert seal(folder).tensors == 4
+    assert seal(folder, tensors=False).tensors == 4, "what is there is compared, and stays"
+    assert verify(folder).count(Kind.TENSOR)[Outcome.MATCH] == 4
 
 
 def test_new_files_can_be_sealed_changed_ones_only_by_force(tmp_path: Path) -> None:
