@@ -3,6 +3,7 @@
 Nothing of object stores is imported before the first URL comes.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -105,6 +106,16 @@ def states_of(folder: Path) -> Mapping[str, Any] | None:
     """Return the facts about every object in and below a folder that ``opened`` has listed alone, None for others."""
     images = sys.modules.get("ckptfix.storage.images")
     return images.states_at(folder) if images is not None else None
+
+
+def has_gone(folder: Path) -> bool:
+    """Return whether nothing is there any more at a path, which may be one that ``opened`` has listed alone."""
+    if states_of(folder) is None:
+        return not os.path.lexists(folder)
+    try:
+        return bool(sys.modules["ckptfix.storage.images"].has_gone(folder))
+    except CkptfixError:
+        return False
 
 
 @contextmanager

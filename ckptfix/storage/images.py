@@ -272,6 +272,15 @@ def states_at(folder: Path) -> dict[str, ObjectInfo] | None:
     return image.objects.below(_key_in(image, full))
 
 
+def has_gone(folder: Path) -> bool:
+    """Return whether the store has no object any more in or below a folder of a listing. Raises StoreError."""
+    full = os.path.abspath(folder)
+    image = _image_at(full)
+    if image is None or not isinstance(image.objects, Listing):
+        return False
+    return next(image.store.below(_key_in(image, full)).listed(), None) is None
+
+
 def objects_at(folder: Path) -> dict[str, ObjectInfo]:
     """Return the objects in or below a folder of an image, as they were listed, by their keys relative to it."""
     full = os.path.abspath(folder)

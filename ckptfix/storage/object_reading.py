@@ -29,7 +29,10 @@ _TAIL = 64 << 10
 """Bytes that are read of the end: the directory of a zip file. A safetensors file has none."""
 
 _FEWEST, _MOST = 256 << 10, 16 << 20
-"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads follow each other."""
+"""Bytes that are read at once on demand: first the fewest, and twice as many each time that reads follow each other.
+
+More than four images share four times the most: blocks that wait for their reader must not drive out each other.
+"""
 
 RANGE = 4 << 20
 """Bytes of one request; longer reads are several at once."""
@@ -266,7 +269,8 @@ class _Cache:
     def grow(self, top: str, key: str, number: int, window: int) -> None:
         """Note that the reads of a window went up to a block: what follows there reads twice as much."""
         with self._lock:
-            self._windows[top, key, number] = min(2 * window, _MOST)
+            most = max(4 * _MOST // max(4, len(self.ahead)), RANGE)
+            self._windows[top, key, number] = min(2 * window, most)
 
     def forget(self, top: str) -> None:
         """Let go of all blocks of an image."""

@@ -23,7 +23,7 @@ from ckptfix.diagnosis.findings.base import Severity, labelled
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
-from ckptfix.storage.doors import etag_of, made, states_of
+from ckptfix.storage.doors import etag_of, has_gone, made, states_of
 from ckptfix.storage.parallel import Progress, Share, Stopped
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
@@ -230,7 +230,7 @@ class Scrub:
         except Stopped:  # an interrupt
             raise
         except Exception as error:  # of those that nobody has foreseen, too: nothing is known of this one
-            if isinstance(error, CkptfixError | OSError) and _is_gone(path):
+            if isinstance(error, CkptfixError | OSError) and has_gone(Path(path)):
                 return ScrubResult(path=Path(path), verdict=_REMOVED)  # a run keeps its last checkpoints only
             verdict = {"verdict": _FAILED, "structure": {"status": 3, "unfinished": [escape(str(error))]}}
             self.state.keep(self.scope, Look(place, time(), 0.0, "", verdict), {})
@@ -421,10 +421,6 @@ _Files = Mapping[str, tuple[int, int, str]]
 def _is_own(name: str) -> bool:
     """Return whether a file is one of ckptfix itself."""
     return name.startswith(f"{JOURNAL}/")
-
-
-def _is_gone(path: str) -> bool:
-    return states_of(Path(path)) is None and not os.path.lexists(path)
 
 
 def _files(root: Path) -> tuple[_Files, str]:

@@ -136,6 +136,29 @@ def test_damage_of_what_is_unchanged_counts_again(runs: Path, url: str, said: Sa
     assert "is missing" in str(found[0]["checkpoint_1"])
 
 
+def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
+    runs: Path, url: str, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run keeps its last checkpoints, and removes the others: in a store as on a disk."""
+    store = upload_folder(runs, url)
+    keys = [key for key in store.list() if key.startswith(("one/checkpoint_1/", "two/optimizer"))]
+
+    def rotated(*arguments: Any, **options: Any) -> Any:
+        for key in keys:
+            store.delete(key)
+        return made(*arguments, **options)
+
+    made = images._made
+    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, few: 1)
+    monkeypatch.setattr(images, "_made", rotated)
+    *ones, last = documents(said, "scrub", url)
+    verdicts = {one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", "")) for one in ones}
+    assert verdicts["one/checkpoint_1"] == "removed"
+    assert verdicts["one/checkpoint_2"] == "clean"
+    assert "optimizer.bin: it was deleted while it was read" in verdicts["two"]
+    assert (last["summary"]["removed"], last["summary"]["failed"], last["status"]) == (1, 1, 3)
+
+
 def test_an_object_that_no_folder_can_hold_is_of_its_checkpoint(url: str, said: Said) -> None:
     upload_folder(CLEAN, f"{url}/one")
     upload_folder(CLEAN, f"{url}/two")
