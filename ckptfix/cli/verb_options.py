@@ -19,7 +19,8 @@ _QUIET = "Print nothing but failures; the exit status says the rest."
 TRANSFER = click.option(
     "--transfer",
     is_flag=True,
-    help="For URLs: let bytes go through this machine where the store cannot cut parts out of objects.",
+    help="For URLs: let bytes go through this machine where the store cannot cut parts out of objects; and write to a "
+    "server that ignores conditions, while nothing else writes there.",
 )
 BREAK_LOCK = click.option(
     "--break-lock", is_flag=True, help="For URLs: take over the lock of a run that was killed."

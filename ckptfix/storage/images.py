@@ -113,7 +113,7 @@ def image_of(url: str, *, complete: bool = True) -> Path:
         raise StoreError(
             f"{escape(url)}: {count_of(len(solid), 'object')} with a key that no folder can hold "
             f"({list_names(one.key for one in solid)}: {solid[0].why}), so not all would be read; "
-            "next: give them other keys, or delete them"
+            "next: give them other keys; delete only what nobody needs"
         )
     return image.place
 

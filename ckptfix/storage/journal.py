@@ -222,7 +222,7 @@ def _commit_objects(
     transfer: bool,
     progress: Progress | None,
 ) -> int:
-    from ckptfix.storage.images import Shown, objects_at, refresh, showing
+    from ckptfix.storage.images import Shown, objects_at, raise_failure, refresh, showing
     from ckptfix.storage.object_transactions import Staged, commit_objects
 
     def show(staged: Mapping[PurePosixPath, Staged]) -> AbstractContextManager[None]:
@@ -240,11 +240,15 @@ def _commit_objects(
         with open_reader(root / key) as reader:
             return reader.read(offset, length)
 
+    def prove() -> None:
+        verify()
+        raise_failure(root)  # also of a read while it was planned: what could not be read decides nothing
+
     if lock is None:
         raise OperationError(f"{root}: nothing was changed: this verb does not lock a checkpoint in a store")
     number = commit_objects(
         store, edits, objects_at(root), lock=lock, target=target, summary=summary, indexes=indexes, read=read,
-        show=show, verify=verify, transfer=transfer, progress=progress,
+        show=show, verify=prove, transfer=transfer, progress=progress,
     )  # fmt: skip
     try:
         refresh(root)

@@ -274,7 +274,7 @@ def _carry_out(
 ) -> None:
     plan = draft.plan
     _check_pins(store, plan, listed)
-    _check_carriage(store, draft, transfer)
+    _check_carriage(store, number, draft, transfer)
     begun: ObjectInfo | None = None
     try:
         begun = write_state(store, number, ObjectState(stage=Stage.STAGING, undoes=plan.undoes), ABSENT)
@@ -364,12 +364,19 @@ def _written_by_another(store: Store, key: str, was: ObjectInfo | None, now: Obj
     return f"{store.name(key)}: another program wrote this object{when} (expected {expected}; found {found})"
 
 
-def _check_carriage(store: Store, draft: Draft, transfer: bool) -> None:
-    if store.abilities.composes or transfer:
+def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> None:
+    """Raise UsageError where bytes must travel, or another program's be replaced, and nobody allowed it."""
+    if transfer:
         return
-    alone = ", and it overwrites what another program wrote meanwhile: make sure that none writes there"
-    if store.abilities.conditions:
-        alone = ""
+    may_replace = "it overwrites what another program wrote meanwhile: make sure that none writes there"
+    if store.abilities.composes:
+        if not store.keeps_conditions(f"{folder(number)}/probe"):
+            raise UsageError(
+                f"{store.name()}: this server ignores conditions on writes (If-Match), so {may_replace}; nothing was "
+                "changed; next, when none does: the same command with --transfer"
+            )
+        return
+    alone = "" if store.abilities.conditions else f", and {may_replace}"
     travel = _total(store, draft.contents.values(), draft.kept.values())
     raise UsageError(
         f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: {travel}{alone}; "

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 from urllib.parse import urlencode
 
-from ckptfix.errors import StoreError, UsageError
+from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage import stores
 from ckptfix.storage.parts import MARK, MIB, ComposingStore, Upload
 from ckptfix.storage.paths import shell_path
@@ -281,6 +281,18 @@ class S3Store(ComposingStore):
                 raise
 
         return self._persist(upload.key, ask, has_condition=True)
+
+    def keeps_conditions(self, key: str) -> bool:
+        """Return whether this server refuses to put parts together on a condition that does not hold.
+
+        Amazon's does. Some others take the condition and ignore it, and so would replace what another program wrote.
+        """
+        try:
+            self.compose(key, [b"no object has this ETag"], expected="0", mark="probe")
+        except ChangedError:
+            return True
+        self.delete(key)
+        return False
 
     def _has_parts(self, words: Mapping[str, Any]) -> bool:
         """Return whether an upload goes on: it is neither complete nor aborted."""

@@ -456,6 +456,10 @@ class Store:
         """
         return self._write(key, expected, lambda: self._compose(key, pieces, expected, like, mark))
 
+    def keeps_conditions(self, key: str) -> bool:
+        """Return whether the store refuses a write whose condition does not hold. ``key``: where no object is."""
+        return self.abilities.conditions
+
     def mark(self, key: str) -> str:
         """Return the mark of an object that was composed with one, "" for any other."""
         return self._persist(key, lambda: self._mark(key))

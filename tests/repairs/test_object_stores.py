@@ -15,6 +15,7 @@ from ckptfix.errors import ChangedError, JournalError, LockedError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
 from ckptfix.storage.markers import COMMITTED, UPLOAD
+from ckptfix.storage.stores import ObjectRange
 from tests.sampling import one_of, sampled
 from tests.stores.servers import objects_of, upload_folder
 from tests.stores.simulated_s3 import Cloud, KillAt, Killed, cloud, open_simulated, read, refusal
@@ -166,6 +167,25 @@ def test_the_plan_says_which_bytes_travel(bucket: Cloud, capsys: pytest.CaptureF
     assert "and the store copies" not in str(plan)
     with pytest.raises(UsageError, match=f"^{URL}: this plan was executed before.*plan_repair anew"):
         plan.execute()
+
+
+def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
+    """The failure was caught on its way while the repair was planned, by whoever read something unimportant."""
+    old = put(bucket, FIXTURES / "lone-nested-safetensors" / "checkpoint")
+    plan = plan_repair(URL)
+    [image] = images._session.images.values()
+    bucket.strike = lambda method, key, is_after: strike(method)
+
+    def strike(method: str) -> None:
+        raise refusal(403, "AccessDenied", method)
+
+    with suppress(CkptfixError):
+        image.read_many([ObjectRange("model.safetensors", 0, 8, "")])
+    bucket.strike = lambda method, key, is_after: None
+    with pytest.raises(CkptfixError, match=r"may not do that.*nothing was changed"):
+        plan.execute()
+    assert objects(bucket) == old
+    assert bucket.journal() == []
 
 
 @pytest.mark.slow
