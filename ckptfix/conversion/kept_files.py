@@ -64,9 +64,10 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
             ensure_seen(Path(folder), "next: write to a folder that all nodes see")
             yield Staging(Path(folder), output.absolute(), name), Kept(*kept)
         return
-    begun = staging_for(output, name=name) if results is None else _lasting(plan, name, results)
+    planned = "" if results is None else _fingerprint(plan)
+    begun = staging_for(output, name=name) if results is None else _lasting(output, name, planned, results)
     with begun as staging:
-        kept = Kept() if results is None else _kept(plan, staging, results)
+        kept = Kept() if results is None else _kept(planned, staging, results)
         if team is not None:
             team.told(lambda: [str(staging.folder), *kept])
         with teams.as_one():  # no other writes any more when the folder is removed
@@ -74,28 +75,31 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
 
 
 @contextmanager
-def _lasting(plan: MigrationPlan, name: str | None, results: PartialResults) -> Iterator[Staging]:
-    """Yield the staging folder of the run before, or a new one, that stays while its note does."""
+def _lasting(output: Path, name: str | None, planned: str, results: PartialResults) -> Iterator[Staging]:
+    """Yield the staging folder of the run before, or a new one, that stays while its note does.
+
+    ``planned``: the fingerprint of the plan, which must be that of the run before.
+    """
     note = results.folder / NOTE
     old = _noted(results)
-    before = Path(old["folder"]) if old is not None and old["plan"] == _fingerprint(plan) else None
+    before = Path(old["folder"]) if old is not None and old["plan"] == planned else None
     owner = owner_of(before) if before is not None else None
     if owner is not None and owner.is_same_machine and owner.is_running:
         raise OperationError(
-            f"{results.folder}: process {owner.pid} writes {plan.output} with these partial results; next: wait for "
+            f"{results.folder}: process {owner.pid} writes {output} with these partial results; next: wait for "
             "its end, and run the same command again"
         )
     if before is None or not before.is_dir():
         before = None
         note.unlink(missing_ok=True)  # the next sweep removes the folder that it names
-    with staging_for(plan.output, name=name, before=before, stays=note.exists) as staging:
+    with staging_for(output, name=name, before=before, stays=note.exists) as staging:
         if before is None:
             keep_while(staging.folder, note)
         yield staging
         note.unlink(missing_ok=True)
 
 
-def _kept(plan: MigrationPlan, staging: Staging, results: PartialResults) -> Kept:
+def _kept(planned: str, staging: Staging, results: PartialResults) -> Kept:
     """Note the staging folder; remove from it what is not complete."""
     old = _noted(results)
     run = old["run"] if old is not None else os.urandom(8).hex()
@@ -110,7 +114,7 @@ def _kept(plan: MigrationPlan, staging: Staging, results: PartialResults) -> Kep
             if str(path.relative_to(staging.new)) not in kept:
                 path.unlink()
     shutil.rmtree(staging.new / JOURNAL, ignore_errors=True)
-    document = {"folder": str(staging.folder), "plan": _fingerprint(plan), "run": run}
+    document = {"folder": str(staging.folder), "plan": planned, "run": run}
     results.folder.mkdir(parents=True, exist_ok=True)
     write_note(results.folder / NOTE, json.dumps(document).encode())
     return Kept(run, sum(size for size, *_ in kept.values()))
@@ -154,7 +158,11 @@ def _fingerprint(plan: MigrationPlan) -> str:
     """Return a digest of what decides about the bytes of the new files: the source's files, and what is planned."""
     root = plan.source.root
     source = Units().of(tuple(root / name for name in sorted(set(files_read(plan)))), 0).files
-    digest = hashlib.sha256(json.dumps([version("ckptfix"), source]).encode("utf-8", "surrogateescape"))
+    digest = hashlib.sha256(
+        json.dumps([version("ckptfix"), str(plan.output.absolute()), source]).encode(
+            "utf-8", "surrogateescape"
+        )
+    )
     for planned in plan.planned:
         for file in planned.files:
             digest.update(os.fsencode(str(file.path)) + b"\0")

@@ -315,10 +315,11 @@ class JoinedTeam(InOrder):
         signs = _Signs()
         clock, looked = 0.0, time.monotonic()
         turn = 0
-        while not self._over.wait(_LOOKS):
+        pause = min(_LOOKS, self._timeout / 40)
+        while not self._over.wait(pause):
             turn += 1
             # Time in which this process was stopped itself, as Slurm suspends a job, is no silence of the others.
-            clock += min(time.monotonic() - looked, max(4 * _LOOKS, self._timeout / 10))
+            clock += min(time.monotonic() - looked, max(4 * pause, self._timeout / 10))
             looked = time.monotonic()
             try:
                 part = self._part

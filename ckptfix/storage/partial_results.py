@@ -169,12 +169,13 @@ class PartialResults:
     def begin(self, request: Request) -> None:
         """Take note of the command. Raises OperationError when the folder has results of another one, OSError."""
         old = self.request()
-        if old is not None and not old.is_same(request):
+        is_empty = old is not None and old.shares == request.shares == 0 and self.oldest() is None
+        if old is not None and not old.is_same(request) and not is_empty:
             raise OperationError(
                 f"{self.folder} holds partial results of another command: {old}; name another folder with --partial, "
                 f"or remove this one: rm -r {shell_path(self.folder)}"
             )
-        if old is not None and old.shares == request.shares:
+        if old is not None and old.is_same(request) and old.shares == request.shares:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         document = {"version": VERSION, **request._asdict()}

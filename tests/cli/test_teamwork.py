@@ -42,6 +42,15 @@ def checkpoint(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def with_a_large_number(folder: Path) -> Path:
+    """Put a number into a checkpoint that is infinite in fp16."""
+    path = folder / "model-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4:] = numpy.float32(1e9).tobytes()
+    path.write_bytes(data)
+    return folder
+
+
 def variables(**more: str) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
@@ -186,10 +195,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 )
 def test_two_processes_migrate_as_one_does(tmp_path: Path, options: tuple[str, ...]) -> None:
     source = checkpoint(tmp_path / "source")
-    path = source / "model-00001-of-00002.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-4:] = numpy.float32(1e9).tobytes()  # infinite in fp16
-    path.write_bytes(data)
+    with_a_large_number(source)
     (source / "config.json").write_text("{}")
     assert run("seal", source).returncode == 0
     (tmp_path / "a").mkdir()
@@ -242,11 +248,12 @@ MIGRATE = ("--to", "safetensors", "--dtype", "fp16", "--max-shard-size", "20KB")
 def test_a_migration_goes_on_from_the_complete_files_of_the_run_before(
     tmp_path: Path, rank: int, units: int
 ) -> None:
-    source = checkpoint(tmp_path / "source")
+    source = with_a_large_number(checkpoint(tmp_path / "source"))
     assert run("seal", source).returncode == 0
     one = run("migrate", source, tmp_path / "alone", *MIGRATE)
+    assert "became infinite" in one.stdout
     command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
-    ended = ranks(*command, strike=(rank, units, "kill"), CKPTFIX_TEAM_TIMEOUT="3")
+    ended = ranks(*command, strike=(rank, units, "kill"), CKPTFIX_TEAM_TIMEOUT="4")
     assert ended[rank].returncode == -9
     assert ended[1 - rank].returncode == 3
     assert "next: the same command goes on from what was written" in ended[1 - rank].stderr
@@ -320,6 +327,22 @@ def test_a_proof_reads_what_was_kept_and_a_wrong_byte_begins_all_again(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
 
 
+def test_a_migration_of_one_file_goes_on_too(tmp_path: Path) -> None:
+    source = tmp_path / "one.safetensors"
+    (checkpoint(tmp_path / "source") / "model-00001-of-00002.safetensors").rename(source)
+    command = ("migrate", source, tmp_path / "new.bin", "--to", "bin", "--partial", tmp_path / "partial")
+    # The first result is that of the file, the next one of its proof.
+    killed = ranks(*command, strike=(0, 1, "kill"), CKPTFIX_TEAM_TIMEOUT="4")
+    assert [process.returncode for process in killed] == [-9, 3]
+    (staging,) = tmp_path.glob(".ckptfix-*")
+    inode = (staging / "new" / "new.bin").stat().st_ino
+    resumed = run(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming: 1 of 1 unit" in resumed.stderr
+    assert (tmp_path / "new.bin").stat().st_ino == inode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.bin", "one.safetensors", "source"]
+
+
 def test_a_migration_in_one_process_goes_on_after_an_error_of_the_disk(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source")
     command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
@@ -387,10 +410,10 @@ def test_a_rank_0_that_is_stopped_ends_the_other(tmp_path: Path) -> None:
 def test_the_first_rank_may_end_before_the_others_hear_of_it(tmp_path: Path) -> None:
     """A leader that works for all and dies leaves no status: the others end with 3, and say what to do."""
     folder = checkpoint(tmp_path / "checkpoint")
-    two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="2")
+    two = ranks("repair", folder, strike=(0, 0, "stop-in-repair"), CKPTFIX_TEAM_TIMEOUT="4")
     assert two[1].returncode == 3
     assert "rank 0 (process " in two[1].stderr
-    assert f"no sign of life for 2 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
+    assert f"no sign of life for 4 s; next: CKPTFIX_TEAM=0 ckptfix repair {folder}" in two[1].stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])

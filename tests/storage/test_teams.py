@@ -400,6 +400,18 @@ def test_results_of_another_command_are_not_mixed(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "partial").iterdir()} == {"mine.txt", "mine.results.jsonl"}
 
 
+def test_a_command_that_left_no_results_is_in_nobodys_way(tmp_path: Path) -> None:
+    mistaken = Request("verify", {"paths": ["a"]}, "/", 0, ["a"])
+    PartialResults(tmp_path).begin(mistaken)
+    meant = mistaken._replace(params={"paths": ["b"]})
+    results = PartialResults(tmp_path)
+    results.begin(meant)
+    assert results.request() == meant
+    results.add("a", units_of([1])[0], 1, is_final=True)
+    with pytest.raises(OperationError, match="another command"):
+        PartialResults(tmp_path).begin(mistaken)
+
+
 def test_shares_of_a_job_array_are_merged(tmp_path: Path) -> None:
     units = units_of(range(1, 20))
     results = PartialResults(tmp_path)
