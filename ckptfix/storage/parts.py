@@ -75,7 +75,7 @@ class ComposingStore(Store):
     def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
         """Put the parts together, and return the ETag of the object.
 
-        An earlier attempt whose answer was lost is no failure, and then the ETag is "".
+        An earlier attempt whose answer was lost is not a failure, and then the ETag is "".
         """
         raise NotImplementedError
 
