@@ -162,8 +162,8 @@ class RepairPlan(Printable):
 
     ``diagnosis``: the state that was planned for. ``pending``: the findings about an interrupted run, which ``execute``
     rolls back first. ``recovered``: one was rolled back before planning, or in a store ``finished``. ``output``: the
-    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words. ``image``:
-    closed by ``execute``, where the plan was made for a URL.
+    folder for a repaired copy. ``carriage``: of a checkpoint in a store the bytes to travel, in words; ``at_once``: all
+    its names change in one commit. ``image``: closed by ``execute``, where the plan was made for a URL.
     """
 
     target: Target
@@ -176,6 +176,7 @@ class RepairPlan(Printable):
     recovered: bool
     finished: bool = False
     carriage: str | None = None
+    at_once: bool = False
     image: ExitStack | None = None
 
     @property
@@ -198,7 +199,9 @@ class RepairPlan(Printable):
         yield from plan_lines(self.path, self.steps, self.unplanned)
         if self.carriage is not None:
             yield line(f"between this machine and the store: {self.carriage}")
-            if self.output is None:
+            if self.at_once:
+                yield line("all of it is one commit")
+            elif self.output is None:
                 copy = f"{command('repair', self.path)} --output URL_OF_A_COPY"
                 yield line(f"names change one after the other; for a checkpoint in use: {copy}")
 
@@ -488,6 +491,7 @@ def _plan(target: Target, policy: Policy, output: Path | str | None, progress: P
             pending=interrupted(target),
             recovered=False,
             carriage=carriage(target.root, compiled.edits, is_copy=isinstance(output, str)),
+            at_once=(store := store_of(target.root)) is not None and store.abilities.atomic,
         )
 
 

@@ -84,7 +84,7 @@ def copy_repaired(
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
     contents = _contents(infos, after)
     if not (places.bucket.abilities.composes or transfer):
-        travel = carriage_of(places.bucket, contents.values(), is_placed=False)
+        travel = carriage_of(places.bucket, contents.values(), infos, is_placed=False)
         raise UsageError(
             f"{escape(source)}: this store cannot cut parts out of objects, so their bytes must travel: {travel}; "
             "nothing was written; next, to let them travel: the same command with --transfer"
@@ -124,7 +124,7 @@ def copy_repaired(
 def carriage_of_copy(store: Store, edits: Sequence[Edit], infos: Mapping[str, ObjectInfo]) -> Carriage:
     """Return the bytes that a copy with these edits costs. Raises OperationError for impossible ones."""
     after = contents_after(edits, {key: info.size for key, info in infos.items()}).by_path
-    return carriage_of(store, _contents(infos, after).values(), is_placed=False)
+    return carriage_of(store, _contents(infos, after).values(), infos, is_placed=False)
 
 
 def _contents(

@@ -92,14 +92,24 @@ class Carriage(NamedTuple):
         return f"{human_size(self.down)} down and {human_size(self.up)} up{inside}"
 
 
-def carriage_of(store: Store, contents: Iterable[Content], *, is_placed: bool = True) -> Carriage:
+def carriage_of(
+    store: Store, contents: Iterable[Content], infos: Mapping[str, ObjectInfo], *, is_placed: bool = True
+) -> Carriage:
     """Return the bytes that objects of these contents cost; the journal and headers come on top.
 
-    ``is_placed``: each is made at a key of its own first, and then copied over its name.
+    ``infos``: the objects that they are made of. ``is_placed``: each is made at a key of its own first, and then copied
+    over its name; where many writes are made at once, that costs nothing.
     """
     down = up = copied = 0
     for content in contents:
         size = size_of(content)
+        if store.abilities.atomic:
+            [*sources] = {piece.key for piece in content if isinstance(piece, Source)}
+            is_whole = len(sources) == 1 and content == _whole(sources[0], infos.get(sources[0]))
+            copied += is_whole * size
+            down += 0 if is_whole else sum(piece.length for piece in content if isinstance(piece, Source))
+            up += 0 if is_whole else size
+            continue
         if not store.abilities.composes:
             down += sum(piece.length for piece in content if isinstance(piece, Source)) + is_placed * size
             up += size + is_placed * size
@@ -122,11 +132,13 @@ def carriage_of_edits(store: Store, edits: Sequence[Edit], infos: Mapping[str, O
         for path, content in after.by_path.items()
         if content is not None and content != _whole(str(path), infos.get(str(path)))
     ]
-    return _total(store, contents, after.aside.values())
+    return _total(store, contents, after.aside.values(), infos)
 
 
-def _total(store: Store, placed: Iterable[Content], kept: Iterable[Content]) -> Carriage:
-    both = carriage_of(store, placed), carriage_of(store, kept, is_placed=False)
+def _total(
+    store: Store, placed: Iterable[Content], kept: Iterable[Content], infos: Mapping[str, ObjectInfo]
+) -> Carriage:
+    both = carriage_of(store, placed, infos), carriage_of(store, kept, infos, is_placed=False)
     return Carriage(*map(sum, zip(*both, strict=True)))
 
 
@@ -303,6 +315,8 @@ def _carry_out(
     try:
         _finish(store, number, plan, state, committed, progress)
     except CkptfixError as error:
+        if store.abilities.atomic:  # none of it was sent
+            raise RolledBackError(f"{error}; nothing was changed") from error
         if isinstance(error, JournalError):
             raise
         raise JournalError(
@@ -376,8 +390,10 @@ def _check_carriage(store: Store, number: int, draft: Draft, transfer: bool) -> 
                 "changed; next, when none does: the same command with --transfer"
             )
         return
+    travel = _total(store, draft.contents.values(), draft.kept.values(), draft.pins)
+    if store.abilities.atomic and not travel.down:  # duplicates go, and entries get other names
+        return
     alone = "" if store.abilities.conditions else f", and {may_replace}"
-    travel = _total(store, draft.contents.values(), draft.kept.values())
     raise UsageError(
         f"{store.name()}: this store cannot cut parts out of objects, so their bytes must travel: {travel}{alone}; "
         "nothing was changed; next, to let them travel: the same command with --transfer"

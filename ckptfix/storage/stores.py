@@ -1,7 +1,7 @@
 """Objects in a store: one prefix of a bucket, listed, read by ranges and written whole, by the library of its scheme.
 
-fsspec lists and reads every store; a store whose own requests are needed (``s3``, ``azure``) has a module. A request
-that fails for a reason that passes is sent again; any other failure becomes an error that leads on.
+fsspec lists and reads every store; a store whose own requests are needed (``s3``, ``azure``, ``hub``) has a module. A
+request that fails for a reason that passes is sent again; any other failure becomes an error that leads on.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from datetime import datetime, timezone
 from enum import Enum
@@ -49,7 +49,7 @@ LIBRARIES: Mapping[str, Library] = {
     "az": _AZURE,
     "abfs": _AZURE,
     "abfss": _AZURE,
-    "hf": Library("huggingface_hub", "hf"),
+    "hf": Library("huggingface_hub", "hf", "ckptfix.storage.hub.HubStore"),
     "memory": Library("fsspec", "s3"),
 }
 
@@ -99,12 +99,14 @@ class Abilities(NamedTuple):
     """Abilities of a store beyond reading and writing whole objects.
 
     ``composes``: it copies parts of objects into new ones by itself. ``conditions``: it refuses a write onto another
-    object than the expected one. The sizes are in bytes: of the smallest part but the last, and of the largest copied
+    object than the expected one. ``atomic``: it makes many writes at once (``Store.atomically``), and copies complete
+    objects then. The sizes are in bytes: of the smallest part but the last, and of the largest copied
     one.
     """
 
     composes: bool = False
     conditions: bool = False
+    atomic: bool = False
     least_part: int = 0
     most_copied: int = 0
     most_parts: int = 0
@@ -236,6 +238,13 @@ class Store:
         """Return the command, or the words where none is known, that deletes every object in a folder."""
         return f"delete every object below {self.name(below.rstrip('/'))}/"
 
+    def atomically(self, title: str) -> AbstractContextManager[None]:
+        """Make the writes of the block at once where the store can; elsewhere each is made by itself.
+
+        ``title``: what a log of the store calls them.
+        """
+        return nullcontext()
+
     # Requests of a store: a subclass replaces them.
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
@@ -366,7 +375,9 @@ class Store:
         if type(error).__module__.partition(".")[0] in (
             "aiohttp",
             "httpx",
+            "httpx2",
             "httpcore",
+            "httpcore2",
             "requests",
             "urllib3",
         ):

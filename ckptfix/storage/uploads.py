@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,10 @@ class MountedFolder:
     def name(self, key: str = "") -> str:
         """Return the path of a file as messages name it."""
         return str(self.path / key)
+
+    def atomically(self, title: str) -> AbstractContextManager[None]:
+        """Make the writes of the block, each by itself."""
+        return nullcontext()
 
     def list(self, below: str = "") -> dict[str, ObjectInfo]:
         """Return every file below the folder."""
@@ -319,19 +323,21 @@ def upload_folder(
 ) -> None:
     """Upload a complete folder, its commit marker last. Raises OperationError: the folder stays where it is."""
     files = staged_files(folder)
-    plan = begin_upload(place, files, stale)
-    finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
+    with place.atomically(f"ckptfix: upload {folder.name}"):
+        plan = begin_upload(place, files, stale)
+        finish_upload(place, plan, send(place, plan, folder, files, progress), keep=keep)
 
 
 def remove_checkpoint(place: Place) -> None:
     """Delete every object of a checkpoint, the commit marker first: no half-deleted one is ever taken for complete."""
-    there = place.list()
-    begun, _ = _records(place, there)
-    if begun is None:
-        place.put(UPLOAD, begun_now(os.urandom(8).hex(), {}).to_bytes())
-    place.delete(COMMITTED)
-    together([name for name in there if name not in (COMMITTED, UPLOAD)], place.delete)
-    place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
+    with place.atomically("ckptfix: remove a checkpoint"):
+        there = place.list()
+        begun, _ = _records(place, there)
+        if begun is None:
+            place.put(UPLOAD, begun_now(os.urandom(8).hex(), {}).to_bytes())
+        place.delete(COMMITTED)
+        together([name for name in there if name not in (COMMITTED, UPLOAD)], place.delete)
+        place.delete(UPLOAD)  # until now it said that the checkpoint is not complete
 
 
 def changed_since(place: Place) -> list[str] | None:
