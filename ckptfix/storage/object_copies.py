@@ -36,6 +36,11 @@ class Places(NamedTuple):
 def places_of(source: str, output: str) -> Places:
     """Return the places of a copy. Raises UsageError when the store cannot copy from one URL to the other."""
     output = output.rstrip("/")
+    if open_store(source).abilities.atomic:
+        raise UsageError(
+            f"{escape(output)}: a copy in a repository is not needed, as all names change in one commit; next, for a "
+            f"checkpoint in use: make a branch, and then ckptfix repair URL_WITH_@BRANCH"
+        )
     (scheme, bucket, path), (to_scheme, to_bucket, to_path) = map(_parts, (source, output))
     if (scheme, bucket) != (to_scheme, to_bucket):
         raise UsageError(

@@ -227,6 +227,8 @@ def test_bytes_that_must_travel_are_asked_for(hub: Hub) -> None:
         UsageError, match=r"must travel: .* down and .* up; nothing was changed; .*--transfer"
     ):
         repair(URL)
+    with pytest.raises(UsageError, match="make a branch"):
+        repair(URL, output=f"hf://{REPO}/run/copy", transfer=True)
     assert len(hub.commits) == 2
 
 
