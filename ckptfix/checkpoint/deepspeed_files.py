@@ -24,8 +24,8 @@ from ckptfix.storage.reading import names_in, read_start
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 """Files next to DeepSpeed's folders that contain the tag of the newest one, or of the newest universal one."""
 
-BESIDE = (PurePosixPath(LATEST), PurePosixPath(LATEST_UNIVERSAL), PurePosixPath("zero_to_fp32.py"))
-"""Files that DeepSpeed puts next to its folders: those with a tag, and a conversion script."""
+BESIDE = tuple(map(PurePosixPath, (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py")))
+"""Files that DeepSpeed puts next to its folders: those with a tag, and conversion scripts."""
 
 UNIVERSAL = PurePosixPath("zero")
 """The folder in a universal checkpoint that has a folder for each trained parameter."""

@@ -180,7 +180,7 @@ def sha256_of(path: Path, control: Control) -> str:
 _CALLED_SO = re.compile(
     r"(.+_)?config\.json|.*token.*\.(json|model)|vocab\.(json|txt)|merges\.txt|spiece\.model|"
     r"(model_)?index\.json|chat_template.*|README\.md|LICENSE.*|\.gitattributes|training_args\.bin|"
-    r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_fp32\.py|"
+    r"trainer_state\.json|(scheduler|optimizer|rng_state.*)\.(pt|pth)|latest|zero_to_(fp32|torch)\.py|"
     r"(__[0-9]+|\.rank[0-9]+)?\.metadata(\.tmp)?|.+\.distcp"
 )
 """Pattern of the names that libraries give to files next to weights, and of DCP's files; it may match too many."""
