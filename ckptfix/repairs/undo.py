@@ -15,6 +15,7 @@ from ckptfix.storage.journal import undo as undo_transaction
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.paths import command
+from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import State, TransactionInfo, transactions
 from ckptfix.wording import Line, Printable, count_of, few, line, list_names
 
@@ -95,6 +96,11 @@ def undo(
                 f"{target.path}: there is no repair of it to undo; there is one of {', '.join(others)}"
             )
         last = done[-1]
+        if last.foreign and store_of(target.root) is not None:
+            raise UsageError(
+                f"{target.path}: repair {last.number} changed the folder before it was uploaded, and is undone only "
+                "there; next: ckptfix undo FOLDER, then upload it again"
+            )
         unproven = undo_transaction(
             target.root, last.number, force=force, lock=lock, transfer=transfer, progress=progress
         )
@@ -102,7 +108,9 @@ def undo(
 
 
 def _done(root: Path, target: str) -> list[TransactionInfo]:
-    return [info for info in transactions(root) if info.state is State.DONE and info.target == target]
+    done = [info for info in transactions(root) if info.state is State.DONE and info.target == target]
+    # Repairs of a folder that was uploaded later have numbers of their own.
+    return [info for info in done if info.in_store] or done
 
 
 def _receipt(

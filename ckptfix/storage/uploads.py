@@ -9,8 +9,10 @@ is not complete.
 On a mount of an object store (``storage.mounts``) files are written in the same way.
 """
 
+import errno
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,7 +33,7 @@ from ckptfix.storage.markers import (
     parse_commit,
 )
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST, shell_path
+from ckptfix.storage.paths import JOURNAL, MANIFEST, cause, list_folder, shell_path
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.stores import (
     ABSENT,
@@ -208,16 +210,37 @@ def objects_replaced(place: Place, *, overwrite: bool) -> list[str]:
 
 
 def staged_files(folder: Path) -> dict[str, int]:
-    """Return every file of a folder with its size, but those about the folder itself. Raises OSError."""
+    """Return every file of a folder with its size, but those about the folder itself; through links to folders, too.
+
+    Raises OperationError for what an upload would lack, OSError.
+    """
 
     def fail(error: OSError) -> None:
         raise error
 
+    listing = list_folder(folder)
     found = {}
-    for root, _, names in os.walk(folder, onerror=fail):
-        for name in names:
-            path = os.path.join(root, name)
-            found[os.path.relpath(path, folder)] = os.stat(path).st_size
+    for name, why in listing.files.items():
+        try:
+            status = os.stat(folder / name)
+        except OSError as error:
+            is_broken = error.errno == errno.ENOENT and os.path.islink(folder / name)
+            why = "is a link to nothing" if is_broken else cause(folder / name, error)
+        if why is None and not stat.S_ISREG(status.st_mode):
+            why = "is not a file"
+        if why is not None:
+            raise OperationError(
+                f"{folder / name}: {why}, so an upload would lack it; nothing was uploaded; next: make it a file or a "
+                "folder of its own, or remove it"
+            )
+        found[name] = status.st_size
+    for journal in (JOURNAL, *listing.journals):
+        if not os.path.lexists(folder / journal):
+            continue
+        for root, _, names in os.walk(folder / journal, onerror=fail):
+            for name in names:
+                path = os.path.join(root, name)
+                found[os.path.relpath(path, folder)] = os.stat(path).st_size
     return {name: size for name, size in sorted(found.items()) if name not in NEVER_UPLOADED}
 
 

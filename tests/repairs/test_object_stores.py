@@ -188,6 +188,21 @@ def test_a_repair_does_not_act_on_what_could_not_be_read(bucket: Cloud) -> None:
     assert bucket.journal() == []
 
 
+def test_a_repair_from_before_an_upload_is_in_the_way_of_no_undo(bucket: Cloud, tmp_path: Path) -> None:
+    for _ in range(2):  # two repairs of the folder; the second one of a checkpoint that was damaged again
+        shutil.copytree(
+            FIXTURES / "lone-nested-safetensors" / "checkpoint", tmp_path / "new", dirs_exist_ok=True
+        )
+        repair(tmp_path / "new")
+    old = put(bucket, tmp_path / "new")
+    assert repair(URL, policy=Policy(keys=Keys.BARE)).transaction == 1
+    undo(URL)
+    assert objects(bucket) == old
+    with pytest.raises(UsageError, match=r"before it was uploaded.*next: ckptfix undo FOLDER"):
+        undo(URL)
+    assert objects(bucket) == old
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", one_of(SCENARIOS))
 @pytest.mark.parametrize("verb", ["repair", "undo"])

@@ -1,5 +1,6 @@
 """Uploads of folders: killed at any request, the old or the new checkpoint is there, or one that says it is neither."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -73,6 +74,31 @@ def is_committed(place: Place) -> bool:
     commit = parse_commit(place.read(COMMITTED, 0, there[COMMITTED].size))
     begun = parse_begun(place.read(UPLOAD, 0, there[UPLOAD].size)) if UPLOAD in there else None
     return begun is None or begun.upload == commit.upload
+
+
+def test_the_files_of_linked_folders_are_uploaded_and_what_cannot_be_is_refused(
+    tmp_path: Path, cloud: Cloud
+) -> None:
+    """The weights of a checkpoint may lie behind a link; a commit without them would be believed."""
+    folder = folder_of(tmp_path, "new", NEW)
+    (folder_of(tmp_path, "elsewhere", {"optimizer_0/a": b"a"}) / "optimizer_0").rename(tmp_path / "far")
+    (folder / "optimizer_0").symlink_to("../far")
+    (folder / ".ckptfix").mkdir()
+    (folder / MANIFEST).write_bytes(b"{}")
+    upload_folder(open_simulated(cloud, URL), folder)
+    assert contents(open_simulated(cloud, URL)) == {**NEW, "optimizer_0/a": b"a"}
+    assert MANIFEST in open_simulated(cloud, URL).list()
+    cloud.objects.clear()
+    for problem in ("again", "pipe", "broken", "above"):
+        if problem == "pipe":
+            os.mkfifo(folder / problem)
+        else:
+            targets = {"again": "../far", "above": "..", "broken": "nowhere"}
+            (folder / problem).symlink_to(targets[problem])
+        with pytest.raises(OperationError, match=rf"new/.*{problem}.*nothing was uploaded; next: "):
+            upload_folder(open_simulated(cloud, URL), folder)
+        (folder / problem).unlink()
+    assert not cloud.objects
 
 
 @pytest.mark.parametrize("is_after", [False, True])
