@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from ckptfix.errors import CkptfixError, OperationError, TeamError
 from ckptfix.storage import teams
+from ckptfix.storage.mounts import local_devices
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, Unit
 from ckptfix.storage.paths import JOURNAL, MANIFEST
@@ -189,15 +190,17 @@ class JoinedTeam(InOrder):
             self._put(key, make())
         return self._got(key)
 
-    def ensure_same(self, mine: Any, differs: Callable[[str, Any], str]) -> None:
+    def ensure_same(self, mine: Any, differs: Callable[[str, Any], str | None]) -> None:
         """Compare JSON values with the leader's. Raises OperationError on a process that has others.
 
-        ``differs``: gets the leader's name and values, and returns the difference in words that follow this one's name.
+        ``differs``: gets the leader's name and values, and returns the difference in words that follow this one's name;
+        None where it does not matter.
         """
         leader = self.told(lambda: {"name": self._name, "values": mine})
         self._first = leader["name"]
-        if leader["values"] != mine:
-            raise OperationError(f"{self._name} {differs(leader['name'], leader['values'])}")
+        words = differs(leader["name"], leader["values"]) if leader["values"] != mine else None
+        if words is not None:
+            raise OperationError(f"{self._name} {words}")
 
     def agree(self, error: BaseException | None) -> None:
         """Find out whether all ended alike, as ``Team`` says."""
@@ -260,7 +263,8 @@ class JoinedTeam(InOrder):
         theirs = self._got(key)
         if theirs["plan"] != mine["plan"]:
             differs = _differs(theirs["name"], theirs["files"], _files(units))
-            raise OperationError(f"{self._name} {differs}")
+            other = f"sees another folder than {theirs['name']}: the tensors in its files differ; {_REMEDY}"
+            raise OperationError(f"{self._name} {differs or other}")
         return {int(number): result for number, result in theirs["known"].items()}
 
     def _gathered(self, step: int, found: dict[int, Any]) -> Iterator[dict[str, Any]]:
@@ -430,7 +434,8 @@ _REMEDY = (
 def ensure_same_files(paths: Iterable[Path]) -> None:
     """Find out whether all processes of a team see the same files at some paths: names, sizes and times.
 
-    Raises OperationError on a process that sees others: a node with a disk of its own, or an old copy.
+    On disks of a single machine the inodes count, too: rsync gives a copy the same times. Raises OperationError on a
+    process that sees others: a node with a disk of its own, or an old copy.
     """
     team = teams.current()
     if isinstance(team, JoinedTeam):
@@ -461,16 +466,21 @@ def ensure_same_names(names: Sequence[str]) -> None:
         team.ensure_same(mine, differs)
 
 
-def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield name, size and time of every file of a checkpoint; nothing of an object in a store, which all see alike."""
+def _listing(path: Path) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield name, size, time and inode of every file of a checkpoint; nothing of an object in a store.
+
+    The inode is 0 on a file system that machines can share, whose numbers may differ on each of them.
+    """
     if shown(str(path)) != str(path):
         return
+    local = local_devices()
     below = (os.path.join(root, name) for root, name in _walk(path))
     for file in (str(path), *below):
         with suppress(OSError):
             status = os.stat(file)
             if not stat.S_ISDIR(status.st_mode):
-                yield file, (status.st_size, status.st_mtime_ns)
+                inode = status.st_ino if status.st_dev in local else 0
+                yield file, (status.st_size, status.st_mtime_ns, inode)
 
 
 def _walk(path: Path) -> Iterator[tuple[str, str]]:
@@ -485,14 +495,21 @@ def _files(units: Sequence[Unit]) -> dict[str, list[int]]:
     return {file.name: [file.size, file.mtime_ns] for unit in units for file in unit.files}
 
 
-def _differs(leader: str, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]) -> str:
+def _differs(
+    leader: str, theirs: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
+) -> str | None:
     """Return in words the first file in which two processes differ; the name of this one goes before them."""
     where = f"sees another folder than {leader}"
+    copied = ""
     for name in sorted({*theirs, *mine}):
         here, there = mine.get(name), theirs.get(name)
-        if here != there:
+        if here is None or there is None or here[:2] != there[:2]:
             words = [
                 "missing" if one is None else f"{one[0]} bytes of {moment(one[1])}" for one in (here, there)
             ]
             return f"{where}: {name} is {words[0]} (expected {words[1]}); {_REMEDY}"
-    return f"{where}: the tensors in its files differ; {_REMEDY}"
+        if all((*here[2:], *there[2:])) and here[2:] != there[2:]:
+            copied = copied or name
+    if copied:
+        return f"{where}: {copied} is another file of the same size and time, on a disk of its own; {_REMEDY}"
+    return None

@@ -25,6 +25,25 @@ _PROGRAMS = {
 }
 """Name in the kernel's list -> name of the program in messages."""
 
+_LOCAL = frozenset(
+    {
+        "ext2",
+        "ext3",
+        "ext4",
+        "xfs",
+        "btrfs",
+        "zfs",
+        "f2fs",
+        "bcachefs",
+        "jfs",
+        "tmpfs",
+        "vfat",
+        "exfat",
+        "ntfs3",
+    }
+)
+"""Types of disks that one machine has for itself, so that one inode there is one file."""
+
 UNNAMED = "a FUSE program that does not name itself, as goofys"
 """goofys before 2022 mounts with the type ``fuse`` and the bucket as its source."""
 
@@ -41,7 +60,8 @@ class ObjectMount(NamedTuple):
 
 def object_mounts(mountinfo: str | None = None) -> tuple[ObjectMount, ...]:
     """Return the mounts of object stores, in the kernel's order; none where the kernel's list cannot be read."""
-    return tuple(mount for _, mount in _mounts(mountinfo) if mount is not None)
+    found = (_object_mount(one.point, one.kind, one.source) for one in _mounts(mountinfo))
+    return tuple(mount for mount in found if mount is not None)
 
 
 def object_mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> ObjectMount | None:
@@ -50,29 +70,44 @@ def object_mount_of(path: str | os.PathLike[str], mountinfo: str | None = None) 
     Of two mounts on one place the later one counts, as for the kernel.
     """
     real = os.path.realpath(path)
-    best: tuple[int, ObjectMount | None] = (-1, None)
-    for point, mount in _mounts(mountinfo):
-        inside = point == "/" or real == point or real.startswith(f"{point}/")
-        if inside and len(point) >= best[0]:
-            best = (len(point), mount)
-    return best[1]
+    best: _Mount | None = None
+    for one in _mounts(mountinfo):
+        inside = one.point == "/" or real == one.point or real.startswith(f"{one.point}/")
+        if inside and (best is None or len(one.point) >= len(best.point)):
+            best = one
+    return None if best is None else _object_mount(best.point, best.kind, best.source)
 
 
-def _mounts(mountinfo: str | None) -> list[tuple[str, ObjectMount | None]]:
-    """Return every mount: its place, and what it is if it is one of an object store."""
+def local_devices(mountinfo: str | None = None) -> frozenset[int]:
+    """Return the devices, as ``os.stat`` has them, of file systems that no other machine can have mounted, too."""
+    return frozenset(one.device for one in _mounts(mountinfo) if one.kind in _LOCAL)
+
+
+class _Mount(NamedTuple):
+    """A line of the kernel's list."""
+
+    device: int
+    point: str
+    kind: str
+    source: str
+
+
+def _mounts(mountinfo: str | None) -> list[_Mount]:
+    """Return every mount, in the kernel's order."""
     try:
         lines = Path(mountinfo or MOUNTINFO).read_bytes().splitlines()
     except OSError:
         return []
-    found: list[tuple[str, ObjectMount | None]] = []
+    found: list[_Mount] = []
     for line in lines:
         # ID, parent, device, root, place, options, optional fields, "-", type, source, options (proc(5))
         before, _, after = line.partition(b" - ")
         words, rest = before.split(b" "), after.split(b" ")
         if len(words) < 6 or len(rest) < 2:
             continue
-        point, kind, source = _text(words[4]), _text(rest[0]), _text(rest[1])
-        found.append((point, _object_mount(point, kind, source)))
+        major, _, minor = words[2].partition(b":")
+        device = os.makedev(int(major), int(minor)) if major.isdigit() and minor.isdigit() else -1
+        found.append(_Mount(device, _text(words[4]), _text(rest[0]), _text(rest[1])))
     return found
 
 

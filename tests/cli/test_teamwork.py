@@ -466,6 +466,17 @@ def test_nodes_with_disks_of_their_own_are_told_apart(
     assert [contents(node) for node in nodes] == before
 
 
+def test_nodes_with_copies_of_one_checkpoint_are_told_apart(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each would read its share of its own copy, and the rest of both copies nobody."""
+    shutil.copytree(nodes[0], tmp_path / "copy")  # with the times, as rsync does
+    ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "copy"))
+    assert [process.returncode for process in ended] == [3, 3]
+    assert "is another file of the same size and time, on a disk of its own; next: " in ended[0].stderr
+    (tmp_path / "link").symlink_to(nodes[0])
+    ended = ranks("verify", "run/checkpoint_1", at=(nodes[0], tmp_path / "link"))
+    assert [process.returncode for process in ended] == [0, 0]
+
+
 def test_nodes_whose_runs_have_other_checkpoints_are_told_apart(
     nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:

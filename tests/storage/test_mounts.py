@@ -1,10 +1,11 @@
-"""Mounts of object stores, as the kernel lists them."""
+"""Mounts of object stores, and of disks, as the kernel lists them."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from ckptfix.storage.mounts import UNNAMED, object_mount_of, object_mounts
+from ckptfix.storage.mounts import UNNAMED, local_devices, object_mount_of, object_mounts
 
 LIST = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 44 22 0:43 / /mnt/gcs rw,nosuid,nodev,relatime shared:49 - fuse.gcsfuse my-bucket rw,user_id=2001
@@ -50,3 +51,8 @@ def test_each_program_is_named(mountinfo: str) -> None:
 def test_the_nearest_mount_counts(mountinfo: str, path: str, program: str | None) -> None:
     found = object_mount_of(path, mountinfo)
     assert (found.program if found is not None else None) == program
+
+
+def test_disks_of_one_machine_are_told_from_what_machines_share(mountinfo: str) -> None:
+    assert local_devices(mountinfo) == {os.makedev(8, 1), os.makedev(0, 49)}
+    assert local_devices("/nowhere") == frozenset()
