@@ -147,6 +147,7 @@ class _Planning:
         self._run = run_of(source.root, source.weights, options.model)
         self.warnings: list[str] = []
         self.extras: list[PlannedExtra] = []
+        self._unordered: list[str] = []
 
     def of(
         self, optimizers: Sequence[OptimizerState]
@@ -201,6 +202,13 @@ class _Planning:
 
     def assumed(self, optimizers: Sequence[OptimizerState]) -> Iterator[str]:
         """Yield in words what the names of numbered parameters rest on, where a model alone gives them."""
+        if self._unordered:
+            yield (
+                f"that {list_names(self._unordered)} lists parameters in the model's order, which FSDP1 without "
+                f"use_orig_params does not: the loader of {self._strategy.value} goes by position, and the weights are "
+                "in alphabetical order; next, to be sure: --model MODULE:FACTORY with a factory that returns "
+                "(model, optimizer) of the new run"
+            )
         if self._strategy is Strategy.DDP or self._built is None or self._built.optimizers:
             return
         root = self._source.root
@@ -229,7 +237,11 @@ class _Planning:
             names = [one.name for one in self._built.parameters if one.model == state.index] or names
         if is_of_engine:
             self._note_left_out(state)
-        elif found := first_out_of_order(state, names):
+            return state
+        found = first_out_of_order(state, names)
+        if found and names == sorted(names):  # as safetensors files have them, and what was made of these
+            self._unordered.append(state.label)
+        elif found:
             raise OperationError(
                 f"{state.label}: {found[0]!r} comes before {found[1]!r} in it, and behind it in the model, as FSDP1 "
                 f"without use_orig_params has them; the loader of {self._strategy.value} goes by position; help: "

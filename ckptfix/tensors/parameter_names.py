@@ -157,11 +157,8 @@ def named_as(state: OptimizerState, parameters: Sequence[Sequence[Parameter]]) -
 
 
 def first_out_of_order(state: OptimizerState, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return two parameters of a param group that follow each other the other way round in ``names``, None without.
-
-    Names in alphabetical order, as safetensors files have them, say nothing.
-    """
-    places = {} if list(names) == sorted(names) else {name: place for place, name in enumerate(names)}
+    """Return two parameters of a param group that follow each other the other way round in ``names``, None without."""
+    places = {name: place for place, name in enumerate(names)}
     for group in state.groups:
         known = [name for name in group.names if name in places]
         for name, following in pairwise(known):

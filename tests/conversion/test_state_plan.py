@@ -827,3 +827,31 @@ def test_steps_in_tensors_of_one_dimension(tmp_path: Path, between: str) -> None
     ckptfix.migrate(tmp_path / "between", tmp_path / "new", to="fsdp-full", state="all")
     found = torch.load(tmp_path / "new" / "optimizer.bin", weights_only=True)
     assert {float(held["step"]) for held in found["state"].values()} == {3.0}
+
+
+@pytest.mark.parametrize("after", ["ddp", "zero2", "zero3", "fsdp-full"])
+def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, after: str) -> None:
+    """The symptom: FSDP1's order went to other parameters without a word where the model's was alphabetical."""
+    torch.manual_seed(2)
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(4, 4, bias=False) for name in ("embed", "layer", "norm")}
+    )
+    by_units = [model[name].weight for name in ("embed", "norm", "layer")]
+    optimizer = torch.optim.AdamW(by_units)
+    for one in by_units:
+        one.grad = torch.randn(4, 4)
+    optimizer.step()
+    source = save_state(tmp_path / "source", "fsdp", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=after, state="all")
+    words = [
+        one for one in receipt.not_checked if "'optimizer_0' lists parameters in the model's order" in one
+    ]
+    assert len(words) == (after != "fsdp-full"), "it goes by name"
+    known = ckptfix.migrate(
+        source,
+        tmp_path / "known",
+        to=after,
+        state="all",
+        model=lambda: (model, torch.optim.AdamW(model.parameters())),
+    )
+    assert not known.not_checked
