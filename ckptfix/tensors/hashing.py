@@ -255,8 +255,13 @@ def _zeros_at_end(block: memoryview, before: int) -> int:
     """Return how many zero bytes all ends with, when ``before`` were at the end before this block."""
     if any(block[-_ENDS:]):
         return len(block[-_ENDS:]) - len(bytes(block[-_ENDS:]).rstrip(b"\0"))
-    left = len(bytes(block).rstrip(b"\0"))
-    return before + len(block) if left == 0 else len(block) - left
+    # bytes.rstrip takes three times as long as sha256 for a block of zeros, and lets no other thread run meanwhile.
+    zeros, step = 0, 1 << len(block).bit_length()
+    while step := step // 2:
+        begin = len(block) - zeros - step
+        if begin >= 0 and bytes(block[begin : begin + step]) == bytes(step):
+            zeros += step
+    return before + zeros if zeros == len(block) else zeros
 
 
 def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]:

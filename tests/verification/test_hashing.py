@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ckptfix.tensors import hashing
-from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, hash_all
+from ckptfix.tensors.hashing import FileJob, Hashed, Job, TensorJob, _zeros_at_end, hash_all
 from ckptfix.tensors.opening import open_checkpoint
 from ckptfix.training.saving.saved_digests import tensor_digest
 
@@ -90,3 +92,16 @@ def test_jobs_of_a_file_stand_together_large_files_first(tmp_path: Path) -> None
     order = [jobs[number] for number in hashing._reading_order(jobs, range(len(jobs)))]
     kinds = ["file" if isinstance(job, FileJob) else job.tensor.shape[0] for job in order]
     assert kinds == ["file", 40, 40, 40, "file", 10, 10, 10]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.binary(max_size=3)), min_size=1, max_size=3), st.integers(0, 5)
+)
+def test_zeros_at_the_end_of_any_blocks(parts: list[tuple[int, bytes]], before: int) -> None:
+    data = b"".join(bytes(count) + other for count, other in parts) + bytes(before)
+    zeros = len(data) - len(data.rstrip(b"\0"))
+    for size in (1, 7, 16, 64, len(data) or 1):
+        found = 0
+        for begin in range(0, len(data), size):
+            found = _zeros_at_end(memoryview(data)[begin : begin + size], found)
+        assert found == zeros
