@@ -25,6 +25,7 @@ from ckptfix.tensors.hashing import Hashed
 from ckptfix.verification import scrub
 from ckptfix.verification.scrub_state import State
 from ckptfix.verification.seal import seal
+from tests.repairs.builders import write_safetensors
 from tests.stores.servers import QUICK, upload_folder
 
 CLEAN = Path(__file__).parents[2] / "fixtures" / "accelerate-1.15.0" / "clean-single-process" / "checkpoint"
@@ -253,6 +254,25 @@ def test_a_file_with_digests_of_ranges_goes_on_where_it_was_stopped(
         assert found == [(1, 0), (3, 0), (0, 0), (0, 0)]
     else:
         assert found == [(0, 1), (0, 1), (0, 1), (4, 0)]
+
+
+def test_tensors_are_stopped_halfway_too(long: Path, runs: Path, capsys: Capture) -> None:
+    """A save that knew the digests of its tensors alone is one unit, which `verify` reads."""
+    long.unlink()
+    write_safetensors(long.parent / "model.safetensors", {"weight": os.urandom(4 << 20)})
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        (long.parent / name).unlink()
+    assert seal(long.parent, force=True).status == 0
+    manifest = long.parent / ".ckptfix" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["files"] = {"model.safetensors": (long.parent / "model.safetensors").stat().st_size}
+    del document["sha256"]
+    manifest.write_text(json.dumps(document))
+    options = (runs, "--max-age", "1d")
+    _, summary = scrubbed(capsys, *options, "--max-duration", "2m30s")
+    assert (summary["data"]["files"], summary["data"]["stopped"], summary["data"]["never"]) == (1, 1, 1)
+    _, summary = scrubbed(capsys, *options)
+    assert (summary["data"]["read"], summary["data"]["stopped"]) == (1, 0)
 
 
 def test_damage_that_is_known_counts_where_the_time_is_over(runs: Path, capsys: Capture) -> None:
