@@ -25,7 +25,7 @@ from ckptfix.storage.markers import DESTINATION, Uploaded
 from ckptfix.storage.mounts import object_mount_of
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import Units
-from ckptfix.storage.paths import command, existing, shell_path
+from ckptfix.storage.paths import command, existing, list_folder, shell_path
 from ckptfix.storage.staged import (
     STAGING_VARIABLE,
     is_temporary,
@@ -34,6 +34,7 @@ from ckptfix.storage.staged import (
     sweep,
     temporary_name,
 )
+from ckptfix.storage.transactions import State, transactions
 from ckptfix.wording import Line, Printable, count_of, human_size, line, show_as
 
 if TYPE_CHECKING:
@@ -223,9 +224,13 @@ def _upload(place: "Place", folder: Path, stale: list[str]) -> None:
 
 
 def _incomplete(folder: Path) -> str | None:
-    """Return why a folder is not to be uploaded: a save that was cut short. None for all else."""
+    """Return why a folder is not to be uploaded: a save or a repair that was cut short. None for all else."""
     if (why := mixed(folder)) is not None:
         return why
+    homes = [folder, *((folder / journal).parent for journal in list_folder(folder).journals)]
+    for home in homes:
+        if any(one.state is State.PENDING for one in transactions(home)):
+            return f"{home}: a repair was interrupted, so its files are partly changed"
     try:
         manifest = read_manifest(folder)
     except FormatError as error:

@@ -30,8 +30,8 @@ NEEDED = f"{JOURNAL}/needed-while"
 DESTINATION = f"{JOURNAL}/upload-to"
 """Path of the file in a complete staging folder that names its place in a store, relative to the folder."""
 
-NEVER_UPLOADED = (UPLOAD, COMMITTED, NEEDED, DESTINATION)
-"""Files of a folder on a disk that are about the folder itself."""
+NEVER_UPLOADED = (UPLOAD, COMMITTED, NEEDED, DESTINATION, f"{JOURNAL}/lock")
+"""Files of a folder on a disk that are about the folder itself. A lock of a killed run would be one in the store."""
 
 _VERSION = 1
 _LONGEST = 256 << 20

@@ -11,6 +11,7 @@ import pytest
 
 from ckptfix import check, migrate
 from ckptfix.cli import run
+from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
 from ckptfix.storage.paths import MANIFEST
@@ -85,7 +86,11 @@ def test_the_files_of_linked_folders_are_uploaded_and_what_cannot_be_is_refused(
     (folder / "optimizer_0").symlink_to("../far")
     (folder / ".ckptfix").mkdir()
     (folder / MANIFEST).write_bytes(b"{}")
+    (folder / ".ckptfix/lock").write_bytes(
+        b"7\n"
+    )  # of a killed run; in the store it would lock the checkpoint
     upload_folder(open_simulated(cloud, URL), folder)
+    assert ".ckptfix/lock" not in open_simulated(cloud, URL).list()
     assert contents(open_simulated(cloud, URL)) == {**NEW, "optimizer_0/a": b"a"}
     assert MANIFEST in open_simulated(cloud, URL).list()
     cloud.objects.clear()
@@ -99,6 +104,16 @@ def test_the_files_of_linked_folders_are_uploaded_and_what_cannot_be_is_refused(
             upload_folder(open_simulated(cloud, URL), folder)
         (folder / problem).unlink()
     assert not cloud.objects
+
+
+@pytest.mark.parametrize("where", ["", "below"])
+def test_a_folder_whose_repair_was_interrupted_is_not_uploaded(tmp_path: Path, where: str) -> None:
+    folder = folder_of(tmp_path, "new", NEW)
+    (folder / where / ".ckptfix/0001.pending").mkdir(parents=True)
+    with pytest.raises(
+        UsageError, match=r"a repair was interrupted.*nothing was uploaded; next: ckptfix check"
+    ):
+        upload(folder, "memory://interrupted/checkpoint")
 
 
 @pytest.mark.parametrize("is_after", [False, True])
