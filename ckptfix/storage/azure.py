@@ -38,7 +38,7 @@ _SETTINGS = ("content_type", "content_encoding", "content_language", "content_di
 _REFUSED = {"ConditionNotMet", "BlobAlreadyExists", "SourceConditionNotMet", "TargetConditionNotMet", "412"}
 _TEMPORARY = {"ServerBusy", "InternalError", "OperationTimedOut", "Md5Mismatch"}
 
-_LOGIN = "next: az login, or export AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+_LOGIN = "next: export AZURE_STORAGE_ACCOUNT_NAME=NAME, then: az login"
 _ADVICE = {
     "AuthenticationFailed": f"the store does not accept this credential, or it has expired; {_LOGIN}",
     "AuthorizationFailure": "this credential may not do that from here; next: az storage account show --name NAME",
