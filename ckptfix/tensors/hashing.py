@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptfix.tensors.scanning import Scan
 
 _ENDS = 16
+_STRETCH = 1 << 16
 
 
 class FileJob(NamedTuple):
@@ -256,12 +257,13 @@ def _zeros_at_end(block: memoryview, before: int) -> int:
     if any(block[-_ENDS:]):
         return len(block[-_ENDS:]) - len(bytes(block[-_ENDS:]).rstrip(b"\0"))
     # bytes.rstrip takes three times as long as sha256 for a block of zeros, and lets no other thread run meanwhile.
-    zeros, step = 0, 1 << len(block).bit_length()
-    while step := step // 2:
-        begin = len(block) - zeros - step
-        if begin >= 0 and bytes(block[begin : begin + step]) == bytes(step):
-            zeros += step
-    return before + zeros if zeros == len(block) else zeros
+    zeros = 0
+    for end in range(len(block), 0, -_STRETCH):
+        part = bytes(block[max(0, end - _STRETCH) : end])
+        if part != bytes(len(part)):
+            return zeros + len(part) - len(part.rstrip(b"\0"))
+        zeros += len(part)
+    return before + zeros
 
 
 def _reading_order(jobs: Sequence[Job], numbers: Sequence[int]) -> Iterator[int]:
