@@ -20,11 +20,29 @@ _FOLDERS = 1000
 _LISTING = "import sys; from ckptfix.storage.stores import open_store; open_store(sys.argv[1]).list()"
 
 
+_WITHOUT_SERVER = """
+import sys
+from pathlib import Path
+from ckptfix.cli import main
+from ckptfix.storage.stores import ObjectInfo, Store
+
+files = {path.name: path.read_bytes() for path in Path(sys.argv[1]).iterdir() if path.is_file()}
+Store.listed = lambda store: (
+    (f"run_{one // 100}/checkpoint_{one % 100}/{name}", ObjectInfo(len(data), f"{one:032x}", 10**18 + one))
+    for one in range(int(sys.argv[2])) for name, data in files.items()
+)
+Store._read = lambda store, key, offset, length, etag: files[key.rpartition("/")[2]][offset:offset + length]
+main(["scrub", "memory://none/runs", "-q", "--state", *sys.argv[3:]])
+"""
+"""A scrub of so many prefixes with the same three objects, each read in no time: what is left is the memory of ours."""
+
+
 def scrub_fleets(folder: Path, many: int) -> None:
     """``scrub`` of 1,000 and of many folders, twice each, then of 1,000 prefixes of a store."""
     files = {path.name: path.read_bytes() for path in _SAVE.iterdir() if path.is_file()}
     _scrub_folders(folder, files, many)
     _scrub_prefixes(folder, files)
+    _scrub_without_server(folder, many // 10)
 
 
 def _scrub_folders(folder: Path, files: Mapping[str, bytes], many: int) -> None:
@@ -84,6 +102,27 @@ def _scrub_prefixes(folder: Path, files: Mapping[str, bytes]) -> None:
         seconds, peak = _scrubbed(url, folder / "url.sqlite", server.variables, "--max-age", "1d")
         figure = f"{seconds:.1f} s ({seconds / alone:.1f}x of listing), {peak} MiB"
         show(f"scrub of {_FOLDERS} prefixes finds all unchanged", figure, "< 3x", seconds < 3 * alone)
+
+
+def _scrub_without_server(folder: Path, many: int) -> None:
+    peaks = []
+    for count in (_FOLDERS // 10, many):
+        command = [
+            sys.executable,
+            "-c",
+            _WITHOUT_SERVER,
+            str(_SAVE),
+            str(count),
+            str(folder / f"{count}.none"),
+        ]
+        seconds, peak = _timed(command, {})
+        peaks.append(peak)
+        show(f"scrub of {count} prefixes without a server", f"{seconds:.1f} s, {peak} MiB", "-", True)
+    more = peaks[1] - peaks[0]
+    limit = 16 + many // 1000
+    show(
+        f"memory of {many} prefixes against {_FOLDERS // 10}", f"{more:+} MiB", f"< {limit} MiB", more < limit
+    )
 
 
 def _timed(command: Sequence[str], variables: Mapping[str, str]) -> tuple[float, int]:

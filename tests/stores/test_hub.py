@@ -67,6 +67,8 @@ def test_listings_and_ranges(hub: Hub, store: HubStore) -> None:
     assert store.folders() == ["b"]
     assert open_store(f"hf://{REPO}").folders() == ["run"]
     assert open_store(f"hf://{REPO}/run").folders() == ["checkpoint_7", "checkpoint_70"]
+    assert store.below("b").list() == {"c/d.bin": store.list()["b/c/d.bin"]}
+    assert store.below("b/c").read("d.bin", 300, 1000) == BIG[300:1300]
     info = store.list()["b/c/d.bin"]
     assert store.read("b/c/d.bin", 300, 1000, etag=info.etag) == BIG[300:1300]
     assert store.read("a #1", 1, 3) == b"mal"

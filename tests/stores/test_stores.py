@@ -48,6 +48,19 @@ def test_what_is_no_store_is_refused() -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_folder_of_a_prefix_is_a_prefix_with_the_same_connections(store: Store) -> None:
+    for key in ("a/x", "a/b/y", "ab/z"):
+        store.put(key, key.encode())
+    folder = store.below("a")
+    assert (folder.url, folder._files) == (f"{store.url}/a", store._files)
+    listed = store.list()
+    assert folder.list() == dict(folder.listed()) == {"x": listed["a/x"], "b/y": listed["a/b/y"]}
+    assert dict(store.listed()) == listed
+    assert folder.below("b").read("y", 0, 5, etag=listed["a/b/y"].etag) == b"a/b/y"
+    assert folder.read_many([ObjectRange("x", 1, 2, listed["a/x"].etag)] * 3) == [b"/x"] * 3
+    assert store.below("") is store
+
+
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> object:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
