@@ -74,10 +74,14 @@ class _Bytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class _Commit:
-    """The next commit of a repository. ``changes``: the new bytes by path, None for a path that goes."""
+    """The next commit of a repository. ``changes``: the new bytes by path, None for a path that goes.
+
+    ``owner``: the thread whose single write it is, None for one that every thread adds to.
+    """
 
     parent: str
     folder: Path
+    owner: int | None
     changes: dict[str, _New | None] = field(default_factory=dict)
     listed: dict[str, dict[str, ObjectInfo]] = field(default_factory=dict)
     hashed: dict[Path, _Bytes] = field(default_factory=dict)
@@ -96,6 +100,9 @@ class _Commit:
 
 _commits: dict[tuple[str, ...], _Commit] = {}
 """The commits that are being made by this process, by repository and branch."""
+
+_turns: dict[tuple[str, ...], threading.RLock] = {}
+"""One thread at a time makes a commit of a branch; the threads that it starts only add to it."""
 
 
 class _Failed(Exception):
@@ -127,6 +134,7 @@ class HubStore(Store):
         self._repo, self._branch = match[2], match[3] or "main"
         api = HfApi()
         self._where = (api.endpoint, self._type, self._repo, self._branch)
+        self._turn = _turns.setdefault(self._where, threading.RLock())
         return api, match[4] or ""
 
     def removal(self, below: str = "") -> str:
@@ -179,7 +187,7 @@ class HubStore(Store):
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
         start = len(self._base) + 1 if self._base else 0
-        commit = _commits.get(self._where)
+        commit = self._current()
         if commit is None:
             head = self._persist(below, self._head)
             for path, info in self._tree(self._path(below.rstrip("/")), head, deep=deep):
@@ -218,7 +226,7 @@ class HubStore(Store):
         return {path[len(before) :]: info for path, info in now.items()}
 
     def _stat(self, key: str) -> ObjectInfo | None:
-        path, commit = self._path(key), _commits.get(self._where)
+        path, commit = self._path(key), self._current()
         if commit is None:
             return self._infos([path], self._branch).get(path)
         if path in commit.changes:
@@ -227,7 +235,7 @@ class HubStore(Store):
         return self._listed(commit).get(path) if key else self._infos([path], commit.parent).get(path)
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
-        path, commit = self._path(key), _commits.get(self._where)
+        path, commit = self._path(key), self._current()
         if commit is None or path not in commit.changes:
             return self._get(path, self._branch if commit is None else commit.parent, offset, length, etag)
         new = commit.changes[path]
@@ -336,11 +344,16 @@ class HubStore(Store):
         """Yield the commit that is being made; otherwise one of this write alone."""
         if _COMMIT.fullmatch(self._branch):
             raise UsageError(f"{self.name()} names a commit, which never changes; next: name a branch")
-        if (commit := _commits.get(self._where)) is not None:
+        if (commit := self._current()) is not None:
             yield commit
             return
-        with self._made(f"ckptfix: {self._path(key)}") as commit:
+        with self._turn, self._made(f"ckptfix: {self._path(key)}", threading.get_ident()) as commit:
             yield commit
+
+    def _current(self) -> _Commit | None:
+        """Return the commit that this thread adds to, None where each of its writes is one."""
+        commit = _commits.get(self._where)
+        return commit if commit is not None and commit.owner in (None, threading.get_ident()) else None
 
     @contextmanager
     def atomically(self, title: str) -> Iterator[None]:
@@ -348,12 +361,13 @@ class HubStore(Store):
 
         Raises ChangedError when somebody else committed since it began: then nothing was changed.
         """
-        if self._where in _commits:
-            yield
-            return
         try:
-            with self._made(title):
-                yield
+            with self._turn:
+                if self._where in _commits:  # of this thread
+                    yield
+                    return
+                with self._made(title, None):
+                    yield
         except _Overtaken as error:
             raise ChangedError(
                 f"{self.name()}: {error}, so nothing was changed; next: when nobody commits there, run the same "
@@ -361,12 +375,12 @@ class HubStore(Store):
             ) from error
 
     @contextmanager
-    def _made(self, title: str) -> Iterator[_Commit]:
+    def _made(self, title: str, owner: int | None) -> Iterator[_Commit]:
         parent = Path(os.path.realpath(tempfile.gettempdir()))
         staged.sweep(parent)  # what killed runs left
         folder = parent / staged.temporary_name(Path("hub"))
         try:
-            commit = _Commit(parent=self._persist("", self._head), folder=folder)
+            commit = _Commit(parent=self._persist("", self._head), folder=folder, owner=owner)
             folder.mkdir(mode=0o700)
             _commits[self._where] = commit
             yield commit

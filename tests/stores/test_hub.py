@@ -10,7 +10,7 @@ from ckptfix import check, repair, seal, undo, verify
 from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, CkptfixError, StoreError, UsageError
 from ckptfix.storage.hub import HubStore
-from ckptfix.storage.stores import ABSENT, ObjectRange, open_store
+from ckptfix.storage.stores import ABSENT, ObjectRange, open_store, together
 from tests.sampling import sampled
 from tests.stores.simulated_hub import LARGE, REPO, Hub, hub
 
@@ -116,6 +116,23 @@ def test_a_write_meets_a_commit_of_somebody_else(hub: Hub, store: HubStore) -> N
     hub.strike = strike
     store.put("a", b"one", expected=ABSENT)
     assert hub.tree == {"README": b"in between", "run/checkpoint_7/a": b"one"}
+
+
+def test_threads_that_write_by_themselves_make_a_commit_each(hub: Hub, store: HubStore) -> None:
+    together(range(8), lambda number: store.put(f"{number}", b"one", expected=ABSENT))
+    assert sorted(below(hub)) == [str(number) for number in range(8)]
+    assert len(hub.commits) == 1 + 8
+
+
+def test_commits_of_two_threads_wait_for_each_other(hub: Hub, store: HubStore) -> None:
+    def work(number: int) -> None:
+        with store.atomically(f"{number}"):
+            store.put(f"{number}/a", b"one", expected=ABSENT)
+            store.put(f"{number}/b", b"two", expected=ABSENT)
+
+    together(range(4), work)
+    assert len(below(hub)) == 8
+    assert sorted(hub.titles) == ["0", "1", "2", "3", "begin"]
 
 
 def test_many_writes_are_one_commit_or_none(hub: Hub, store: HubStore) -> None:
