@@ -1,6 +1,6 @@
-"""Train two steps with FSDP2 on the CPU (gloo) and save as ``FULL_STATE_DICT``: a script for each of the processes.
+"""Train two steps with FSDP2 on the CPU (gloo) in two processes, and save as ``FULL_STATE_DICT``.
 
-    torchrun --nproc_per_node 2 -m tests.conversion.fsdp_full_run FOLDER
+    python -m tests.conversion.fsdp_full_run FOLDER
 
 FOLDER gets what ``accelerator.save_state`` writes; FOLDER.json the digests of the whole weights in memory. (FSDP1 of
 torch 2.13.0 ends in a segmentation fault when it gathers a full state dict of parameters on the CPU.)
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fixtures.digests import tensor_digests
+from tests.training.ranks import run_ranks
 
 
 def net() -> torch.nn.Module:
@@ -54,4 +55,4 @@ def work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    sys.exit(any(run_ranks(2, lambda _: work(Path(sys.argv[1])))))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import ckptfix
 from ckptfix.errors import CkptfixError
-from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, FSDP1, LOADERS, SOURCES
+from tests.conversion.state_training import ALTERATIONS, CASES, ENDED, FACTORIES, FSDP1, LOADERS, SOURCES
 from tests.deepspeed_library import has_deepspeed, variables
 
 ROOT = Path(__file__).parents[2]
@@ -135,53 +135,80 @@ def cells_of(
 # The rank processes.
 
 
-def run_jobs(processes: int, jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the result of each job. Ranks that end in the midst of one are started again for those that follow."""
-    with tempfile.TemporaryDirectory(prefix="state-jobs-") as folder:
-        listed, results, said = (Path(folder, name) for name in ("jobs", "results", "stderr"))
+class Ranks:
+    """Groups of ranks, forked one after another by a process that has imported what they need."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="state-jobs-")
+        self._server: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.kill()  # it waits for a line; at a usual exit its libraries take seconds
+            self._server.communicate()
+        self._folder.cleanup()
+
+    def run(self, processes: int, jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the result of each job. Ranks that end in the midst of one are started again for those that follow."""
         while jobs:
-            listed.write_text("".join(json.dumps(job) + "\n" for job in jobs))
-            results.write_text("")
-            command = [sys.executable, "-m", "tests.conversion.state_training", str(processes)]
-            with said.open("w") as stderr, subprocess.Popen(
-                [*command, str(listed), str(results)], stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT,
-                env=variables(), start_new_session=True,
-            ) as ranks:  # fmt: skip
-                done = 0
-                for line in _lines(ranks, results):
-                    yield json.loads(line)
-                    done += 1
+            done = 0
+            said = Path(self._folder.name, "stderr")
+            before = said.stat().st_size if said.exists() else 0
+            for line in self._lines(processes, jobs):
+                yield json.loads(line)
+                done += 1
             if done < len(jobs):
-                words = [line for line in said.read_text().splitlines() if "rror" in line][-3:]
+                words = [line for line in said.read_text()[before:].splitlines() if "rror" in line][-3:]
                 yield {"job": jobs[done], "error": f"the ranks ended: {' / '.join(words)}", "seconds": 0.0}
                 done += 1
             jobs = jobs[done:]
 
+    def _lines(self, processes: int, jobs: list[dict[str, Any]]) -> Iterator[str]:
+        """Yield the lines of the results as they are written, until the ranks end, or are silent for too long."""
+        folder = Path(self._folder.name)
+        listed, results = folder / "jobs", folder / "results"
+        ended = results.with_suffix(ENDED)
+        listed.write_text("".join(json.dumps(job) + "\n" for job in jobs))
+        results.write_text("")
+        ended.unlink(missing_ok=True)
+        server = self._started(folder)
+        assert server.stdin is not None
+        print(processes, listed, results, file=server.stdin, flush=True)
+        last = time.monotonic()
+        with results.open() as file:
+            while True:
+                is_over = ended.exists() or server.poll() is not None
+                rest = file.read()
+                while rest and not rest.endswith("\n"):
+                    rest += file.read()
+                yield from rest.splitlines()
+                if is_over:
+                    return
+                if rest:
+                    last = time.monotonic()
+                elif time.monotonic() - last > PATIENCE:
+                    os.killpg(server.pid, signal.SIGKILL)
+                    server.wait()
+                time.sleep(0.05)
 
-def _lines(ranks: subprocess.Popen[bytes], path: Path) -> Iterator[str]:
-    """Yield the lines of a file as they are written, until the ranks end, or are silent for too long."""
-    last = time.monotonic()
-    with path.open() as file:
-        while True:
-            is_over = ranks.poll() is not None
-            rest = file.read()
-            while rest and not rest.endswith("\n"):
-                rest += file.read()
-            yield from rest.splitlines()
-            if is_over:
-                return
-            if rest:
-                last = time.monotonic()
-            elif time.monotonic() - last > PATIENCE:
-                os.killpg(ranks.pid, signal.SIGKILL)
-            time.sleep(0.1)
+    def _started(self, folder: Path) -> "subprocess.Popen[str]":
+        if self._server is None or self._server.poll() is not None:
+            with (folder / "stderr").open("a") as stderr:
+                self._server = subprocess.Popen(
+                    [sys.executable, "-m", "tests.conversion.state_training"], stdin=subprocess.PIPE, text=True,
+                    stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=variables(), start_new_session=True,
+                )  # fmt: skip
+        return self._server
 
 
 def sources_folder(folder: Path, case: str, saved_by: int) -> Path:
     return folder / "sources" / f"{case}-{saved_by}"
 
 
-def make_sources(folder: Path, cells: Iterable[Cell]) -> list[str]:
+def make_sources(ranks: Ranks, folder: Path, cells: Iterable[Cell]) -> list[str]:
     """Make the sources of all cells that are not there yet; return what failed."""
     wanted: dict[int, dict[tuple[str, str], None]] = {}
     for cell in cells:
@@ -201,7 +228,7 @@ def make_sources(folder: Path, cells: Iterable[Cell]) -> list[str]:
         ]
         for job, (case, _) in zip(jobs, made, strict=True):
             job["folder"] = str(sources_folder(folder, case, saved_by))
-        failed += [f"{one['job']}: {one['error']}" for one in run_jobs(saved_by, jobs) if "error" in one]
+        failed += [f"{one['job']}: {one['error']}" for one in ranks.run(saved_by, jobs) if "error" in one]
     return failed
 
 
@@ -243,9 +270,9 @@ def migrate(source: Path, target: Path, cell: Cell) -> None:
     ckptfix.migrate(source, target, **options)
 
 
-def prove(folder: Path, cells: Sequence[Cell]) -> Iterator[Proof]:
+def prove(ranks: Ranks, folder: Path, cells: Sequence[Cell]) -> Iterator[Proof]:
     """Prove cells, those of one number of processes together."""
-    yield from (Proof(Cell("", "", "", 0, 0), [line]) for line in make_sources(folder, cells))
+    yield from (Proof(Cell("", "", "", 0, 0), [line]) for line in make_sources(ranks, folder, cells))
     for processes in sorted({cell.processes for cell in cells}):
         jobs, waiting = [], []
         for cell in (cell for cell in cells if cell.processes == processes):
@@ -263,7 +290,7 @@ def prove(folder: Path, cells: Sequence[Cell]) -> Iterator[Proof]:
                 "do": "prove", "strategy": cell.target, "case": cell.case, "expected": str(expected),
                 "checkpoint": folders.pop(""), "altered": folders,
             })  # fmt: skip
-        for cell, result in zip(waiting, run_jobs(processes, jobs), strict=True):
+        for cell, result in zip(waiting, ranks.run(processes, jobs), strict=True):
             yield judged(cell, result)
 
 
@@ -351,14 +378,14 @@ def main() -> int:
     if chosen.native:
         cells = [cell for cell in cells if cell.is_native]
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="state-matrix-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="state-matrix-") as temporary, Ranks() as ranks:
         folder = chosen.folder or Path(temporary)
         if chosen.sources_only:
-            failed = make_sources(folder, cells)
+            failed = make_sources(ranks, folder, cells)
             print("\n".join(failed))
             return 1 if failed else 0
         proofs = []
-        for proof in prove(folder, cells):
+        for proof in prove(ranks, folder, cells):
             proofs.append(proof)
             if chosen.verbose or proof.wrong:
                 print(f"{proof.cell}: {proof}", flush=True)

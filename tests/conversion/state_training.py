@@ -1,6 +1,6 @@
 """Train tiny models with stock accelerate under any strategy, and prove what a checkpoint makes of a new run.
 
-    python -m tests.conversion.state_training PROCESSES JOBS RESULTS
+    python -m tests.conversion.state_training <<< "PROCESSES JOBS RESULTS"
 
 forks so many processes of one gloo group, which do one job after another: JOBS has one JSON object a line, and RESULTS
 gets one for each. Nothing of ckptfix is imported here. All runs see the same batches, whatever the number of processes.
@@ -48,6 +48,7 @@ STRATEGIES = ("ddp", "fsdp", "fsdp-full", "zero1", "zero2", "zero3", "universal"
 FSDP1 = ("fsdp1", "fsdp1-full", "fsdp1-flat", "fsdp1-flat-full")
 """FSDP's first version, by the same files; ``flat``: without ``use_orig_params``, so with flat parameters."""
 
+BY_TORCH = ("ddp", "fsdp", "fsdp-full", "fsdp-ranks", *FSDP1)
 LOADERS = (*STRATEGIES, *FSDP1)
 SOURCES = (*LOADERS, "fsdp-ranks")
 """``fsdp-ranks``: as ``use_dcp=False`` of accelerate saves, a file for each rank. ``load_state`` does not load it."""
@@ -92,6 +93,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 NUMBERS = {"nadam": ("step", "mu_product"), "asgd": ("step", "eta", "mu")}
 """The states that have one number for a parameter; of others ``step`` alone."""
 
+ENDED = ".ended"
 STEPS = 3
 SCALE, WINDOW = 1024.0, 4
 """Scale of the loss in fp16, and after how many steps it grows: the first one after the checkpoint."""
@@ -743,22 +745,28 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def main(processes: int, jobs: Path, results: Path) -> int:
-    listed = [json.loads(line) for line in jobs.read_text().splitlines()]
-    if any(
-        job.get("strategy", "zero") not in ("ddp", "fsdp", "fsdp-full", "fsdp-ranks", *FSDP1)
-        for job in listed
-    ):
-        import_module("deepspeed")  # before the processes are forked: it takes seconds
-        # The name deepspeed.comm.torch is torch itself. Nothing is compiled.
-        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
-        # DeepSpeed refuses fp16 on a CPU whose oneDNN has no fast kernels for it. PyTorch has others.
-        accelerator = sys.modules["deepspeed"].accelerator.get_accelerator()
-        type(accelerator).is_fp16_supported = lambda _: True
+def serve() -> None:
+    """Run one group of ranks after another: what all of them import takes seconds, and is there when they are forked.
+
+    A line of the standard input is one group: PROCESSES JOBS RESULTS. A file next to RESULTS says that it has ended.
+    """
     os.environ.pop("WORLD_SIZE", None)
-    statuses = run_ranks(processes, lambda rank: work(rank, listed, results), patience=3600)
-    return 1 if any(statuses) else 0
+    while words := sys.stdin.readline().split():
+        processes, jobs, results = int(words[0]), Path(words[1]), Path(words[2])
+        listed = [json.loads(line) for line in jobs.read_text().splitlines()]
+        if not all(job.get("strategy", "zero") in BY_TORCH for job in listed):
+            _import_deepspeed()
+        run_ranks(processes, partial(work, jobs=listed, results=results), patience=3600)
+        results.with_suffix(ENDED).touch()
+
+
+def _import_deepspeed() -> None:
+    accelerator = import_module("deepspeed").accelerator.get_accelerator()
+    # The name deepspeed.comm.torch is torch itself. Nothing is compiled.
+    vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
+    # DeepSpeed refuses fp16 on a CPU whose oneDNN has no fast kernels for it. PyTorch has others.
+    type(accelerator).is_fp16_supported = lambda _: True
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+    serve()

@@ -3,7 +3,7 @@
 import copy
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from tests.conversion import trainer_jobs
 from tests.conversion.state_matrix import (
     PROCESSES,
     Cell,
+    Ranks,
     can_hold,
     can_load,
     cells_of,
     judged,
     prove,
-    run_jobs,
 )
 from tests.conversion.state_training import ALTERATIONS, CASES, FACTORIES, LOADERS, SOURCES, differences
 from tests.deepspeed_library import NO_DEEPSPEED, has_deepspeed
@@ -47,18 +47,24 @@ def sample() -> list[Cell]:
     return list(dict.fromkeys(found))
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as found:
+        yield found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_stock_loaders_find_the_state_of_the_source(tmp_path: Path) -> None:
+def test_stock_loaders_find_the_state_of_the_source(ranks: Ranks, tmp_path: Path) -> None:
     cells = sample()
-    proofs = list(prove(tmp_path, cells))
+    proofs = list(prove(ranks, tmp_path, cells))
     assert {proof.cell for proof in proofs} == set(cells)
     assert [f"{proof.cell}: {proof}" for proof in proofs if not proof.is_proven] == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason=NO_DEEPSPEED)
-def test_the_trainer_goes_on_from_the_state_of_the_source(tmp_path: Path) -> None:
+def test_the_trainer_goes_on_from_the_state_of_the_source(ranks: Ranks, tmp_path: Path) -> None:
     """In one process; bitwise, as nothing is summed over processes."""
     sources = ["ddp", "zero2", "zero3"] if sampling.is_exhaustive() else ["ddp", "zero2"]
     made: list[dict[str, Any]] = [
@@ -80,13 +86,13 @@ def test_the_trainer_goes_on_from_the_state_of_the_source(tmp_path: Path) -> Non
                 "altered": ["zeroed"],
             }
         )
-    assert [one.get("error") for one in run_jobs(1, made)] == [None] * len(made)
+    assert [one.get("error") for one in ranks.run(1, made)] == [None] * len(made)
     for job in jobs:
         saved = tmp_path / Path(job["expected"]).stem / trainer_jobs.SAVED
         migrate(
             saved, job["checkpoint"], to=job["strategy"], state="all", processes=1, model=FACTORIES["bert"]
         )
-    for found in run_jobs(1, jobs):
+    for found in ranks.run(1, jobs):
         assert "error" not in found, found["error"]
         assert found["differs"] == [], found["job"]
         assert found["losses"] == found["source"], found["job"]
