@@ -234,12 +234,15 @@ class _Planning:
             if state.index < len(groups):
                 ties = {other: first for model, other, first in self._built.ties if model == state.index}
                 return ordered_as(state, groups[state.index], ties)
-            names = [one.name for one in self._built.parameters if one.model == state.index] or names
+        of_run = self._built.parameters if self._built is not None else ()
+        known = [one.name for one in of_run if one.model == state.index]
         if is_of_engine:
             self._note_left_out(state)
             return state
-        found = first_out_of_order(state, names)
-        if found and names == sorted(names):  # as safetensors files have them, and what was made of these
+        found = first_out_of_order(state, known or names)
+        if (
+            found and not known and names == sorted(names)
+        ):  # as in safetensors files, and in what was made of these
             self._unordered.append(state.label)
         elif found:
             raise OperationError(

@@ -855,3 +855,8 @@ def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, aft
         model=lambda: (model, torch.optim.AdamW(model.parameters())),
     )
     assert not known.not_checked
+    if after != "fsdp-full":
+        with pytest.raises(
+            OperationError, match=r"'norm\.weight' comes before 'layer\.weight' in it, and behind it"
+        ):
+            ckptfix.migrate(source, tmp_path / "other", to=after, state="all", model=lambda: model)
