@@ -19,7 +19,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import Component, ProblemKind, scan_folder
-from ckptfix.checkpoint.manifest import is_repaired, missing_files, read_losses, read_manifest
+from ckptfix.checkpoint.manifest import NotAsSaved, is_repaired, missing_files, read_losses, read_manifest
 from ckptfix.checkpoint.model_configs import without_weights
 from ckptfix.checkpoint.trainer_folders import trainer_problem
 from ckptfix.dataclass import dataclass
@@ -27,9 +27,10 @@ from ckptfix.errors import FormatError
 from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.atomic import read_file
-from ckptfix.storage.markers import upload_problem
+from ckptfix.storage.markers import read_commit, upload_problem
 from ckptfix.storage.paths import JOURNAL, described, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
+from ckptfix.storage.transactions import transactions
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
@@ -103,6 +104,23 @@ def cut_upload(checkpoint: Path) -> str | None:
         return described(error)
 
 
+def gone_since_upload(root: Path) -> list[NotAsSaved]:
+    """Return the files of a committed upload that are missing, none where a repair can have deleted them.
+
+    Another size does not count: what has no manifest may be saved again by anybody. Raises OSError.
+    """
+    try:
+        commit = read_commit(root)
+    except FormatError:  # ``cut_upload`` names it
+        return []
+    gone = [
+        NotAsSaved(name, one.size, None)
+        for name, one in (commit.objects.items() if commit is not None else ())
+        if not name.startswith(f"{JOURNAL}/") and not os.path.lexists(root / name)
+    ]
+    return [] if gone and transactions(root) else gone
+
+
 def instead_of(checkpoint: Path) -> str:
     """Return advice on the checkpoint to load instead of a mix of two saves: the new save, the nearest complete one,
     or none.
@@ -160,6 +178,8 @@ def incomplete(checkpoint: Path) -> str | None:
         if manifest is not None and manifest.is_of_a_save:
             missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
             return "; ".join(missing[:3]) or None
+        if manifest is None and (gone := gone_since_upload(checkpoint)):
+            return "; ".join(map(str, gone[:3]))
         losses = read_losses(checkpoint)
     except (FormatError, OSError) as error:
         return described(error)

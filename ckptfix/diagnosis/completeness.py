@@ -20,7 +20,7 @@ from ckptfix.checkpoint.filenames import (
     random_states_name,
 )
 from ckptfix.checkpoint.folder import CheckpointFolder
-from ckptfix.checkpoint.latest import UNFINISHED, cut_upload
+from ckptfix.checkpoint.latest import UNFINISHED, cut_upload, gone_since_upload
 from ckptfix.checkpoint.manifest import (
     REPORT,
     Manifest,
@@ -406,9 +406,10 @@ def unfinished(folder: CheckpointFolder, states: Iterable[DcpFolder]) -> Iterato
 def _missing(
     folder: CheckpointFolder, manifest: Manifest | None, explained: Collection[PurePosixPath]
 ) -> Iterator[Finding]:
-    if manifest is None or is_repaired(folder.root):
+    if is_repaired(folder.root):
         return
-    for name, saved, have in not_as_saved(folder.root, manifest):
+    lacking = gone_since_upload(folder.root) if manifest is None else not_as_saved(folder.root, manifest)
+    for name, saved, have in lacking:
         if folder.only in (None, name) and PurePosixPath(name) not in explained:
             yield MissingFile(path=PurePosixPath(name), saved=saved, have=have)
 

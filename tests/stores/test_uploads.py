@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckptfix import check, migrate
+from ckptfix import check, latest_checkpoint, migrate, repair, undo
 from ckptfix.cli import run
 from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
+from ckptfix.storage import images, stores, uploads
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.stores import open_store
@@ -114,6 +115,28 @@ def test_a_folder_whose_repair_was_interrupted_is_not_uploaded(tmp_path: Path, w
         UsageError, match=r"a repair was interrupted.*nothing was uploaded; next: ckptfix check"
     ):
         upload(folder, "memory://interrupted/checkpoint")
+
+
+def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_deleted(
+    monkeypatch: pytest.MonkeyPatch, cloud: Cloud
+) -> None:
+    """Without a manifest the commit marker alone says what was there."""
+    for module in (stores, images, uploads):
+        monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
+    url = "s3://simulated/run/checkpoint_7"
+    upload(FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint", url)
+    repair(url)
+    assert check(url).status == 0
+    undo(url)
+    repair(url)
+    for key in [key for key in cloud.objects if "/.ckptfix/0" in key]:
+        del cloud.objects[key]
+    cloud.write("run/checkpoint_7/model_1.safetensors", b"")
+    del cloud.objects["run/checkpoint_7/optimizer.bin"]
+    missing = [finding for finding in check(url).findings if finding.code == "missing-file"]
+    assert [str(one.path) for one in missing] == ["optimizer.bin"]
+    with pytest.raises(UsageError, match=r"checkpoint_7: optimizer\.bin is missing"):
+        latest_checkpoint("s3://simulated/run", pattern="checkpoint_{}")
 
 
 @pytest.mark.parametrize("is_after", [False, True])

@@ -18,7 +18,9 @@ class MissingFile(Finding):
     code = "missing-file"
     severity = Severity.ERROR
     action = Action.TELL
-    meaning = "a file listed in the manifest is missing, or has another size"
+    meaning = (
+        "a file listed in the manifest is missing, or has another size; or one that was uploaded is missing"
+    )
 
     saved: int
     have: int | None
