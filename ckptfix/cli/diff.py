@@ -3,7 +3,7 @@
 import click
 
 from ckptfix.cli.report import Report, ensure_writable, write_page
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import LocalFile, Verb
 
 
 @click.command(
@@ -29,7 +29,7 @@ from ckptfix.cli.verb_options import Verb
     help="A function that returns the models of the run: it names the parameters that DDP's optimizers number.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors, too.")
-@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page with a heat map.")
+@click.option("--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write a page with a heat map.")
 def diff_command(
     a: str, b: str, rtol: float | None, atol: float | None, model: str | None, show_all: bool, html: str | None,
     report: Report,

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from ckptfix.cli.report import Report, ensure_writable, write_page
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.errors import UsageError
 
 
@@ -55,7 +55,7 @@ from ckptfix.errors import UsageError
 )  # fmt: skip
 @click.option(
     "--html",
-    type=click.Path(dir_okay=False),
+    type=LocalFile(dir_okay=False),
     metavar="FILE",
     help="Write a page with all states over the steps.",
 )

@@ -8,7 +8,7 @@ import click
 from ckptfix.checkpoint.filenames import Role
 from ckptfix.cli.report import Report
 from ckptfix.cli.several_paths import run_each, state_after_repair, state_after_writing
-from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, Verb
+from ckptfix.cli.verb_options import BREAK_LOCK, TRANSFER, LocalFile, Verb
 from ckptfix.diagnosis.policy import KEEPABLE, Keys, Policy
 from ckptfix.errors import UsageError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
@@ -42,7 +42,7 @@ _WORDS: dict[object, str] = {
 @click.argument("paths", nargs=-1, type=click.Path())
 @click.option("--dry-run", is_flag=True, help="Show the plan and stop.")
 @click.option(
-    "--plan-out", type=click.Path(), metavar="FILE", help="Show the plan, save it to FILE, and stop."
+    "--plan-out", type=LocalFile(), metavar="FILE", help="Show the plan, save it to FILE, and stop."
 )
 @click.option(
     "--plan",

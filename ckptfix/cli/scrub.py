@@ -12,7 +12,7 @@ import click
 
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import THREADS, Batch, Below, threads_for, visit
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Control, Share
@@ -49,12 +49,12 @@ from ckptfix.wording import Line, count_of, escape, line
     help="Leave out what was looked at or read in this time, such as 30d, and is as it was.",
 )  # fmt: skip
 @click.option(
-    "--state", "state_file", type=click.Path(dir_okay=False), metavar="FILE",
+    "--state", "state_file", type=LocalFile(dir_okay=False), metavar="FILE",
     help="Remember there what was looked at and read.  [default: ~/.local/state/ckptfix/scrub.sqlite]",
 )  # fmt: skip
 @click.option("--shard", metavar="I/N", help="Look at this share of the checkpoints alone: 0/N to N-1/N.")
 @click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write all verdicts as one HTML page."
+    "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write all verdicts as one HTML page."
 )
 def scrub_command(
     paths: tuple[str, ...], subset: str, max_duration: str | None, max_age: str | None, state_file: str | None,

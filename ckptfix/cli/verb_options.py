@@ -9,6 +9,8 @@ import click
 
 from ckptfix.cli.report import COLOUR, Form, Report
 from ckptfix.cli.teamwork import run_by_one, run_shared, share_options
+from ckptfix.storage.doors import looks_like_url
+from ckptfix.wording import escape
 
 Example = tuple[str, str]
 """A command to paste, and what it does."""
@@ -25,6 +27,16 @@ TRANSFER = click.option(
 BREAK_LOCK = click.option(
     "--break-lock", is_flag=True, help="For URLs: take over the lock of a run that was killed."
 )
+
+
+class LocalFile(click.Path):
+    """Type of an option that names a file to write; a URL would become a folder called ``s3:`` here."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Fails for a URL."""
+        if looks_like_url(value):
+            self.fail(f"{escape(value)} is a URL: expected a file of this machine", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Verb(click.Command):

@@ -11,7 +11,7 @@ import click
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import Form, Report, ensure_writable, write_page
 from ckptfix.cli.several_paths import run_each
-from ckptfix.cli.verb_options import Verb
+from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.diagnosis.check import CheckReport, check
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.errors import UsageError
@@ -196,7 +196,7 @@ def _unfit(params: Mapping[str, Any]) -> str:
     "--require-transfer-proof", is_flag=True, help="Transfers that were not exercised count as failed."
 )
 @click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write the report as one HTML page."
+    "--html", type=LocalFile(dir_okay=False), metavar="FILE", help="Write the report as one HTML page."
 )
 def verify_command(
     paths: tuple[str, ...], data: bool, against: str | None, signatures: tuple[str, ...], key: str | None,

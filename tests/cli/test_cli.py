@@ -487,3 +487,26 @@ def test_a_url_without_a_path_is_never_the_current_folder(
 def test_a_folder_may_be_called_like_the_scheme_of_a_url(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "a:" / "b")
     assert run(["check", f"{tmp_path}/a://b"]) == run(["check", str(folder)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scrub", "runs", "--html"],
+        ["scrub", "runs", "--state"],
+        ["diff", "a", "b", "--html"],
+        ["verify", "a", "--html"],
+        ["repair", "a", "--plan-out"],
+        ["prove-resume", "--html"],
+    ],
+)
+def test_a_file_to_write_is_no_url(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be written to a folder called s3: in the working directory, and missed in the bucket."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "runs"):
+        (tmp_path / name).mkdir()
+    assert run([*words, "s3://bucket/file"]) == 2
+    assert "s3://bucket/file is a URL: expected a file of this machine" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["a", "b", "runs"]
