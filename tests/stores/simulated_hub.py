@@ -278,6 +278,8 @@ def running() -> Iterator[tuple[Hub, str]]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 30
+        wbufsize = -1  # head and body in one packet, or the client's system waits 40 ms for the second
+        disable_nagle_algorithm = True
 
         def log_message(self, *arguments: object) -> None:
             pass
