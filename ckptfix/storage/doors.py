@@ -95,7 +95,7 @@ def made(path: str) -> Iterator[str]:
     The block is ``watched``.
     """
     images = sys.modules.get("ckptfix.storage.images")
-    if images is None or looks_like_url(path):
+    if images is None or not path or looks_like_url(path):  # Path("") would be the current folder
         yield path
         return
     with images.made(Path(path)) as place, watched(place):

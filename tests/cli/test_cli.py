@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -510,3 +511,12 @@ def test_a_file_to_write_is_no_url(
     assert run([*words, "s3://bucket/file"]) == 2
     assert "s3://bucket/file is a URL: expected a file of this machine" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["a", "b", "runs"]
+
+
+def test_an_empty_path_is_not_the_working_directory_after_a_url(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    import_module("ckptfix.storage.images")
+    assert run(["check", ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
