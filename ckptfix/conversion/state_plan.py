@@ -269,6 +269,18 @@ class _Planning:
                 "(model, optimizer)"
             )
 
+    def _without_untrained_groups(self, state: OptimizerState, frozen: Collection[str]) -> OptimizerState:
+        """Return an optimizer with the param groups that DeepSpeed has: those with a parameter that is trained."""
+        kept = tuple(group for group in state.groups if set(group.names).difference(frozen))
+        empty = [str(number) for number, group in enumerate(state.groups) if group not in kept]
+        if not kept or not empty:
+            return state
+        self.warnings.append(
+            f"{state.label}: param group {', '.join(empty)} has no parameter that is trained, and is left out: ZeRO-3 "
+            "leaves it out, too, and ZeRO-1 and 2 do not start with it; next: leave it out of the script"
+        )
+        return replace(state, groups=kept)
+
     def _frozen(self, state: OptimizerState, tensors: Mapping[str, StoredTensor]) -> set[str]:
         """Return the parameters in the param groups of an optimizer that are known not to be trained."""
         listed = {name for group in state.groups for name in group.names}
@@ -349,6 +361,7 @@ class _Planning:
         )
         listed = {name for group in state.groups for name in group.names}
         frozen = self._frozen(state, tensors)
+        state = self._without_untrained_groups(state, frozen)
         buffers = (
             tensors.keys() - {one.name for one in known} - weights.ties.keys() - listed if known else None
         )

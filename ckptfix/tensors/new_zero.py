@@ -260,7 +260,7 @@ class _Plan:
         if not names and self._strategy in (Strategy.ZERO1, Strategy.ZERO2):
             raise OperationError(
                 f"{self._state.label}: param group {number} has no parameter that is trained, with which DeepSpeed "
-                "does not start; next: --to zero3, or leave the group out of the script"
+                "does not start; next: leave the group out of the script"
             )
         return _Group(options=group.options, shapes=shapes, moments=tuple(moments), shared=shared)
 

@@ -860,3 +860,24 @@ def test_an_order_that_nothing_shows_is_named_as_not_checked(tmp_path: Path, aft
             OperationError, match=r"'norm\.weight' comes before 'layer\.weight' in it, and behind it"
         ):
             ckptfix.migrate(source, tmp_path / "other", to=after, state="all", model=lambda: model)
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3", "universal"])
+def test_deepspeed_has_no_param_group_without_a_trained_parameter(tmp_path: Path, to: str) -> None:
+    """The symptom: ZeRO-3 loads no file with such a group, as its own optimizer has none."""
+    model, _ = trained()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    groups = [{"params": [first]}, {"params": others, "lr": 0.2}, {"params": [], "lr": 0.3}]
+    optimizer = torch.optim.AdamW(groups)
+    for one in others:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    source = save_state(tmp_path / "source", "ddp", (model, optimizer))
+    receipt = ckptfix.migrate(source, tmp_path / "new", to=to, state="all", model=lambda: (model, optimizer))
+    (state,) = open_optimizers(tmp_path / "new")
+    assert [group.options["lr"] for group in state.groups] == [0.2]
+    assert any(
+        "param group 0, 2 has no parameter that is trained, and is left out" in one
+        for one in receipt.warnings
+    )

@@ -373,7 +373,7 @@ def test_a_param_group_without_trained_parameters(tmp_path: Path) -> None:
         made.state, states={name: one for name, one in made.state.states.items() if name not in frozen}
     )
     with pytest.raises(
-        OperationError, match=r"param group 1 has no parameter that is trained.*; next: --to zero3"
+        OperationError, match=r"param group 1 has no parameter that is trained.*; next: leave the group"
     ):
         new_files(made, Strategy.ZERO2, 2, frozen=frozen)
     write_states(tmp_path / "new", new_files(made, Strategy.ZERO3, 2, frozen=frozen))
