@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ckptfix.errors import CkptfixError, UsageError
 from ckptfix.storage.paths import existing
 from ckptfix.wording import escape, shown
+
+_IMAGES = "ckptfix.storage.images"
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,10 +74,15 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
+def _images() -> Any:
+    """Return the module of images, None before the first URL. One that another thread is importing is waited for."""
+    return import_module(_IMAGES) if _IMAGES in sys.modules else None
+
+
 @contextmanager
 def watched(path: str | Path) -> Iterator[None]:
     """Raise a failure of the store at the end even where it was caught on its way: what was not read is not ok."""
-    images = sys.modules.get("ckptfix.storage.images")
+    images = _images()
     before = images.count_failures(path) if images is not None else 0
     yield
     if images is not None:
@@ -83,7 +91,7 @@ def watched(path: str | Path) -> Iterator[None]:
 
 def etag_of(path: Path) -> str:
     """Return the ETag of the object at a path of an image, "" of a file on this machine."""
-    images = sys.modules.get("ckptfix.storage.images")
+    images = _images()
     info = images.info_at(path) if images is not None else None
     return info.etag if info is not None else ""
 
@@ -94,7 +102,7 @@ def made(path: str) -> Iterator[str]:
 
     The block is ``watched``.
     """
-    images = sys.modules.get("ckptfix.storage.images")
+    images = _images()
     if images is None or not path or looks_like_url(path):  # Path("") would be the current folder
         yield path
         return
@@ -104,7 +112,7 @@ def made(path: str) -> Iterator[str]:
 
 def states_of(folder: Path) -> Mapping[str, Any] | None:
     """Return the facts about every object in and below a folder that ``opened`` has listed alone, None for others."""
-    images = sys.modules.get("ckptfix.storage.images")
+    images = _images()
     return images.states_at(folder) if images is not None else None
 
 

@@ -488,6 +488,9 @@ def test_another_writer_stops_the_repair_before_anything_is_changed(cloud: Cloud
         cloud.strike = strike
         ours = digest((b"a new save",))
         error = failure_of(lambda: commit(store))  # noqa: B023
+        if seen < at:  # what the server refuses has no answer after which something could happen
+            assert error is None
+            continue
         assert cloud.names()[PREFIX + SHARDS[1]] == ours, "the new save is lost"
         assert error is None or SHARDS[1] in str(error), error
         if error is not None and not isinstance(error, JournalError):

@@ -392,3 +392,29 @@ def test_a_reload_is_proven_of_a_copy_and_says_what_it_downloads(
     out, err = capsys.readouterr()
     assert f"{url}: downloading " in err
     assert tempfile.gettempdir() not in out
+
+
+_SLOW_IMPORT = """
+import sys, threading, time
+from pathlib import Path
+from ckptfix.storage import doors
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ckptfix.storage.listings":
+            time.sleep(0.3)
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=__import__, args=["ckptfix.storage.images"])
+thread.start()
+while "ckptfix.storage.images" not in sys.modules:
+    time.sleep(0.001)
+assert doors.etag_of(Path("x")) == ""
+thread.join()
+"""
+
+
+def test_a_folder_is_opened_while_another_thread_opens_the_first_url() -> None:
+    """Half of a module is in ``sys.modules`` then: of a URL and a folder in one command, the folder failed."""
+    done = subprocess.run([sys.executable, "-c", _SLOW_IMPORT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
