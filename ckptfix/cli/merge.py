@@ -15,7 +15,7 @@ from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
 from ckptfix.storage.paths import existing, shell_path
 
-_SHARED = ("check", "diff", "seal", "verify")
+_SHARED = ("check", "diff", "migrate", "seal", "verify")
 """Verbs that have shares: a folder of results names one of them, and never a command of its own making."""
 
 

@@ -18,7 +18,6 @@ from ckptfix.tensors.optimizers import Strategy
     "migrate",
     cls=Verb,
     shared=lambda params: "",
-    has_shards=False,
     examples=[
         ("ckptfix migrate SRC DST --to safetensors", "Write the tensors of SRC as safetensors files."),
         ("ckptfix migrate SRC DST --to dcp --dry-run", "Show what would be written."),

@@ -29,19 +29,18 @@ _remedy = ""
 """The next step when a process fails, in words that end its message."""
 
 
-def share_options(*, has_shards: bool) -> list[click.Parameter]:
+def share_options() -> list[click.Parameter]:
     """Return the options of a verb that several processes can share."""
-    options: list[click.Parameter] = [
+    return [
         click.Option(
             ["--shard"], metavar="I/N",
-            help="Do this share of the reading alone, without a network (0/N to N-1/N); ckptfix merge ends the work.",
+            help="Do this share of the work alone, without a network (0/N to N-1/N); ckptfix merge ends the work.",
         ),
         click.Option(
             ["--partial"], metavar="FOLDER", type=click.Path(file_okay=False),
             help="Keep results there for the next run, should this one be interrupted.",
         ),
     ]  # fmt: skip
-    return options if has_shards else options[1:]
 
 
 def run_shared(

@@ -45,7 +45,6 @@ class Verb(click.Command):
     ``examples``: the end of its help. ``forms``: the formats that it has. ``quiet``: the help of its ``--quiet``.
     ``shared``: several processes can share its work; it returns why the work of these parameters has no shares, or "".
     ``unfit``: of any other verb, why the first of several processes must not do the work of all, or "".
-    ``has_shards``: shares of its work can run one by one, without a network.
     """
 
     def __init__(
@@ -57,14 +56,13 @@ class Verb(click.Command):
         quiet: str = _QUIET,
         shared: Callable[[Mapping[str, Any]], str] | None = None,
         unfit: Callable[[Mapping[str, Any]], str] = lambda params: "",
-        has_shards: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.examples = tuple(examples)
         self.shared, self.unfit = shared, unfit
         if shared is not None:
-            self.params += share_options(has_shards=has_shards)
+            self.params += share_options()
         self.common: tuple[click.Parameter, ...] = (
             click.Option(["--quiet", "-q"], is_flag=True, help=quiet),
             click.Option(

@@ -3,6 +3,8 @@
 ``--partial`` names a folder for the results of the files, as other verbs have it, and for a note about the staging
 folder. A new file counts as complete once it is durable and its result is noted. It is kept for a run of the same
 command with the same source, files and version of ckptfix, and while it is as it was noted. A proof still reads it all.
+
+The shares of a job array write in one staging folder, whose note the first of them leaves; ``merge`` proves the files.
 """
 
 import hashlib
@@ -19,12 +21,12 @@ from ckptfix.conversion.migration_plan import MigrationPlan
 from ckptfix.conversion.sources import files_read
 from ckptfix.errors import OperationError, TeamError
 from ckptfix.storage import teams
-from ckptfix.storage.atomic import read_file
+from ckptfix.storage.atomic import read_file, rename_to_free, sync_folder
 from ckptfix.storage.joined_team import ensure_seen
 from ckptfix.storage.partial_results import PartialResults, Units
-from ckptfix.storage.paths import JOURNAL
+from ckptfix.storage.paths import JOURNAL, shell_path
 from ckptfix.storage.recipes import Literal
-from ckptfix.storage.staged import Staging, keep_while, owner_of, staging_for
+from ckptfix.storage.staged import Staging, discard, keep_while, owner_of, staging_for, temporary_file
 from ckptfix.storage.staged import write_file as write_note
 from ckptfix.tensors.new_files import Computed, Data
 from ckptfix.wording import shown
@@ -57,6 +59,10 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
     """
     output, name = plan.output, plan.output.name if plan.is_file else None
     team, results = teams.current(), partial_results()
+    if results is not None and not teams.knows_all():
+        with _of_shares(plan, name, results) as staging:
+            yield staging
+        return
     if not teams.leads():
         assert team is not None
         folder, *kept = team.told(list)
@@ -72,6 +78,48 @@ def shared_staging(plan: MigrationPlan) -> Iterator[tuple[Staging, Kept]]:
             team.told(lambda: [str(staging.folder), *kept])
         with teams.as_one():  # no other writes any more when the folder is removed
             yield staging, kept
+
+
+@contextmanager
+def _of_shares(
+    plan: MigrationPlan, name: str | None, results: PartialResults
+) -> Iterator[tuple[Staging, Kept]]:
+    """Yield the folder in which the shares of a job array write, each its own files; ``merge`` removes it."""
+    note, planned = results.folder / NOTE, _fingerprint(plan)
+    if not note.exists():
+        _begin(plan.output, name, planned, results)
+    old = _noted(results)
+    again = f"next: rm -r {shell_path(results.folder)}, and start every share again"
+    if old is None or old["plan"] != planned or not Path(old["folder"]).is_dir():
+        raise OperationError(
+            f"{results.folder}: the source, its plan or the version of ckptfix changed since the first share; {again}"
+        )
+    staging = Staging(Path(old["folder"]), plan.output.absolute(), name)
+    if teams.is_share():
+        yield staging, Kept(old["run"])
+        return
+    for path, identity in _identities(results, old["run"]).items():
+        if state_of(staging.new / path) != identity:
+            raise OperationError(f"{staging.new / path}: changed since its share wrote it; {again}")
+    try:
+        yield staging, Kept(old["run"])
+        note.unlink(missing_ok=True)
+    finally:
+        if not note.exists():
+            discard(staging)
+
+
+def _begin(output: Path, name: str | None, planned: str, results: PartialResults) -> None:
+    """Make a staging folder for the shares, unless another one of them is first to note its own."""
+    note, is_ours = results.folder / NOTE, False
+    results.folder.mkdir(parents=True, exist_ok=True)
+    with staging_for(output, name=name, stays=lambda: is_ours) as staging:
+        keep_while(staging.folder, note)
+        document = {"folder": str(staging.folder), "plan": planned, "run": os.urandom(8).hex()}
+        with temporary_file(note, json.dumps(document).encode()) as new, suppress(FileExistsError):
+            rename_to_free(new, note)
+            is_ours = True
+    sync_folder(results.folder)
 
 
 @contextmanager
@@ -103,8 +151,7 @@ def _kept(planned: str, staging: Staging, results: PartialResults) -> Kept:
     """Note the staging folder; remove from it what is not complete."""
     old = _noted(results)
     run = old["run"] if old is not None else os.urandom(8).hex()
-    noted = [one["kept"] for one in results.all() if isinstance(one, dict) and "kept" in one]
-    files = {name: identity for noted_by, name, *identity in noted if noted_by == run}
+    files = _identities(results, run)
     kept = {name: identity for name, identity in files.items() if state_of(staging.new / name) == identity}
     if kept != files:  # somebody was there: nothing is certain
         run, kept = os.urandom(8).hex(), {}
@@ -118,6 +165,12 @@ def _kept(planned: str, staging: Staging, results: PartialResults) -> Kept:
     results.folder.mkdir(parents=True, exist_ok=True)
     write_note(results.folder / NOTE, json.dumps(document).encode())
     return Kept(run, sum(size for size, *_ in kept.values()))
+
+
+def _identities(results: PartialResults, run: str) -> dict[str, list[int]]:
+    """Return the complete files of a run, each as it was noted: name -> size, time and inode."""
+    noted = [one["kept"] for one in results.all() if isinstance(one, dict) and "kept" in one]
+    return {name: identity for noted_by, name, *identity in noted if noted_by == run}
 
 
 def state_of(path: Path) -> list[int] | None:

@@ -386,7 +386,7 @@ def migrate(
         overwrite=overwrite,
     )
     path, output = existing(src), Path(dst)
-    with paused_gc():
+    with paused_gc(), teams.by_itself():
         check_paths(path, output, options)
         watch = Watch(path)
         source = open_checkpoint(path, original=options.original)
@@ -416,10 +416,14 @@ def migrate(
     with shared_staging(plan) as (staging, kept):
         with_sha256 = manifest is not None and bool(manifest.digests)
         produced = produce(plan, staging.new, recorded, with_sha256=with_sha256, kept=kept, progress=progress)
+        if teams.is_share():
+            watch.check(files_read(plan))
+            return receipt
         with doubted():
             new = open_new(plan, staging.complete)
             if options.verify:
-                _prove(plan, staging, new, produced, progress)
+                with teams.by_itself():
+                    _prove(plan, staging, new, produced, progress)
         if not teams.leads():
             watch.check(files_read(plan))
             return receipt

@@ -71,7 +71,7 @@ def produce(
     """
     shares = supports_reflink(folder) and os.stat(folder).st_dev == os.stat(plan.source.root).st_dev
     new = sum(file.size for one in plan.planned for file in one.files)
-    if teams.leads():  # the others come when files may be there already
+    if teams.leads() and teams.knows_all():  # the others come when files may be there already
         ensure_space(plan.output, (new if shares else plan.bytes_to_write) - kept.nbytes)
     tensors = _tensors_of(plan, has_digests=recorded.has_digests)
     digests = Digests(one._replace(fqn="") for named in tensors for one in named.values())
@@ -89,20 +89,23 @@ def produce(
                 checksums.take(found["checksums"])
                 for number, name, count in found["overflowed"]:
                     work.convert(number, name).overflowed += count
-            if plan.options.verify:
-                _run_shared("records", list(_left(checksums)), pacer, None, kept.run)
+            if plan.options.verify and not teams.is_share():
+                with teams.by_itself():
+                    _run_shared("records", list(_left(checksums)), pacer, None, kept.run)
             pacer.finish()
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise _full(plan, error) from error
             raise
+    if teams.is_share():
+        return Produced(())
     if teams.leads():
         for path in plan.empty:
             (folder / path).mkdir(parents=True, exist_ok=True)
         _keep_modes(plan, folder)
-    produced = Produced(
-        tuple(map(partial(_complete, digests), plan.planned, tensors)), dict(sorted(sha256.items()))
-    )
+    with teams.by_itself():
+        found_all = tuple(map(partial(_complete, digests), plan.planned, tensors))
+    produced = Produced(found_all, dict(sorted(sha256.items())))
     recorded.compare(produced.digests[: len(plan.models)])
     for where, _, _ in os.walk(folder) if teams.leads() else ():
         sync_folder(Path(where))
@@ -236,6 +239,9 @@ def _run_shared(
                 found["kept"] = [run, found["file"], *(state_of(part.path) or ())]
             done(number, found)
 
+        for path in (parts[number].path for number in numbers if run):
+            if path is not None:
+                path.unlink(missing_ok=True)  # of this share, when it was killed
         with teams.alone():
             tasks = (partial(do, number, task) for number in numbers for task in parts[number].tasks)
             _run(tasks, pacer, progress)

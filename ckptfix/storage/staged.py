@@ -305,8 +305,8 @@ def staging_for(
 
     It lies next to the output, but never in a folder called ``checkpoints``; of an output in a store it lies in
     ``staging_folder()``. Files of dead writers are removed there first. ``name``: the one file in ``new`` that becomes
-    the output. ``before``: the staging folder of an earlier run, which this one goes on with. ``stays``: asked after an
-    error, whether the folder stays for the next run. Raises OperationError, OSError.
+    the output. ``before``: the staging folder of an earlier run, which this one goes on with. ``stays``: asked at the
+    end, whether the folder stays for the next run. Raises OperationError, OSError.
     """
     output = output.absolute()
     place = place_of(output if name is None else output.parent)
@@ -322,15 +322,19 @@ def staging_for(
             (folder / _NEW).mkdir()
         try:
             yield Staging(folder, output, name, place)
-        except BaseException:
+        finally:
             is_over = not stays()
-            raise
     finally:
         try:
             if is_over:
                 despite_interrupts(lambda: _remove(folder, output))
         finally:
             release(folder)
+
+
+def discard(staging: Staging) -> None:
+    """Remove a staging folder that outlived the process that made it."""
+    despite_interrupts(lambda: _remove(staging.folder, staging.output))
 
 
 def put_in_place(

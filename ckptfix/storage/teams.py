@@ -11,7 +11,7 @@ import heapq
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,6 +147,11 @@ def knows_all() -> bool:
     return not isinstance(_current, LoneShare | Merger)
 
 
+def is_share() -> bool:
+    """Return whether this process does one share, and leaves the end of the work to ``merge``."""
+    return isinstance(_current, LoneShare)
+
+
 @contextmanager
 def working_in(team: Team) -> Iterator[None]:
     """Let everything inside this block work in a team."""
@@ -184,6 +189,13 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _current = team
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Let a share, and the process that merges them, do all that is inside this block, as a single process does."""
+    with nullcontext() if knows_all() else alone():
+        yield
 
 
 def each(
@@ -253,9 +265,9 @@ class LoneShare(InOrder):
 
     leads = False
     here = 1
-    partial: PartialResults | None = None
 
     def __init__(self, share: Share, partial: PartialResults) -> None:
+        self.partial: PartialResults | None = partial
         self._mine, self._partial = share, partial
         self.units = self.resumed = self.nbytes = 0
         self.unread = 0
@@ -294,9 +306,9 @@ class Merger(InOrder):
 
     leads = True
     here = 1
-    partial: PartialResults | None = None
 
     def __init__(self, partial: PartialResults, count: int, command_of: Callable[[Share], str]) -> None:
+        self.partial: PartialResults | None = partial
         self._partial, self._count, self._command_of = partial, count, command_of
 
     def _share(

@@ -566,6 +566,61 @@ def test_other_verbs_have_shares_too(
     assert not (tmp_path / "partial").exists()
 
 
+def test_a_migration_has_shares_too(tmp_path: Path) -> None:
+    source = with_a_large_number(checkpoint(tmp_path / "source"))
+    assert run("seal", source).returncode == 0
+    one = run("migrate", source, tmp_path / "alone", *MIGRATE)
+    command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
+    killed = [sys.executable, STRUCK, "0", "2", "kill", "none", *map(str, command), "--shard", "2/3"]
+    env = variables(RANK="0", CKPTFIX_TEAM="0")
+    assert subprocess.run(killed, capture_output=True, timeout=60, check=False, env=env).returncode == -9
+    for number in (2, 0):
+        share = run(*command, "--shard", f"{number}/3")
+        assert share.returncode == 0, share.stderr
+        assert ("2 of them by an earlier run" in share.stdout) == (number == 2)
+    early = run("merge", tmp_path / "partial")
+    assert early.returncode == 3
+    assert "results are missing: 1/3" in early.stderr
+    assert run("check", source).returncode == 0  # nothing sweeps the folder away
+    assert not (tmp_path / "new").exists()
+    assert run(*command, "--shard", "1/3").returncode == 0
+    merged = run("merge", tmp_path / "partial")
+    assert (merged.returncode, merged.stdout) == (0, one.stdout.replace("/alone", "/new")), merged.stderr
+    mine, theirs = contents(tmp_path / "new"), contents(tmp_path / "alone")
+    assert {name for name in mine | theirs if mine.get(name) != theirs.get(name)} <= {
+        ".ckptfix/migrated.json"
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "new", "source"]
+
+
+@pytest.mark.parametrize("change", ["source", "new file", "byte of a new file"])
+def test_shares_of_a_migration_are_of_one_source_and_proven(tmp_path: Path, change: str) -> None:
+    source = checkpoint(tmp_path / "source")
+    command = ("migrate", source, tmp_path / "new", *MIGRATE, "--partial", tmp_path / "partial")
+    assert run(*command, "--shard", "0/2").returncode == 0
+    (staging,) = tmp_path.glob(".ckptfix-*")
+    first = next((staging / "new").glob("*.safetensors"))
+    status = first.stat()
+    if change == "source":
+        os.utime(source / "model-00001-of-00002.safetensors", ns=(1, 1))
+        refused = run(*command, "--shard", "1/2")
+        words = "changed since the first share; next: rm -r"
+    else:
+        assert run(*command, "--shard", "1/2").returncode == 0
+        first.write_bytes(first.read_bytes()[:-1] + b"!")
+        words = "changed since its share wrote it; next: rm -r"
+        if change == "byte of a new file":  # as a disk changes it: the time stays
+            os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns))
+            words = "has other bytes than were read from the source"
+        refused = run("merge", tmp_path / "partial")
+    assert refused.returncode == 3
+    assert words in refused.stderr
+    assert not (tmp_path / "new").exists()
+    shutil.rmtree(tmp_path / "partial")
+    assert run("migrate", source, tmp_path / "new", *MIGRATE).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
+
+
 def test_a_file_that_changed_makes_its_share_missing(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "checkpoint")
     for number in range(2):
