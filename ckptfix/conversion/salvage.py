@@ -28,7 +28,15 @@ from ckptfix.reports import Serialized
 from ckptfix.storage.atomic import create_file, sync_tree
 from ckptfix.storage.doors import takes_urls
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import JOURNAL, MANIFEST, command, listed_files, refused_files, shell_path
+from ckptfix.storage.paths import (
+    JOURNAL,
+    MANIFEST,
+    OF_FILES,
+    command,
+    listed_files,
+    refused_files,
+    shell_path,
+)
 from ckptfix.storage.staged import ensure_space, put_in_place, staging_for
 from ckptfix.tensors.dcp_tensors import dcp_folders
 from ckptfix.tensors.new_files import NewTensor, OutputFile, safetensors_files
@@ -316,6 +324,11 @@ class _Folders:
     def _is_file(self, path: PurePosixPath) -> bool:
         if str(path) == REPORT:
             self.found.left_out.append(f"{REPORT} of the source, for the new one")
+            return False
+        if path.name in OF_FILES:
+            self.found.left_out.append(
+                f"{path}: a statement about the old files; of the new ones: ckptfix seal"
+            )
             return False
         try:
             if stat.S_ISREG(os.stat(self._root / path).st_mode):

@@ -30,7 +30,7 @@ from ckptfix.checkpoint.trainer_folders import trainer_step
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.lock import LOCK
-from ckptfix.storage.paths import JOURNAL, RECEIPT, SIGNED, UNSIGNED, list_folder
+from ckptfix.storage.paths import JOURNAL, OF_FILES, RECEIPT, list_folder
 from ckptfix.storage.reading import read_start
 from ckptfix.tensors.optimizers import Strategy
 from ckptfix.tensors.stored import Format, StoredCheckpoint, Weights
@@ -271,7 +271,7 @@ def _taken(
         return "a new file takes its place"
     if folders.intersection(path.parents):
         return "a new folder takes its place"
-    if path.name in (SIGNED[0], UNSIGNED[0]):
+    if path.name in OF_FILES:
         return "it is a statement about the old files; of the new ones: ckptfix seal"
     if path in BESIDE and any(one.format is Format.DEEPSPEED for one in source.weights):
         return "it is for the DeepSpeed folder that is converted"

@@ -34,6 +34,9 @@ SIGNED = ("model.sig", "tensors.sig")
 UNSIGNED = ("model.oms.json", "tensors.oms.json")
 """Names of the same without a signature."""
 
+OF_FILES = (SIGNED[0], UNSIGNED[0])
+"""Names of the statements about files, which are about no others."""
+
 _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",

@@ -39,6 +39,18 @@ def test_a_flipped_bit_is_found_by_its_digest(tmp_path: Path, kind: str) -> None
     assert ".ckptfix" in receipt.left_out[0]
 
 
+def test_a_statement_about_the_old_files_is_left_out(tmp_path: Path) -> None:
+    """The reference verifier would refuse the new folder; that of the tensors says which of them are still there."""
+    folder = sealed(tmp_path / "a", "safetensors")
+    seal(folder, oms=True)
+    flip_tensor(folder)
+    receipt = salvage(folder, tmp_path / "new")
+    assert [words for words in receipt.left_out if "model.oms.json" in words and "ckptfix seal" in words]
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        "README.md", "model.safetensors", "tensors.oms.json", "salvage.json",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "sharded", "dict"])
 def test_what_is_damaged_is_kept_when_asked(tmp_path: Path, kind: str) -> None:
     folder = sealed(tmp_path / "a", kind)
