@@ -17,7 +17,6 @@ from ckptfix.diagnosis.target import find_checkpoints, find_target
 from ckptfix.errors import CkptfixError, TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url, opened
-from ckptfix.storage.joined_team import ensure_same_files, ensure_same_names
 from ckptfix.storage.parallel import in_turn
 from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import unheld_below
@@ -121,7 +120,10 @@ def visit(
     left = iter(paths)
     first = [*islice(left, 2)]
     left, is_alone = chain(first, left), len(first) == 1
-    if teams.current() is not None:
+    in_team = teams.current() is not None
+    if in_team:
+        from ckptfix.storage.joined_team import ensure_same_files, ensure_same_names
+
         every = [*left]
         with teams.as_one():
             ensure_same_names(every)
@@ -130,7 +132,7 @@ def visit(
     def attempt(path: str) -> R | Exception:
         try:
             around = interruptible(state_after(path)) if state_after is not None else nullcontext()
-            if isinstance(paths, Below):
+            if in_team and isinstance(paths, Below):
                 with teams.as_one():
                     ensure_same_files([Path(path)])
             with around, teams.as_one():

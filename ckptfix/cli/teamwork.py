@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,18 +13,20 @@ from ckptfix.cli.report import Report
 from ckptfix.errors import TeamError, UsageError
 from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
-from ckptfix.storage.joined_team import TIMEOUT, TIMEOUT_VARIABLE, JoinedTeam, ensure_same_files
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
 from ckptfix.storage.paths import command, shell_path
 from ckptfix.wording import count_of, escape, human_size
+
+if TYPE_CHECKING:
+    from ckptfix.storage.joined_team import JoinedTeam
 
 _PLACES = ("RANK", "SLURM_PROCID")
 """Without one of these variables no launcher started this process, and nothing more is imported to find out."""
 
 _ONE_PROCESS = "next: run it in one process, without the launcher, or with CKPTFIX_TEAM=0"
 
-_team: JoinedTeam | None = None
+_team: "JoinedTeam | None" = None
 _remedy = ""
 """The next step when a process fails, in words that end its message."""
 
@@ -119,9 +121,10 @@ def run_by_one(verb: str, params: Mapping[str, Any], work: Callable[[], int], un
     return work() if team.leads else 0  # in the end, the others wait for the leader's status
 
 
-def _joined(place: Any, results: PartialResults | None) -> JoinedTeam:
+def _joined(place: Any, results: PartialResults | None) -> "JoinedTeam":
     """Join the team that this process was started in; from then on its leader alone prints."""
     global _team
+    from ckptfix.storage.joined_team import JoinedTeam
     from ckptfix.training.rendezvous import join
 
     timeout = _timeout()
@@ -139,7 +142,7 @@ def _joined(place: Any, results: PartialResults | None) -> JoinedTeam:
     return _team
 
 
-def _ensure_alike(team: JoinedTeam, verb: str, params: Mapping[str, Any]) -> None:
+def _ensure_alike(team: "JoinedTeam", verb: str, params: Mapping[str, Any]) -> None:
     """Find out whether all were started with the same command, and see the same files. Raises OperationError."""
     mine = _command(verb, params)
     team.ensure_same(
@@ -149,6 +152,8 @@ def _ensure_alike(team: JoinedTeam, verb: str, params: Mapping[str, Any]) -> Non
         ),
     )
     if not params.get("recursive"):  # many checkpoints are compared one by one
+        from ckptfix.storage.joined_team import ensure_same_files
+
         ensure_same_files(_paths(params))
 
 
@@ -276,6 +281,8 @@ def _launched() -> Any:
 
 
 def _timeout() -> float:
+    from ckptfix.storage.joined_team import TIMEOUT, TIMEOUT_VARIABLE
+
     text = os.environ.get(TIMEOUT_VARIABLE) or str(TIMEOUT)
     try:
         seconds = float(text)

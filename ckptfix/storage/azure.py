@@ -25,6 +25,8 @@ from ckptfix.storage.stores import (
     Refused,
     Temporary,
     nanoseconds,
+    quoted,
+    seconds_to_read,
 )
 from ckptfix.wording import escape
 
@@ -88,9 +90,6 @@ class AzureStore(ComposingStore):
         if not self._container:
             raise UsageError(f"{self.name()} names no container: expected {scheme}://CONTAINER/PATH")
         return files, prefix
-
-    def _path(self, key: str) -> str:
-        return f"{self._base}/{key}" if key and self._base else key or self._base
 
     def removal(self, below: str = "") -> str:
         """Return the command that deletes every object in a folder."""
@@ -185,12 +184,10 @@ class AzureStore(ComposingStore):
         return None if _is_folder(found) else _info(found)
 
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
-        # half a minute, and a MiB every four seconds: a connection that only trickles is as good as cut
-        seconds = stores.PATIENCE.answer + length / (256 << 10)
         words: dict[str, Any] = {
             "offset": offset,
             "length": length,
-            "seconds": seconds,
+            "seconds": seconds_to_read(length),
             "expected": etag or ANY,
         }
         data: bytes = self.ask("download_blob", self._path(key), **words)
@@ -225,7 +222,7 @@ class AzureStore(ComposingStore):
         name = _block(upload, number)
         address, words = self.readable(self._path(copied.key))
         if copied.etag:
-            words["headers"] = {"x-ms-source-if-match": _quoted(copied.etag)}
+            words["headers"] = {"x-ms-source-if-match": quoted(copied.etag)}
         words |= {"source_offset": copied.offset, "source_length": copied.length}
         self.ask("stage_block_from_url", self._path(upload.key), block_id=name, source_url=address, **words)
         return name
@@ -321,7 +318,7 @@ def _condition(expected: str | Expected) -> dict[str, Any]:
 
     if expected is ABSENT:
         return {"match_condition": MatchConditions.IfMissing}
-    return {"etag": _quoted(str(expected)), "match_condition": MatchConditions.IfNotModified}
+    return {"etag": quoted(str(expected)), "match_condition": MatchConditions.IfNotModified}
 
 
 def _block(upload: Upload, number: int) -> str:
@@ -340,10 +337,6 @@ def _etag(answer: Mapping[str, Any]) -> str:
 def _is_folder(found: Any) -> bool:
     """Return whether a blob only marks a folder, as accounts with a hierarchical namespace have them."""
     return str((found.metadata or {}).get("hdi_isfolder", "")).lower() == "true"
-
-
-def _quoted(etag: str) -> str:
-    return f'"{etag}"'
 
 
 def _code(error: BaseException) -> str:

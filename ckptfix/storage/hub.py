@@ -38,6 +38,7 @@ from ckptfix.storage.stores import (
     Refused,
     Store,
     Temporary,
+    seconds_to_read,
 )
 from ckptfix.wording import escape
 
@@ -252,9 +253,9 @@ class HubStore(Store):
         kind = "" if self._type == "model" else f"{self._type}s/"
         where = f"{kind}{self._repo}/resolve/{quote(revision, safe='')}/{quote(path)}"
         span = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
-        # half a minute, and a MiB every four seconds: a connection that only trickles is as good as cut
-        seconds = stores.PATIENCE.answer + length / (256 << 10)
-        response = self._ask("get", f"{self._files.endpoint}/{where}", headers=span, seconds=seconds)
+        response = self._ask(
+            "get", f"{self._files.endpoint}/{where}", headers=span, seconds=seconds_to_read(length)
+        )
         data: bytes = response.content
         self.traffic.add(down=len(data), requests=0)
         if etag and _etag_of(response) != etag:
@@ -299,13 +300,7 @@ class HubStore(Store):
                     return _New(now, None, made.source if made is not None else path)
         file = commit.new_file()
         with file.open("xb") as out:
-            for piece in pieces:
-                if isinstance(piece, bytes):
-                    out.write(piece)
-                    continue
-                for begin in range(0, piece.length, _BLOCK):
-                    take = min(_BLOCK, piece.length - begin)
-                    out.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
+            self._bring(pieces, out)
         return self._new(commit, key, file)
 
     def _delete(self, key: str, expected: str | Expected) -> None:
@@ -488,9 +483,6 @@ class HubStore(Store):
             return StoreError("this token may not do that; next: hf auth login, with a token that may write")
         said = escape(" ".join(response.headers.get("x-error-message", "").split()))
         return StoreError(f"{status} {said}".strip() + "; next: ckptfix help stores")
-
-    def _path(self, key: str) -> str:
-        return f"{self._base}/{key}" if key and self._base else key or self._base
 
 
 @contextmanager

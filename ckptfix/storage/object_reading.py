@@ -90,11 +90,6 @@ class Image:
         together(range(len(ranges)), take)
         return found
 
-    @property
-    def is_listed_only(self) -> bool:
-        """Return whether it has no folder: only its names can be asked for, and its objects be read."""
-        return isinstance(self.objects, Listing)
-
     def keys_in(self, folder: str) -> Sequence[str]:
         """Return the keys right in a folder."""
         objects, found = self._sorted
@@ -293,7 +288,7 @@ def _look_ahead(image: Image, top: str, key: str) -> None:
         if key in seen:
             return
         folder = key.rpartition("/")[0]
-        if image.place != image.root or image.is_listed_only:
+        if image.place != image.root or isinstance(image.objects, Listing):
             keys = [key]
         else:
             keys = [one for one in image.keys_in(folder) if one not in seen]

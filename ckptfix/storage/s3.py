@@ -28,6 +28,8 @@ from ckptfix.storage.stores import (
     Temporary,
     md5,
     nanoseconds,
+    quoted,
+    seconds_to_read,
 )
 
 _KEYS = 1000  # of a page of a listing: no server gives more
@@ -93,24 +95,13 @@ class S3Store(ComposingStore):
         self._connecting = threading.Lock()
         base = self.url.partition("://")[2]
         self._bucket, _, prefix = base.partition("/")
-        self._prefix = prefix.strip("/")
-        return files, self._prefix
-
-    def below(self, key: str) -> "S3Store":
-        """Return a folder of this prefix, with the same connections."""
-        store = super().below(key)
-        assert isinstance(store, S3Store)
-        store._prefix = store._base
-        return store
+        return files, prefix.strip("/")
 
     def listed(self) -> Iterator[tuple[str, ObjectInfo]]:
         """Yield every object, page by page."""
         for key, info in self._list("", deep=True):
             assert info is not None, "a deep listing has no folders"
             yield key, info
-
-    def _path(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if key and self._prefix else key or self._prefix
 
     def removal(self, below: str = "") -> str:
         """Return the command that deletes every object in a folder."""
@@ -144,8 +135,8 @@ class S3Store(ComposingStore):
         return sync(self._files.loop, called)
 
     def _list(self, below: str, *, deep: bool) -> Iterator[tuple[str, ObjectInfo | None]]:
-        start = len(self._prefix) + 1 if self._prefix else 0
-        prefix = f"{self._prefix}/{below}" if self._prefix else below
+        start = len(self._base) + 1 if self._base else 0
+        prefix = f"{self._base}/{below}" if self._base else below
         words: dict[str, Any] = {"Prefix": prefix, "MaxKeys": _KEYS} | ({} if deep else {"Delimiter": "/"})
         while True:
             # each page is asked for until it comes: a listing of a million keys does not begin anew
@@ -179,7 +170,9 @@ class S3Store(ComposingStore):
             async with limit:
                 try:
                     words = self._words_to_read(*one)
-                    answer = await asyncio.wait_for(self._call("get_object", **words), _seconds(one.length))
+                    answer = await asyncio.wait_for(
+                        self._call("get_object", **words), seconds_to_read(one.length)
+                    )
                     return self._body(answer, *one)
                 except Exception:
                     return None
@@ -202,11 +195,11 @@ class S3Store(ComposingStore):
     def _read(self, key: str, offset: int, length: int, etag: str) -> bytes:
         words = self._words_to_read(key, offset, length, etag)
         return self._body(
-            self.ask("get_object", seconds=_seconds(length), **words), key, offset, length, etag
+            self.ask("get_object", seconds=seconds_to_read(length), **words), key, offset, length, etag
         )
 
     def _words_to_read(self, key: str, offset: int, length: int, etag: str) -> dict[str, Any]:
-        pinned: dict[str, Any] = {"IfMatch": _quoted(etag)} if etag else {}
+        pinned: dict[str, Any] = {"IfMatch": quoted(etag)} if etag else {}
         return {"Key": self._path(key), "Range": f"bytes={offset}-{offset + length - 1}", **pinned}
 
     def _body(self, answer: Mapping[str, Any], key: str, offset: int, length: int, etag: str) -> bytes:
@@ -243,7 +236,7 @@ class S3Store(ComposingStore):
 
     def _copy_part(self, upload: Upload, number: int, copied: ObjectRange) -> str:
         source = {"Bucket": self._bucket, "Key": self._path(copied.key)}
-        pinned: dict[str, Any] = {"CopySourceIfMatch": _quoted(copied.etag)} if copied.etag else {}
+        pinned: dict[str, Any] = {"CopySourceIfMatch": quoted(copied.etag)} if copied.etag else {}
         span = f"bytes={copied.offset}-{copied.offset + copied.length - 1}"
         answer = self.ask(
             "upload_part_copy", PartNumber=number + 1, CopySource=source, CopySourceRange=span, **pinned,
@@ -254,7 +247,7 @@ class S3Store(ComposingStore):
     def _complete(self, upload: Upload, parts: Sequence[str], expected: str | Expected) -> str:
         """Put the parts together. An attempt whose answer was lost has ended the upload, which a refused one leaves."""
         listed = {
-            "Parts": [{"PartNumber": number, "ETag": _quoted(etag)} for number, etag in enumerate(parts, 1)]
+            "Parts": [{"PartNumber": number, "ETag": quoted(etag)} for number, etag in enumerate(parts, 1)]
         }
         words = self._upload_words(upload)
         may_be_done = had_conflict = False
@@ -334,7 +327,7 @@ class S3Store(ComposingStore):
 
     def _delete(self, key: str, expected: str | Expected) -> None:
         self._ensure(key, expected)
-        pinned: dict[str, Any] = {} if isinstance(expected, Expected) else {"IfMatch": _quoted(expected)}
+        pinned: dict[str, Any] = {} if isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
         self.ask("delete_object", Key=self._path(key), **pinned)
 
     def _judge(self, error: Exception) -> Exception | None:
@@ -377,16 +370,7 @@ class S3Store(ComposingStore):
 def _condition(expected: str | Expected) -> dict[str, Any]:
     if expected is ABSENT:
         return {"IfNoneMatch": "*"}
-    return {} if expected is ANY or isinstance(expected, Expected) else {"IfMatch": _quoted(expected)}
-
-
-def _seconds(length: int) -> float:
-    """Return the time for a read: a minute, and a MiB every four seconds. What only trickles is as good as cut."""
-    return stores.PATIENCE.answer + length / (256 << 10)
-
-
-def _quoted(etag: str) -> str:
-    return f'"{etag}"'
+    return {} if expected is ANY or isinstance(expected, Expected) else {"IfMatch": quoted(expected)}
 
 
 def _base64(digest: str) -> str:

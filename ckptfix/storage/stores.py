@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import IO, Any, ClassVar, Final, NamedTuple, TypeVar
 
 from ckptfix.errors import ChangedError, StoreError, UsageError
 from ckptfix.storage.parallel import Control, Progress, run_all
@@ -306,15 +306,19 @@ class Store:
     ) -> ObjectInfo:
         """Write an object whose bytes come and go through this machine."""
         with tempfile.NamedTemporaryFile(prefix="ckptfix-") as file:
-            for piece in pieces:
-                if isinstance(piece, bytes):
-                    file.write(piece)
-                    continue
-                for begin in range(0, piece.length, _BLOCK):
-                    take = min(_BLOCK, piece.length - begin)
-                    file.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
+            self._bring(pieces, file)
             file.flush()
             return self._upload(key, Path(file.name), expected, None)
+
+    def _bring(self, pieces: Sequence[Piece], file: IO[bytes]) -> None:
+        """Write the bytes of pieces to a file of this machine."""
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                file.write(piece)
+                continue
+            for begin in range(0, piece.length, _BLOCK):
+                take = min(_BLOCK, piece.length - begin)
+                file.write(self.read(piece.key, piece.offset + begin, take, etag=piece.etag or None))
 
     def _mark(self, key: str) -> str:
         return ""
@@ -330,7 +334,7 @@ class Store:
             self._files.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
-        return f"{self._base}/{key}" if key else self._base
+        return f"{self._base}/{key}" if key and self._base else key or self._base
 
     def _ensure(self, key: str, expected: str | Expected) -> None:
         """Raise Refused unless a key is in the expected state; for stores and writes without conditions."""
@@ -553,6 +557,16 @@ def together(tasks: Sequence[_T] | range, do: Callable[[Any], object], most: int
         yield do
 
     run_all(tasks, worker, threads=max(1, min(most, len(tasks))))
+
+
+def seconds_to_read(length: int) -> float:
+    """Return the time for a read: a minute, and a MiB every four seconds. What only trickles is as good as cut."""
+    return PATIENCE.answer + length / (256 << 10)
+
+
+def quoted(etag: str) -> str:
+    """Return an ETag as a header of a request has it."""
+    return f'"{etag}"'
 
 
 def md5(data: bytes | memoryview) -> str:

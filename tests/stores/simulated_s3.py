@@ -180,8 +180,7 @@ class SimulatedStore(S3Store):
 
     def _opened(self) -> tuple[Any, str]:
         self._bucket, _, prefix = self.url.partition("://")[2].partition("/")
-        self._prefix = prefix.strip("/")
-        return None, self._prefix
+        return None, prefix.strip("/")
 
     def read_many(self, ranges: Sequence[ObjectRange]) -> Contents:
         return Store.read_many(self, ranges)  # each by ``ask``
