@@ -112,24 +112,33 @@ def test_the_reference_verifies_what_is_signed_here(folder: Path, keys: Keys, tm
     assert wrong(report)["sub-b"][0] == "changed"
 
 
-def test_the_statement_is_the_one_of_the_reference(folder: Path, keys: Keys, tmp_path: Path) -> None:
-    """Resource by resource, in its order, with its subject: whatever refers to a model by its subject finds both."""
-    seal(folder, sign=KeySigning(keys.private))
-    theirs = tmp_path / "reference.sig"
+def ours_and_reference(
+    folder: Path, keys: Keys, theirs: Path, *, shard_size: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the statement that is there and the reference's own, once both are known to be serialized alike."""
     hashing = model_signing.hashing.Config().set_ignored_paths(paths=[".ckptfix", *SIGNED])
+    if shard_size is not None:
+        hashing.use_shard_serialization(shard_size=shard_size)
     signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.private)
     signing.set_hashing_config(hashing).sign(folder, theirs)
     ours, other = (
         json.loads(base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"]))
         for path in (folder / FILES, theirs)
     )
+    how, their_how = ours["predicate"]["serialization"], other["predicate"]["serialization"]
+    assert set(their_how.pop("ignore_paths")) < set(how.pop("ignore_paths"))
+    assert how == their_how
+    return ours, other
+
+
+def test_the_statement_is_the_one_of_the_reference(folder: Path, keys: Keys, tmp_path: Path) -> None:
+    """Resource by resource, in its order, with its subject: whatever refers to a model by its subject finds both."""
+    seal(folder, sign=KeySigning(keys.private))
+    ours, other = ours_and_reference(folder, keys, tmp_path / "reference.sig")
     assert ours["predicate"]["resources"] == other["predicate"]["resources"]
     assert len(ours["predicate"]["resources"]) >= 3
     for key in ("_type", "subject", "predicateType"):
         assert ours[key] == other[key]
-    how, their_how = ours["predicate"]["serialization"], other["predicate"]["serialization"]
-    assert set(their_how.pop("ignore_paths")) < set(how.pop("ignore_paths"))
-    assert how == their_how
 
 
 def test_the_reference_verifies_ranges_and_has_the_same_statement_of_them(
@@ -141,21 +150,10 @@ def test_the_reference_verifies_ranges_and_has_the_same_statement_of_them(
     verifying = model_signing.verifying.Config().use_elliptic_key_verifier(public_key=keys.public)
     verifying.verify(folder, folder / FILES)  # with the shards that the statement asks for
     assert trusted(folder, keys).status == 0
-    theirs = tmp_path / "reference.sig"
-    hashing = model_signing.hashing.Config().set_ignored_paths(paths=[".ckptfix", *SIGNED])
-    hashing.use_shard_serialization(shard_size=1000)
-    signing = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.private)
-    signing.set_hashing_config(hashing).sign(folder, theirs)
-    ours, other = (
-        json.loads(base64.b64decode(json.loads(path.read_text())["dsseEnvelope"]["payload"]))
-        for path in (folder / FILES, theirs)
-    )
+    ours, other = ours_and_reference(folder, keys, tmp_path / "reference.sig", shard_size=1000)
     assert ours["predicate"]["resources"] == other["predicate"]["resources"]
     assert len(ours["predicate"]["resources"]) > 4
     assert ours["subject"] == other["subject"]
-    how, their_how = ours["predicate"]["serialization"], other["predicate"]["serialization"]
-    assert set(their_how.pop("ignore_paths")) < set(how.pop("ignore_paths"))
-    assert how == their_how
     weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
     largest = max(weights, key=lambda path: path.stat().st_size)
     flip(largest, largest.stat().st_size - 1)
