@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptfix import verify
+from ckptfix.verification.verify_report import Kind, Outcome
 from tests.deepspeed_library import NO_DEEPSPEED, WITHOUT_COMPILER, has_deepspeed, variables
+from tests.verification.sealed import flip
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = f"""
@@ -22,7 +25,7 @@ from ckptfix.training.accelerator import Accelerator
 
 config = {{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_allow_untested_optimizer": True,
           "zero_optimization": {{"stage": int(sys.argv[1])}}, "zero_force_ds_cpu_optimizer": False}}
-accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), tensor_digests=True)
 raw = torch.nn.Linear(10, 2)
 optimizer = torch.optim.AdamW(raw.parameters())
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -39,6 +42,7 @@ except AssertionError as error:
     refused = str(error)
 accelerator.backward(first[0](torch.ones(1, 10)).sum())
 first[1].step()
+accelerator.save_state(sys.argv[3])
 with open(sys.argv[2], "w") as file:
     json.dump({{
         "kind": accelerator.distributed_type.value,
@@ -58,7 +62,7 @@ def test_deepspeed(stage: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     done = subprocess.run(
-        [*launcher, str(tmp_path / "train.py"), str(stage), str(tmp_path / "seen.json")],
+        [*launcher, str(tmp_path / "train.py"), str(stage), str(tmp_path / "seen.json"), str(tmp_path / "c")],
         capture_output=True, text=True, cwd=ROOT, timeout=400,
         env={**variables(), "ACCELERATE_USE_DEEPSPEED": "true"},
     )  # fmt: skip
@@ -71,3 +75,9 @@ def test_deepspeed(stage: int, tmp_path: Path) -> None:
         "warnings": 3,
         "refused": "You can't use same `Accelerator()` instance with multiple models when using DeepSpeed",
     }
+    report = verify(tmp_path / "c")
+    tensors = {one.name: one.outcome for one in report.items if one.kind is Kind.TENSOR}
+    assert tensors == {"weight": Outcome.MATCH, "bias": Outcome.MATCH}, "it was born sealed"
+    (states,) = (tmp_path / "c").glob("pytorch_model/*optim_states.pt")
+    flip(states, states.stat().st_size // 2)
+    assert verify(tmp_path / "c").status == 1

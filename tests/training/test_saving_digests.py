@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from time import monotonic, sleep
 
 import pytest
@@ -17,13 +18,16 @@ from ckptfix.checkpoint.manifest import read_manifest
 from ckptfix.training.accelerator import Accelerator
 from ckptfix.training.loading.load_report import Requirement
 from ckptfix.training.saving import saved_digests
-from ckptfix.training.saving.saved_digests import SavedDigests
+from ckptfix.training.saving.save_state import _rank_of
+from ckptfix.training.saving.saved_digests import SavedDigests, take_left
 from ckptfix.training.saving.staged_saves import _was_saved
 from ckptfix.verification.verify_report import Kind, Outcome
 from tests.training.loading_runs import reset
 from tests.training.rank_cases import turn_on_fsdp
 from tests.training.ranks import run_ranks
 from tests.verification.sealed import flip, place, wrong
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +171,41 @@ def test_a_save_of_fsdp_is_born_sealed_too(of_two: Path, name: str) -> None:
     flip(piece, piece.stat().st_size // 3)
     assert verify(of_two / name).status == 1
     flip(piece, piece.stat().st_size // 3)
+
+
+def test_processes_share_the_tensors_that_deepspeed_cuts(tmp_path: Path) -> None:
+    """Each hashes some of them, and the main process has them all, as seal would."""
+    folder = tmp_path / "c"
+    copytree(FIXTURES / "deepspeed-0.18.2" / "accelerate-zero3" / "checkpoint", folder)
+    ranks = [SavedDigests(), SavedDigests()]
+    for rank, digests in enumerate(ranks):
+        digests.hash_shared(folder, rank, 2)
+        if rank:
+            digests.leave_for_others(folder, rank)
+    left, left_tensors = take_left(folder)
+    assert 0 < len(left_tensors) < 13
+    ranks[0].take(left, left_tensors)
+    (entry,) = ranks[0].complete(())
+    for digests in ranks:
+        digests.close()
+    assert seal(folder).status == 0
+    sealed = read_manifest(folder)
+    assert sealed is not None
+    assert (entry,) == sealed.models
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("pytorch_model/mp_rank_00_model_states.pt", None),
+        ("pytorch_model/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),
+        ("optimizer_0/__3_0.distcp", 3),
+        ("random_states_2.pkl", 2),
+        ("model.safetensors", None),
+    ],
+)
+def test_each_process_makes_the_files_of_its_rank_durable(name: str, rank: int | None) -> None:
+    assert _rank_of(name) == rank
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -23,6 +23,7 @@ from ckptfix.checkpoint.filenames import (
     checkpoint_number,
     index_name,
     model_file,
+    parse_deepspeed_name,
     parse_file_name,
 )
 from ckptfix.checkpoint.manifest import ManifestEntry
@@ -51,6 +52,9 @@ from ckptfix.training.saving.staged_saves import (
 )
 
 WHAT = "save_state"
+
+_CUT = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+"""Strategies of which all processes write the tensors."""
 
 
 def save_state(
@@ -219,7 +223,7 @@ class _Save:
 
     def _hash_shared(self, folder: Path) -> None:
         accelerator = self._accelerator
-        if self._digests is not None and accelerator.distributed_type is DistributedType.FSDP:
+        if self._digests is not None and accelerator.distributed_type in _CUT:
             self._digests.hash_shared(folder, accelerator.process_index, accelerator.num_processes)
 
     def _record(self, models: Sequence[Any], weights: Sequence[Any], *, safetensors: bool) -> None:
@@ -281,9 +285,13 @@ class _Save:
 
 
 def _rank_of(name: str) -> int | None:
-    """Return the rank that a file's name has: of its random states, its run state, or its part of a DCP folder."""
+    """Return the rank that a file's name has: of random states, a run state, or a part of a DCP or DeepSpeed folder."""
     rank = rank_of_states(name)
-    return rank_of(PurePosixPath(name)) if rank is None else rank
+    if rank is None:
+        rank = rank_of(PurePosixPath(name))
+    if rank is None and (states := parse_deepspeed_name(PurePosixPath(name).name)) is not None:
+        rank = states.rank
+    return rank
 
 
 def _of_the_last_writer(accelerator: Accelerator) -> dict[str, Callable[[], Any]]:

@@ -43,6 +43,9 @@ _LONG = 8 << 20
 
 _ZIP = b"PK\3\4"
 
+_CUT = (Format.DCP, Format.DEEPSPEED)
+"""Formats in which every process writes a part of the tensors. Their writers wait for each other at the end."""
+
 _QUIET = 0.05
 """Seconds for which a file must have stayed the same: a write after that shows in its time of change."""
 
@@ -175,7 +178,7 @@ class SavedDigests:
         return file
 
     def hash_shared(self, folder: Path, rank: int, count: int) -> None:
-        """Begin to hash this process's share of the tensors that lie in DCP folders, which all processes have written.
+        """Begin to hash this process's share of the tensors that DCP or DeepSpeed cut among all processes.
 
         Those of other files are hashed by the first process, which has written them.
         """
@@ -184,22 +187,16 @@ class SavedDigests:
         except (CkptfixError, OSError):
             return  # nodes without a shared disk: nobody has all of the bytes
         weights = tuple(
-            replace(one, label=lasting_label(one, folder))
-            for one in found
-            if one.format is Format.DCP or rank == 0
+            replace(one, label=lasting_label(one, folder)) for one in found if one.format in _CUT or rank == 0
         )
-        tensors = [
-            (one.label, tensor) for one in weights for tensor in one.tensors if one.format is Format.DCP
-        ]
+        tensors = [(one.label, tensor) for one in weights for tensor in one.tensors if one.format in _CUT]
         units = Units()
         every = [
             units.of((label, tensor.fqn), tensor.nbytes, first_place(tensor.layout)[1])
             for label, tensor in tensors
         ]
         mine = [tensors[number] for number in plan_shares(every, count)[rank]] if every else []
-        mine += [
-            (one.label, tensor) for one in weights for tensor in one.tensors if one.format is not Format.DCP
-        ]
+        mine += [(one.label, tensor) for one in weights for tensor in one.tensors if one.format not in _CUT]
         digests = self._pool.submit(
             hash_all, [TensorJob(tensor) for _, tensor in mine], threads=self._threads
         )
