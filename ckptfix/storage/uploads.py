@@ -76,6 +76,14 @@ class UploadPlan:
         """Return the key under which a file is uploaded."""
         return name if self.is_direct else f"{_NEW}{self.upload}/{name}"
 
+    def expected(self, place: "Place", key: str) -> str | Expected:
+        """Return the state in which a key must be to be written or deleted: what came since is of somebody else.
+
+        What lies in the journal is ckptfix's own: a manifest that ``seal`` wrote since is about the old checkpoint.
+        """
+        is_own = not self.is_direct and key.startswith(f"{JOURNAL}/") and not key.startswith(_NEW)
+        return self.seen.get(key) or ABSENT if place.abilities.conditions and not is_own else ANY
+
 
 class MountedFolder:
     """A folder on a mount of an object store, with the methods of a store: files are written from beginning to end.
@@ -259,6 +267,8 @@ def begin_upload(place: Place, files: Mapping[str, int], stale: Collection[str] 
     }
     if is_cut_short and begun is not None:
         names |= begun.files.keys()  # what an upload left that was cut short is of no checkpoint
+        # Nor is what it would have deleted: an old model.safetensors next to the new shards would be loaded.
+        names |= _as_committed(commit, there)
     plan = UploadPlan(
         upload=os.urandom(8).hex(),
         files=dict(files),
@@ -284,9 +294,8 @@ def send(
         for block in _blocks(path, None):
             digest.update(block)
         key = plan.key(name)
-        expected = (plan.seen.get(key) or ABSENT) if place.abilities.conditions else ANY
         try:
-            info = place.upload(key, path, expected=expected, progress=progress)
+            info = place.upload(key, path, expected=plan.expected(place, key), progress=progress)
         except ChangedError:
             # The answer to an upload that succeeded may have been lost: then its own object is in its way.
             found = place.stat(key)
@@ -318,13 +327,15 @@ def finish_upload(
     if lacking:
         raise OperationError(f"{place.name()}: {count_of(len(lacking), 'file')} were not uploaded")
     _compare(place, {plan.key(name): one for name, one in sent.items()})
+    if not plan.is_direct:
+        _ensure_as_seen(place, plan)
     if keep is not None:
         keep()
     if not plan.is_direct:
         _say_begun(place, plan)
         sent = _give_names(place, plan, sent)
     for name in plan.stale:
-        place.delete(name)
+        _delete_as_seen(place, plan, name)
     _compare(place, sent)
     begun = _parsed(place, UPLOAD, parse_begun)
     if begun is None or begun.upload != plan.upload:
@@ -369,10 +380,18 @@ def changed_since(place: Place) -> list[str] | None:
     _, commit = _records(place, there)
     if commit is None:
         return None
-    ours = {UPLOAD, COMMITTED}
-    now = {name: (info.size, info.etag) for name, info in there.items() if name not in ours}
-    then = {name: (one.size, one.etag) for name, one in commit.objects.items()}
-    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    same = _as_committed(commit, there)
+    every = {name for name in there if name not in (UPLOAD, COMMITTED) and not name.startswith(_NEW)}
+    return sorted((every | commit.objects.keys()) - same)
+
+
+def _as_committed(commit: Commit | None, there: Mapping[str, ObjectInfo]) -> set[str]:
+    """Return the objects of a commit that are still those that were uploaded."""
+    return {
+        name
+        for name, one in (commit.objects.items() if commit is not None else ())
+        if name in there and (there[name].size, there[name].etag) == (one.size, one.etag)
+    }
 
 
 def not_uploaded(place: Place, folder: Path, error: BaseException, parts: Sequence[str] = ()) -> str:
@@ -412,11 +431,45 @@ def _give_names(place: Place, plan: UploadPlan, sent: Mapping[str, Uploaded]) ->
     def one(name: str) -> None:
         new, size = f"{_NEW}{plan.upload}/{name}", sent[name].size
         pieces = [ObjectRange(new, 0, size, sent[name].etag)]
-        info = place.compose(name, pieces) if size else place.put(name, b"")
+        expected = plan.expected(place, name)
+        try:
+            info = (
+                place.compose(name, pieces, expected=expected)
+                if size
+                else place.put(name, b"", expected=expected)
+            )
+        except ChangedError as error:
+            raise ChangedError(
+                f"{place.name(name)}: another program wrote this object while the names were being replaced; it was "
+                "left alone, and the next upload replaces it: copy it elsewhere first if anybody needs it"
+            ) from error
         named[name] = sent[name]._replace(etag=info.etag)
 
     together(sorted(sent, key=lambda name: -sent[name].size), one, _AT_ONCE)
     return named
+
+
+def _ensure_as_seen(place: Place, plan: UploadPlan) -> None:
+    """Raise ChangedError when somebody wrote, since the upload began, what it is about to replace or delete.
+
+    Until here the old checkpoint is complete. A write after this is refused by the store where it knows conditions.
+    """
+    there = place.list()
+    for name in (*plan.files, *plan.stale):
+        now = there.get(name)
+        if not name.startswith(f"{JOURNAL}/") and now is not None and plan.seen.get(name) != now.etag:
+            raise ChangedError(
+                f"{place.name(name)}: another program wrote this object since the upload began, so nothing was replaced"
+            )
+
+
+def _delete_as_seen(place: Place, plan: UploadPlan, name: str) -> None:
+    """Delete an object of the old checkpoint. Raises ChangedError where it is another one than the upload has seen."""
+    try:
+        place.delete(name, expected=plan.expected(place, name))
+    except ChangedError:
+        if place.stat(name) is not None:
+            raise
 
 
 def _compare(place: Place, expected: Mapping[str, Uploaded]) -> None:

@@ -13,7 +13,7 @@ from ckptfix import check, latest_checkpoint, migrate, repair, undo
 from ckptfix.cli import run
 from ckptfix.conversion.uploading import upload
 from ckptfix.errors import ChangedError, OperationError, UsageError
-from ckptfix.storage import images, stores, uploads
+from ckptfix.storage import images, object_copies, stores, uploads
 from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now, parse_begun, parse_commit, upload_problem
 from ckptfix.storage.paths import MANIFEST
 from ckptfix.storage.stores import open_store
@@ -121,7 +121,7 @@ def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_de
     monkeypatch: pytest.MonkeyPatch, cloud: Cloud
 ) -> None:
     """Without a manifest the commit marker alone says what was there."""
-    for module in (stores, images, uploads):
+    for module in (stores, images, uploads, object_copies):
         monkeypatch.setattr(module, "open_store", lambda url: open_simulated(cloud, url))
     url = "s3://simulated/run/checkpoint_7"
     upload(FIXTURES / "accelerate-1.15.0" / "wrapper-safetensors" / "checkpoint", url)
@@ -202,6 +202,58 @@ def test_killed_at_any_request_a_replaced_checkpoint_is_the_old_one_the_new_one_
             break
     assert seen == {"old", "new", "neither"}
     assert not [key for key in place.list() if "/new-" in key]
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_killed_at_any_request_of_an_overwrite_the_same_command_leaves_the_new_checkpoint_alone(
+    tmp_path: Path, cloud: Cloud, is_after: bool
+) -> None:
+    """What the killed run left must not be in the way, and an old model next to new shards would be loaded."""
+    old, new = folder_of(tmp_path, "old", OLD), folder_of(tmp_path, "new", NEW)
+
+    def overwrite() -> None:
+        place = open_simulated(cloud, URL)
+        upload_folder(place, new, stale=objects_replaced(place, overwrite=True))
+
+    at, was_killed = 0, True
+    while was_killed:
+        at += 1
+        cloud.objects.clear()
+        upload_folder(open_simulated(cloud, URL), old)
+        cloud.strike = kill = KillAt(at, is_after=is_after)
+        with suppress(Killed):
+            overwrite()
+        cloud.strike = lambda method, key, after: None
+        overwrite()
+        assert contents(open_simulated(cloud, URL)) == NEW, at
+        assert is_committed(open_simulated(cloud, URL))
+        was_killed = kill.is_dead
+    assert at > 40
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors", "below/x.bin"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_somebody_writes_during_an_overwrite_is_not_lost(
+    tmp_path: Path, cloud: Cloud, name: str, is_late: bool
+) -> None:
+    """Replaced, deleted, or new: an upload of terabytes takes hours, in which others write."""
+    place = open_simulated(cloud, URL)
+    upload_folder(place, folder_of(tmp_path, "old", OLD))
+    new = folder_of(tmp_path, "new", NEW)
+    plan = begin_upload(place, staged_files(new), objects_replaced(place, overwrite=True))
+    sent = send(place, plan, new, plan.files)
+
+    def write() -> None:
+        cloud.write(f"run/checkpoint_7/{name}", b"of somebody")
+
+    if not is_late:
+        write()
+    with pytest.raises(ChangedError, match=f"{name}: another program wrote this object"):
+        finish_upload(place, plan, sent, keep=write if is_late else None)
+    assert contents(place)[name] == b"of somebody"
+    assert is_committed(place) is not is_late
+    if not is_late:
+        assert contents(place) == {**OLD, name: b"of somebody"}
 
 
 def test_two_uploads_to_one_place_never_commit_a_mix(tmp_path: Path, cloud: Cloud) -> None:
