@@ -72,8 +72,8 @@ class Scheme:
     shard_size: int | None = None
 
     def jobs(self, job: FileJob) -> list[FileJob]:
-        """Return what has to be hashed of a file; nothing of an empty file that is to be cut into shards."""
-        if self.shard_size is None:
+        """Return what has to be hashed of a file; an empty one is hashed as a whole, since "" is one not read."""
+        if self.shard_size is None or not job.size:
             return [job._replace(algorithm=self.algorithm)]
         starts = range(0, job.size, self.shard_size)
         return [
@@ -85,8 +85,7 @@ class Scheme:
         """Return the result for a file from those of its jobs, in their order."""
         if problem := next((one.problem for one in results if one.problem), ""):
             return Hashed("", problem=problem)
-        zeros = results[-1].zeros if results else 0
-        return Hashed(joined(one.digest for one in results), zeros)
+        return Hashed(joined(one.digest for one in results), results[-1].zeros)
 
 
 WHOLE = Scheme()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -81,6 +82,20 @@ def test_every_flipped_byte_is_found_and_its_range_is_named(folder: Path) -> Non
     with (folder / LONG).open("ab") as file:
         file.write(b"more")
     assert wrong(verify(folder))[LONG][0] == "changed"
+
+
+@pytest.mark.parametrize("is_stated", [False, True])
+def test_a_file_that_lost_all_its_bytes_differs(
+    folder: Path, tmp_path: Path, said: Said, is_stated: bool
+) -> None:
+    (folder / "notes.txt").write_text("mine" * RANGE)
+    seal(folder, ranges=True, oms=is_stated)
+    os.truncate(folder / "notes.txt", 0)
+    report = verify(folder, statements=[folder / UNSIGNED[0]] if is_stated else [])
+    assert report.status == 1
+    assert wrong(report)["notes.txt"][0] == "changed"
+    assert said("scrub", folder, "--state", tmp_path / "scrub.db")[0] == 1
+    assert not seal(folder, ranges=True).written
 
 
 def test_a_file_can_have_its_own_digest_too_and_either_replaces_the_other(folder: Path) -> None:
