@@ -28,9 +28,9 @@ from ckptfix.formats.dcp_metadata import METADATA_NAME
 from ckptfix.formats.safetensors_file import SafetensorsFile, WeightsIndex
 from ckptfix.storage.atomic import read_file
 from ckptfix.storage.markers import read_commit, upload_problem
-from ckptfix.storage.paths import JOURNAL, described, shell_path
+from ckptfix.storage.paths import JOURNAL, command, described, shell_path
 from ckptfix.storage.staged import SAVING, outside_checkpoints
-from ckptfix.storage.transactions import transactions
+from ckptfix.storage.transactions import is_partly_changed, transactions
 
 _STATES = random_states_name(0)
 _NO_STATES = f"no {_STATES}, which save_state writes near its end"
@@ -83,10 +83,30 @@ def checkpoints_folder(path: Path) -> Path:
 
 
 def mixed(checkpoint: Path) -> str | None:
-    """Return the message about a folder whose last save was interrupted between its files, None for any other folder.
+    """Return the message about a folder whose last save or repair was interrupted between its files, None for others.
 
-    Its files may be of two saves, or not all be there.
+    Its files may be of two saves, partly repaired, or not all be there.
     """
+    return mixed_save(checkpoint) or _mixed_repair(checkpoint)
+
+
+def _mixed_repair(checkpoint: Path) -> str | None:
+    folder = partly_repaired(checkpoint)
+    return f"{folder}: {_HALF_REPAIRED}; next: {command('repair', folder)}" if folder is not None else None
+
+
+def partly_repaired(checkpoint: Path) -> Path | None:
+    """Return the checkpoint, or its DCP folder, in which a repair or an undo was interrupted, None for none.
+
+    Raises JournalError, OSError.
+    """
+    inside = [checkpoint / name for name in os.listdir(checkpoint)] if checkpoint.is_dir() else []
+    folders = (checkpoint, *(one for one in inside if one.name != JOURNAL and (one / JOURNAL).is_dir()))
+    return next((one for one in folders if is_partly_changed(one)), None)
+
+
+def mixed_save(checkpoint: Path) -> str | None:
+    """Return the message about a folder whose last save was interrupted between its files, None for any other."""
     if (checkpoint / JOURNAL / UNFINISHED).exists():
         why = "holds files of two saves: the last one was interrupted"
     elif (problem := cut_upload(checkpoint)) is not None:
@@ -175,6 +195,8 @@ def incomplete(checkpoint: Path) -> str | None:
             return "its save was interrupted while files were put in place"
         if (problem := upload_problem(checkpoint)) is not None:
             return problem
+        if partly_repaired(checkpoint) is not None:
+            return _HALF_REPAIRED
         if manifest is not None and manifest.is_of_a_save:
             missing = [] if is_repaired(checkpoint) else missing_files(checkpoint, manifest)
             return "; ".join(missing[:3]) or None
@@ -259,6 +281,8 @@ def _is_model(checkpoint: Path, name: str, *, of_trainer: bool) -> bool:
         return _holds_weights(parsed) or (of_trainer and parsed.role is Role.UNKNOWN)
     return (checkpoint / name).is_dir() and name != JOURNAL
 
+
+_HALF_REPAIRED = "a repair was interrupted, or is running, so some files are changed and others not"
 
 UNFINISHED = "unfinished"
 """Name of the file in ``.ckptfix`` that exists while files of a new save replace the old ones one by one."""

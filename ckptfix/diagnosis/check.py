@@ -11,7 +11,7 @@ from ckptfix.checkpoint.dcp import DcpFolder, holds_dcp
 from ckptfix.checkpoint.entries import all_state_dicts, model_entries
 from ckptfix.checkpoint.filenames import OF_ONE_RANK, Role
 from ckptfix.checkpoint.folder import PLAIN_FOLDER, CheckpointFolder, scan_folder
-from ckptfix.checkpoint.latest import mixed
+from ckptfix.checkpoint.latest import mixed_save
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.completeness import Siblings, compared
 from ckptfix.diagnosis.diagnose import Diagnosis, diagnose
@@ -274,7 +274,7 @@ def _staging_inside(target: Target) -> tuple[Finding, ...]:
     """Return a finding for each staging folder in the journal of a checkpoint, for saves that go file by file."""
     journal = target.root / JOURNAL
     names = sorted(os.listdir(journal)) if target.only is None and journal.is_dir() else []
-    rest = mixed(target.root) is not None
+    rest = mixed_save(target.root) is not None
     found = (_staging(journal / name, PurePosixPath(JOURNAL, name), rest=rest) for name in names)
     return tuple(finding for finding in found if finding is not None)
 

@@ -179,6 +179,18 @@ def recorded(store: Store, listed: Mapping[str, ObjectInfo] | None = None) -> li
     return [described[number] for number in sorted(described)]
 
 
+def is_replacing(store: Store, listed: Mapping[str, ObjectInfo]) -> bool:
+    """Return whether the names of a checkpoint are being replaced, or a run was killed then; they may be a mixture.
+
+    A state that cannot be read may be that one. Raises StoreError, ChangedError.
+    """
+    try:
+        states = [read_state(store, one) for one in found_transactions(listed) if one.has_begun]
+    except JournalError:
+        return True
+    return any(state.stage is Stage.COMMIT for state in states)
+
+
 def folder(number: int) -> str:
     """Return the prefix of the objects of a transaction."""
     return f"{JOURNAL}/{number:04}.objects"

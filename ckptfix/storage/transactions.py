@@ -189,6 +189,25 @@ def transactions(root: Path) -> tuple[TransactionInfo, ...]:
     return tuple(describe(folder, number, state) for number, state, folder in journal_folders(root))
 
 
+def is_partly_changed(root: Path) -> bool:
+    """Return whether a repair or an undo has changed some files and others not yet: it runs, or was killed.
+
+    Reads less than ``transactions``, and of an image what it has listed. Raises OSError, and of an image StoreError.
+    """
+    store = store_of(root)
+    if store is None:
+        try:
+            return any(state is State.PENDING for _, state, _ in journal_folders(root))
+        except JournalError:  # a link or a file, which is no journal of ours
+            return False
+    if not os.path.isdir(root / JOURNAL):
+        return False
+    from ckptfix.storage.images import objects_at
+    from ckptfix.storage.object_journal import is_replacing
+
+    return is_replacing(store, objects_at(root))
+
+
 def _transactions_in(store: "Store", root: Path) -> tuple[TransactionInfo, ...]:
     """Return the transactions of a checkpoint in a store; those of a folder that was uploaded are foreign there."""
     from ckptfix.storage.images import objects_at

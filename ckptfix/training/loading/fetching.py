@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError, UsageError
 from ckptfix.storage.markers import COMMITTED, UPLOAD, Uploaded, parse_begun, parse_commit
+from ckptfix.storage.object_journal import is_replacing
+from ckptfix.storage.paths import shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
 from ckptfix.storage.stores import ObjectInfo, Store, is_url, open_store, together
 from ckptfix.training.ranks import Ranks
@@ -181,6 +183,11 @@ def _look(url: str) -> _Remote:
                 f"and {there} of {count_of(len(begun.files), 'file')} arrived; next: "
                 f"ckptfix.latest_checkpoint({os.path.dirname(url)!r})"
             )
+    if is_replacing(store, objects):
+        raise UsageError(
+            f"{store.name()}: a repair was interrupted, or is running, so some objects are changed and others not; "
+            f"next: ckptfix repair {shell_path(url)}"
+        )
     return _Remote(store, objects, {} if commit is None else commit.objects)
 
 

@@ -19,7 +19,7 @@ from ckptfix.checkpoint.keys import common_wrappers
 from ckptfix.checkpoint.latest import Candidate, candidates, checkpoints_folder, mixed, newest_complete
 from ckptfix.checkpoint.manifest import usable_manifest
 from ckptfix.devices.callers import warn_caller
-from ckptfix.errors import UsageError
+from ckptfix.errors import ChangedError, UsageError
 from ckptfix.storage.doors import opened
 from ckptfix.storage.paths import JOURNAL, command
 from ckptfix.storage.stores import is_url
@@ -33,6 +33,8 @@ from ckptfix.training.resuming import run_state
 from ckptfix.wording import shown
 
 _STATES = ((Role.OPTIMIZER, "_optimizers"), (Role.SCHEDULER, "_schedulers"), (Role.CUSTOM, "_custom_objects"))
+_LISTINGS = 3
+"""Times that a run in a store is listed, where checkpoints are deleted or written while they are looked at."""
 
 
 def is_shifted(accelerator: Any, root: Path) -> bool:
@@ -217,9 +219,16 @@ def latest_checkpoint(path: str | os.PathLike[str], *, pattern: str | None = Non
 
 
 def _latest_in_store(url: str, pattern: str | None) -> str:
-    with opened(url) as image:
-        found = latest_checkpoint(image, pattern=pattern)
-        return f"{url.rstrip('/')}/{found.relative_to(image)}"
+    """Return it by a listing that nobody changes meanwhile: a run that trains deletes its oldest checkpoints."""
+    for attempt in range(_LISTINGS):
+        try:
+            with opened(url) as image:
+                found = latest_checkpoint(image, pattern=pattern)
+                return f"{url.rstrip('/')}/{found.relative_to(image)}"
+        except ChangedError:
+            if attempt + 1 == _LISTINGS:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _latest(folder: Path, patterns: Sequence[str] = (ACCELERATE,)) -> Path:
