@@ -23,7 +23,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, FormatError, OperationError, UsageError
 from ckptfix.formats.pickle_stream import paused_gc
-from ckptfix.storage.paths import MANIFEST, listed_files, shell_path
+from ckptfix.storage.paths import MANIFEST, list_folder, shell_path
 from ckptfix.tensors.hashing import WHOLE, Scheme
 from ckptfix.tensors.opening import model_folders, open_checkpoint
 from ckptfix.tensors.single_files import file_weights
@@ -54,7 +54,7 @@ class Contents:
     ``only``: the name of a single requested file. ``unreadable``: label of a model -> why some of its tensors
     cannot be found; the others are in ``weights``. ``unsupported``: the same for intact files of a kind that
     is not read. ``special``: links that lead nowhere or in a circle, pipes and the like, with the reason why
-    they are not in ``files``.
+    they are not in ``files``. ``journals``: ckptfix's own folders in sub-folders.
     """
 
     root: Path
@@ -64,6 +64,7 @@ class Contents:
     weights: tuple[Weights, ...] = ()
     unreadable: Mapping[str, str] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    journals: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +99,7 @@ class Contents:
 
 def read_contents(target: Target) -> Contents:
     """Return the contents of a path. Reads no tensor; notes models that cannot be read. Raises OSError."""
-    listed = listed_files(target.root) if target.only is None else {target.only: None}
+    listed, journals = list_folder(target.root) if target.only is None else ({target.only: None}, ())
     files: dict[str, FileState] = {}
     special: dict[str, str] = {}
     for path, why in listed.items():
@@ -124,6 +125,7 @@ def read_contents(target: Target) -> Contents:
         weights=weights,
         unreadable=unreadable,
         unsupported=unsupported,
+        journals=journals,
     )
 
 
@@ -303,6 +305,10 @@ class Recorded:
     def unlisted(self, name: str) -> tuple[bool, str]:
         """Return whether a file that is not recorded is a difference, and the words for it."""
         return self.is_sealed or _changes_a_load(name), f"is not in {self.source}"
+
+    def special(self, name: str, why: str) -> tuple[bool, str]:
+        """Return whether what is not a file, and not recorded, is a difference, and the words for it."""
+        return False, why  # seal wrote the manifest all the same
 
     def lost(self, contents: Contents) -> Iterator[tuple[TensorLocation, str]]:
         """Yield the tensors with a digest that cannot be found, as their model is unreadable, with the reason."""

@@ -9,6 +9,7 @@ so one of them suffices. A model that was signed twice, as a second ``prepare()`
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 
@@ -145,7 +146,7 @@ class Attested(Recorded):
         self.source, self.tensor_source = evidence.source(kind), evidence.source("tensors")
         self._evidence = evidence
         self._contents = contents
-        self._own = {os.path.realpath(one.path) for one in evidence.attestations}
+        self._own = {_place(one.path) for one in evidence.attestations}
         self._uncovered = frozenset(uncovered_weights(contents))
         self._of_weights = {str(path) for weights in contents.weights for path in weights.files}
 
@@ -166,7 +167,7 @@ class Attested(Recorded):
     def unlisted(self, name: str) -> tuple[bool, str]:
         """Return whether a file that is not listed is a difference, and the words for it."""
         files = self._evidence.files
-        if os.path.realpath(self._contents.root / name) in self._own:
+        if _place(self._contents.root / name) in self._own:
             return False, "is what the checkpoint was compared with"
         tensors = self._evidence.tensors
         if files is None and tensors is not None and name in self._uncovered:
@@ -181,20 +182,44 @@ class Attested(Recorded):
             return False, f"is empty, and not covered by {self.source}, as no shard of it has a byte"
         return True, f"is not covered by {self.source}"
 
+    def special(self, name: str, why: str) -> tuple[bool, str]:
+        """Return whether what is not a file, and not listed, is a difference: a link may lead somewhere tomorrow."""
+        files = self._evidence.files
+        if files is None or files.leaves_out(name):
+            return False, why
+        return True, f"{why}, and is not covered by {self.source}"
+
+
+def _place(path: Path) -> str:
+    """Return where a file lies. Another link to the same file is another place: a loader reads it by that name."""
+    return os.path.join(os.path.realpath(path.parent), path.name)
+
 
 def with_own_files(contents: Contents, evidence: Evidence) -> Contents:
-    """Return the contents with those of ckptfix's own files that are listed, as other programs do not know them."""
-    listed = evidence.files.files if evidence.files is not None else evidence.sums
+    """Return the contents with the files of ckptfix's own folders where one of them is listed.
+
+    Other programs know them as ordinary folders.
+    """
     found = {}
-    for name in listed:
-        if name not in contents.files and JOURNAL in PurePosixPath(name).parts:
-            try:
-                status = os.stat(contents.root / name)
-            except OSError:
-                continue
-            if stat.S_ISREG(status.st_mode):
-                found[name] = FileState(status.st_size, status.st_mtime_ns)
+    for own in own_folders(contents, evidence, listed=True):
+        for folder, _, names in os.walk(contents.root / own):
+            for path in (os.path.join(folder, name) for name in names):
+                with suppress(OSError):
+                    status = os.stat(path)
+                    if stat.S_ISREG(status.st_mode):
+                        name = os.path.relpath(path, contents.root)
+                        found[name] = FileState(status.st_size, status.st_mtime_ns)
     return replace(contents, files={**contents.files, **found}) if found else contents
+
+
+def own_folders(contents: Contents, evidence: Evidence, *, listed: bool) -> list[str]:
+    """Return ckptfix's own folders in which a file is listed, or those in which none is."""
+    names = evidence.files.files if evidence.files is not None else evidence.sums
+    return [
+        own
+        for own in ((JOURNAL, *contents.journals) if contents.only is None else ())
+        if any(name.startswith(f"{own}/") for name in names) is listed and (contents.root / own).is_dir()
+    ]
 
 
 def _at(given: str | os.PathLike[str], target: Target) -> Path:

@@ -287,7 +287,9 @@ def _file_items(
         yield file_without_digest(name, contents, recorded)
     for name, why in contents.special.items():
         if name not in told and name not in recorded.sizes:
-            yield file_item(name, Outcome.NOT_CHECKED, None, why)
+            differs, text = recorded.special(name, why)
+            outcome, change = (Outcome.DIFFER, Change.EXTRA) if differs else (Outcome.NOT_CHECKED, None)
+            yield file_item(name, outcome, change, text)
 
 
 def file_without_digest(name: str, contents: Contents, recorded: Recorded) -> Item:

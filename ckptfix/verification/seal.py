@@ -33,7 +33,7 @@ from ckptfix.storage.journal import commit, recover
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
 from ckptfix.storage.partial_results import PartialResults, default_folder
-from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command, list_folder
+from ckptfix.storage.paths import JOURNAL, MANIFEST, SIGNED, UNSIGNED, command
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.recipes import ABSENT, KEPT, Literal, Recipe
 from ckptfix.storage.staged import temporary_file
@@ -292,10 +292,9 @@ def _statements(
     digests = {path: hashed[path].digest for path in contents.files}
     folders = {str(parent) for path in contents.files for parent in PurePosixPath(path).parents}
     follows = any(os.path.islink(contents.root / path) for path in (*contents.files, *folders - {"."}))
-    journals = list_folder(contents.root).journals
     sizes = {path: state.size for path, state in contents.files.items()}
     files = statement_of_files(
-        name, digests, journals, sizes, follows_links=follows, shard_size=RANGE if ranges else None
+        name, digests, contents.journals, sizes, follows_links=follows, shard_size=RANGE if ranges else None
     )
     made = [files.to_bytes()]
     if contents.weights:

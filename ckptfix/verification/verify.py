@@ -25,7 +25,7 @@ from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
 from ckptfix.tensors.hashing import CRC, FileJob, Hashed, Job, Scheme, TensorJob, hash_all
 from ckptfix.tensors.optimizer_opening import open_optimizers
 from ckptfix.tensors.stored import Format, StoredTensor
-from ckptfix.verification.attested import Attested, Evidence, gather, with_own_files
+from ckptfix.verification.attested import Attested, Evidence, gather, own_folders, with_own_files
 from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
@@ -111,7 +111,7 @@ def verify(
         told, crossed = evidence.not_checked, ""
         if isinstance(recorded, Attested):
             crossed = recorded.crossed
-            told = (*told, *_own_folder(contents, evidence))
+            told = (*told, *_own_folders(contents, evidence))
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()
     if data:
@@ -148,12 +148,13 @@ def _has_digests(manifest: Manifest | None) -> bool:
     return manifest is not None and bool(manifest.digests or any(entry.digests for entry in manifest.models))
 
 
-def _own_folder(contents: Contents, evidence: Evidence) -> Iterator[str]:
+def _own_folders(contents: Contents, evidence: Evidence) -> Iterator[str]:
     """Yield in words that ckptfix's own files in a folder were not compared, which no other program knows of."""
-    listed = evidence.files.files if evidence.files is not None else evidence.sums
-    is_covered = any(name.startswith(f"{JOURNAL}/") for name in listed)
-    if contents.only is None and not is_covered and (contents.root / JOURNAL).is_dir():
+    folders = own_folders(contents, evidence, listed=False)
+    if folders == [JOURNAL]:
         yield f"{JOURNAL}, the folder of ckptfix itself, which no loader reads"
+    elif folders:
+        yield f"{list_names(folders)}: folders of ckptfix itself, which no loader reads"
 
 
 def _not_hashed(hashed: Mapping[str | TensorLocation, Hashed], refused: tuple[str, ...]) -> Iterator[str]:

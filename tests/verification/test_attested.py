@@ -287,6 +287,43 @@ def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: P
     assert wrong(compared(folder, folder / FILES))["model.safetensors"][0] == "missing"
 
 
+def test_an_added_link_or_pipe_is_an_added_file_for_a_statement_of_files(folder: Path) -> None:
+    for name, leads_to in {"later.py": "/nonexistent", "above": "..", "here": ".", "pipe": None}.items():
+        if leads_to is None:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to(leads_to)
+        report = compared(folder, folder / FILES)
+        assert report.status == 1, name
+        assert wrong(report)[name][0] == "extra"
+        assert f", and is not covered by {folder / FILES}" in str(report)
+        assert compared(folder, folder / TENSORS).status == 0
+        (folder / name).unlink()
+    (folder / ".git").mkdir()
+    os.mkfifo(folder / ".git" / "pipe")
+    assert compared(folder, folder / FILES).status == 0, "left out by the statement"
+
+
+def test_a_link_to_the_statement_is_another_file(folder: Path) -> None:
+    (folder / "config.json").symlink_to(FILES)
+    assert differing(compared(folder, folder / FILES)) == {"config.json"}
+    (folder / "config.json").unlink()
+    (folder / FILES).rename(folder.parent / "x")
+    (folder / FILES).symlink_to("../x")
+    assert compared(folder, folder / FILES).status == 0
+    (folder.parent / "linked").symlink_to(folder)
+    assert compared(folder, folder.parent / "linked" / FILES).status == 0
+
+
+def test_folders_of_ckptfix_in_sub_folders_are_said_to_be_not_compared(folder: Path) -> None:
+    own = folder / "sub" / ".ckptfix"
+    own.mkdir(parents=True)
+    (own / "evil.py").write_text("import os")
+    said = "not checked: '.ckptfix', 'sub/.ckptfix': folders of ckptfix itself, which no loader reads"
+    for statement in (FILES, TENSORS):
+        assert said in str(compared(folder, folder / statement))
+
+
 def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(tmp_path: Path) -> None:
     folder = stated(tmp_path / "c", SOURCES["nested"])
     repaired(folder)

@@ -378,8 +378,11 @@ def test_files_of_ckptfix_itself_that_another_tool_signed_are_compared(tmp_path:
     resources = [(name, hashlib.sha256((folder / name).read_bytes()).hexdigest()) for name in names]
     statement = stated(folder, files(*resources))
     assert verify(folder, statements=[statement]).status == 0
+    (folder / ".ckptfix" / "more").write_text("")
+    assert wrong(verify(folder, statements=[statement])) == {".ckptfix/more": ("extra", None)}
     (folder / names[1]).write_text("{}")
     assert wrong(verify(folder, statements=[statement]))[names[1]][0] == "changed"
+    assert verify(folder / names[0], statements=[statement]).status == 0
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
