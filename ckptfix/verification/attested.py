@@ -18,7 +18,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
 from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
-from ckptfix.storage.paths import JOURNAL, SIGNED, command, existing
+from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
 from ckptfix.tensors.stored import Weights
 from ckptfix.verification.digests import named_results
@@ -96,6 +96,11 @@ def gather(
     for given, whom in (*((one, trust) for one in signatures), *((one, None) for one in statements)):
         opened = open_statement(_at(given, target), whom)
         attestations.append(opened.attestation)
+        if isinstance(opened.statement, TensorStatement) and opened.attestation.path.name in OF_FILES:
+            raise OperationError(
+                f"{given}: refused, and nothing was compared: it is about tensors, under the name of a statement of "
+                f"files, so that every other file could change; next: get the file again from whoever made it"
+            )
         if opened.statement is not None and found.setdefault(
             type(opened.statement), opened.statement
         ) is not (opened.statement):

@@ -45,12 +45,11 @@ class Listed(NamedTuple):
             yield f"{count_of(self.unread, 'line')} of {name} without a sha256 and the name of a file"
 
 
-def find_sums(root: Path, weights: Iterable[str]) -> Path | None:
-    """Return the list in a folder, or next to it, that has a checksum of all its files of weights; None without one.
+def find_sums(root: Path, needed: Iterable[str]) -> Path | None:
+    """Return the list in a folder, or next to it, that has a checksum of all files that need one; None without one.
 
-    A list of other files alone would verify a checkpoint without a look at any weight.
+    A list without the files of weights would verify a checkpoint without a look at any weight.
     """
-    needed = set(weights)
     above = root.parent if root.name not in ("", "..") else Path(os.path.abspath(root)).parent
     for folder in (root, above):
         try:
@@ -62,7 +61,7 @@ def find_sums(root: Path, weights: Iterable[str]) -> Path | None:
             path = folder / name
             if os.path.isfile(path):
                 listed = read_sums(path, root).digests
-                if listed and needed <= listed.keys():
+                if listed and listed.keys() >= {*needed} - {os.path.relpath(path, root)}:
                     return path
     return None
 

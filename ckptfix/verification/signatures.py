@@ -57,7 +57,8 @@ class Trust:
         named = [self.key is not None, bool(self.certificates), self.identity is not None]
         if sum(named) != 1:
             raise UsageError("name who must have signed, by one of: " + "; ".join(_OPTIONS.values()))
-        if (self.identity is None) != (self.identity_provider is None):
+        both = (self.identity, self.identity_provider)
+        if both != (None, None) and not all(both):
             raise UsageError(
                 "--identity and --identity-provider belong together: a name alone proves nothing"
             )

@@ -29,6 +29,7 @@ from ckptfix.verification.attested import Attested, Evidence, gather, own_folder
 from ckptfix.verification.digests import compare
 from ckptfix.verification.sha256sums import find_sums
 from ckptfix.verification.signatures import Trust
+from ckptfix.verification.statements import uncovered_weights
 from ckptfix.verification.values import ValueFinding, has_stepped, judge_moment, judge_values
 from ckptfix.verification.verify_report import VerifyReport
 from ckptfix.wording import count_of, list_names
@@ -72,8 +73,11 @@ def verify(
     is_attested = bool(signatures or statements or sha256sums or trust)
     manifest = None if against is not None or is_attested else readable_manifest(target.root)
     if not is_attested and against is None and not _has_digests(manifest):
-        weights = (str(path) for one in contents.weights for path in one.files)
-        sha256sums = [found] if (found := find_sums(target.root, weights)) is not None else []
+        weights = {str(path) for one in contents.weights for path in one.files} | {
+            *uncovered_weights(contents)
+        }
+        found = find_sums(target.root, weights or contents.files)
+        sha256sums = [] if found is None else [found]
         is_attested = bool(sha256sums)
     evidence = gather(
         target, signatures=signatures, statements=statements, sha256sums=sha256sums, trust=trust

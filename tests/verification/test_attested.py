@@ -15,7 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from ckptfix import Keys, Policy, UsageError, VerifyReport, check, migrate, repair, seal, undo, verify
+from ckptfix import (
+    Keys,
+    OperationError,
+    Policy,
+    UsageError,
+    VerifyReport,
+    check,
+    migrate,
+    repair,
+    seal,
+    undo,
+    verify,
+)
 from ckptfix.cli import run
 from ckptfix.diagnosis.findings.base import Severity
 from ckptfix.storage.journal import recover
@@ -322,6 +334,13 @@ def test_folders_of_ckptfix_in_sub_folders_are_said_to_be_not_compared(folder: P
     said = "not checked: '.ckptfix', 'sub/.ckptfix': folders of ckptfix itself, which no loader reads"
     for statement in (FILES, TENSORS):
         assert said in str(compared(folder, folder / statement))
+
+
+def test_a_statement_of_tensors_in_the_place_of_that_of_files_is_refused(folder: Path) -> None:
+    shutil.copy(folder / TENSORS, folder / FILES)
+    (folder / "modeling.py").write_text("import os")
+    with pytest.raises(OperationError, match="refused, and nothing was compared: it is about tensors"):
+        compared(folder, folder / FILES)
 
 
 def test_what_a_repair_changed_is_a_difference_for_files_and_none_for_tensors(tmp_path: Path) -> None:

@@ -201,6 +201,21 @@ def test_a_list_without_the_weights_is_not_taken_by_itself(tmp_path: Path) -> No
     assert f"not checked: model-00002-of-00002.safetensors: is not covered by {sums}" in str(report)
 
 
+def test_a_list_must_have_all_that_may_hold_weights_to_be_taken_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    listed(tmp_path)
+    (tmp_path / "tf_model.h5").write_bytes(b"weights of a kind that is not read")
+    with pytest.raises(UsageError, match="holds no file of a checkpoint"):
+        verify(tmp_path)
+    listed(tmp_path)
+    assert verify(tmp_path).status == 0
+    KINDS["safetensors"](tmp_path)
+    listed(tmp_path)
+    assert verify(tmp_path).status == 0
+    KINDS["bin"](tmp_path)
+    assert "nothing was verified: there is no manifest" in str(verify(tmp_path)), "a loader may take this one"
+
+
 def test_one_file_is_compared_with_its_line(tmp_path: Path) -> None:
     KINDS["sharded"](tmp_path)
     sums = listed(tmp_path)

@@ -472,6 +472,12 @@ def test_what_is_not_a_key_is_said_without_showing_it(tmp_path: Path, keys: Keys
     for trust in (Trust(), Trust(key=keys.public, identity="a", identity_provider="b")):
         with pytest.raises(UsageError, match="name who must have signed, by one of"):
             verify(folder, signatures=[folder / FILES], trust=trust)
+    for provider in (
+        None,
+        "",
+    ):  # "": a variable of the shell that is not set; sigstore would take any provider
+        with pytest.raises(UsageError, match="belong together"):
+            verify(folder, signatures=[folder / FILES], trust=Trust(identity="a", identity_provider=provider))
     with pytest.raises(UsageError, match="belong together"):
         verify(folder, signatures=[folder / FILES], trust=Trust(identity="a"))
 
