@@ -330,16 +330,20 @@ class _Placing:
         for there in sorted(models, key=_position):
             same = [one for one in free if self._signed[one.label] == self._here[there.label]]
             same = [one for one in same if one.path == there.path] or same
+            same = [one for one in same if one.label == there.label] or same
             if not same or not there.tensors:
                 continue
             after = [one for one in same if one.position > last.get(one.home, (PurePosixPath(), -1))]
             signed = next(iter(after), same[0])
             free.remove(signed)
             found.append((signed, there))
-            if not there.path:
-                if not after:
+            if there.path:
+                if signed.label != there.label and there.label in self._signed:
                     self.crossed.append((signed, there))
-                last[signed.home] = signed.position
+                continue
+            if not after:
+                self.crossed.append((signed, there))
+            last[signed.home] = signed.position
         return found
 
     def _put(self, signed: Weights | None, there: Weights | None) -> None:

@@ -239,6 +239,28 @@ def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
     assert "a load would take the wrong model" in report.crossed
 
 
+def test_models_in_each_others_place_in_training_dicts_are_named(tmp_path: Path) -> None:
+    one, other = state(), {name: tensor + 1 for name, tensor in state().items()}
+
+    def made(first: dict[str, Any], second: dict[str, Any]) -> None:
+        torch.save(first, tmp_path / "first.pt")
+        torch.save(second, tmp_path / "second.pt")
+
+    made({"model": one, "ema": other}, {"model": other})
+    assert seal(tmp_path, oms=True).status == 0
+    assert compared(tmp_path, tmp_path / TENSORS).status == 0
+    for first, second in (
+        ({"model": other, "ema": one}, {"model": other}),
+        ({"model": other, "ema": other}, {"model": one}),
+    ):
+        made(first, second)
+        report = compared(tmp_path, tmp_path / TENSORS)
+        assert report.status == 1
+        assert "a load would take the wrong model" in report.crossed
+    made({"ema": other, "net": one}, {"model": other})
+    assert compared(tmp_path, tmp_path / TENSORS).status == 0, "labels do not count"
+
+
 def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
