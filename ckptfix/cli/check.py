@@ -8,7 +8,7 @@ import click
 
 from ckptfix.cli.annotations import Annotation
 from ckptfix.cli.report import INTERRUPTED, Form, Report
-from ckptfix.cli.several_paths import THREADS, Below, threads_for, visit
+from ckptfix.cli.several_paths import Below, threads_for, visit
 from ckptfix.cli.verb_options import Verb
 from ckptfix.diagnosis.check import CLEAN, VERDICTS, CheckReport, check, verdict_of
 from ckptfix.diagnosis.completeness import Siblings
@@ -77,7 +77,7 @@ def _check_all(
             batch = visit(
                 report, below if recursive else paths, work, word=verdict_of, lines=lines,
                 keep=partial(report.element, "checkpoints"), annotations=_annotations,
-                threads=1 if teams.current() is not None else threads_for(paths, THREADS), stop=control.stop,
+                threads=1 if teams.current() is not None else threads_for(paths), stop=control.stop,
             )  # fmt: skip
     except KeyboardInterrupt:
         if not report.has_begun:

@@ -11,7 +11,7 @@ from time import monotonic, time
 import click
 
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
-from ckptfix.cli.several_paths import THREADS, Batch, Below, threads_for, visit
+from ckptfix.cli.several_paths import Batch, Below, threads_for, visit
 from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.storage.doors import looks_like_url
@@ -85,7 +85,7 @@ def scrub_command(
                 since=begun if age is None else time() - age, until=until, progress=control.go_on,
                 siblings=Siblings(below.places.values(), is_recursive=True),
             )  # fmt: skip
-            return _scrub(scrub, below, share, report, html, begun, threads_for(paths, THREADS), control.stop)
+            return _scrub(scrub, below, share, report, html, begun, threads_for(paths), control.stop)
 
 
 def _scrub(

@@ -25,11 +25,8 @@ from ckptfix.wording import Line, count_of, line, shown, unchecked_line
 
 # One verb over several paths: each on its own, what was not checked once, and a summary of all.
 
-THREADS = 4
-"""Checkpoints that are looked at at once: more wait for the same disk."""
-
-_OF_STORES = 4
-"""Times as many of a store, which answers many requests at once, each after a while."""
+_OF_DISK, _OF_STORE = 4, 16
+"""Checkpoints that are looked at at once: more wait for the same disk; a store answers many, each after a while."""
 
 _FAILED = "failed"
 _NOT_REACHED = "not reached"
@@ -37,10 +34,10 @@ _COUNTED = re.compile(r"(\d+) ([a-z]+?)s?\b(.*)", re.DOTALL)
 _NAMES = re.compile(r"'[^']*'(?:, '[^']*')*(?: and \d+ more)?|\d+")
 
 
-def threads_for(paths: Sequence[str], few: int) -> int:
-    """Return how many checkpoints to look at at once. ``few``: those of a disk."""
+def threads_for(paths: Sequence[str]) -> int:
+    """Return how many checkpoints to look at at once: more of a store than of a disk."""
     is_of_store = any(looks_like_url(path) and not path.startswith("file:") for path in paths)
-    return few * (_OF_STORES if is_of_store else 1)
+    return _OF_STORE if is_of_store else _OF_DISK
 
 
 class Result(Protocol):
@@ -140,7 +137,9 @@ def visit(
         except Exception as error:  # of those that nobody has foreseen, too: the others of a fleet go on
             return error
 
-    for path, result in in_turn(left, attempt, threads=1 if is_alone else threads, stop=stop):
+    for path, result in in_turn(
+        left, attempt, threads=1 if is_alone else threads, stop=stop, of_store=threads == _OF_STORE
+    ):
         if isinstance(result, Exception):
             if is_alone or isinstance(result, TeamError):
                 raise result

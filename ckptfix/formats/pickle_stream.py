@@ -95,7 +95,7 @@ def _run(machine: Machine) -> None:
     """
     b = machine.data + PADDING
     memo, texts, persistent = machine.memo, machine.texts, machine.persistent
-    u32 = Struct("<I").unpack_from
+    u32, from_bytes, size = Struct("<I").unpack_from, int.from_bytes, len(machine.data)
     new_text, add_text, call, persistent_id = tuple.__new__, texts.append, Kind.CALL, Kind.PERSISTENT
     meta, stack = machine.meta, machine.stack
     push = stack.append
@@ -189,6 +189,11 @@ def _run(machine: Machine) -> None:
                     elif c == 0x71:  # BINPUT
                         memo[b[i + 1]] = stack[-1]
                         i += 2
+                        continue
+                    elif c == 0x8A and b[i + 1] <= size - i - 2:  # LONG1: half of random's state
+                        end = i + 2 + b[i + 1]
+                        push(from_bytes(b[i + 2 : end], "little", signed=True))
+                        i = end
                         continue
                     else:
                         machine.position, machine.stack = i, stack

@@ -146,7 +146,7 @@ def made(path: Path) -> Iterator[Path]:
     if image is None or not isinstance(image.objects, Listing):
         yield path
         return
-    key, objects = _key_in(image, full), image.objects
+    key, objects = image.key_of(full), image.objects
     store, listed = image.store.below(key), objects.below(key) | objects.misfits_below(key)
     with image.lock:
         top = image.tops.pop() if image.tops else _session.new_top()
@@ -166,11 +166,6 @@ def made(path: Path) -> Iterator[Path]:
             shutil.rmtree(part.root)
         with image.lock:
             image.tops.append(top)
-
-
-def _key_in(image: Image, full: str) -> str:
-    """Return the key of a folder of an image, "" of its root."""
-    return "" if full == str(image.root) else image.key_of(full)
 
 
 def _store_of(url: str) -> Store:
@@ -269,7 +264,7 @@ def states_at(folder: Path) -> dict[str, ObjectInfo] | None:
     image = _image_at(full)
     if image is None or not isinstance(image.objects, Listing):
         return None
-    return image.objects.below(_key_in(image, full))
+    return image.objects.below(image.key_of(full))
 
 
 def has_gone(folder: Path) -> bool:
@@ -278,7 +273,7 @@ def has_gone(folder: Path) -> bool:
     image = _image_at(full)
     if image is None or not isinstance(image.objects, Listing):
         return False
-    return next(image.store.below(_key_in(image, full)).listed(), None) is None
+    return next(image.store.below(image.key_of(full)).listed(), None) is None
 
 
 def objects_at(folder: Path) -> dict[str, ObjectInfo]:
@@ -287,7 +282,7 @@ def objects_at(folder: Path) -> dict[str, ObjectInfo]:
     image = _image_at(full)
     if image is None:
         return {}
-    start = "" if full == str(image.root) else f"{image.key_of(full)}/"
+    start = f"{image.key_of(full)}/".lstrip("/")
     return {key[len(start) :]: info for key, info in image.objects.items() if key.startswith(start)}
 
 
@@ -309,7 +304,7 @@ def showing(folder: Path, names: Mapping[str, Shown | None], *, store: Store | N
     full = os.path.abspath(folder)
     image = _image_at(full)
     assert image is not None
-    start = "" if full == str(image.root) else f"{image.key_of(full)}/"
+    start = f"{image.key_of(full)}/".lstrip("/")
     before = image.objects, dict(image.aliases)
     aside = image.root.parent / f"{image.root.name}.aside"
     held: dict[str, Path] = {}
@@ -409,7 +404,7 @@ def nbytes_at(path: Path) -> int:
 
 def _keys_at(image: Image, path: Path) -> list[str]:
     prefix = image.key_of(os.path.abspath(path))
-    return [key for key in image.objects if prefix == "." or key == prefix or key.startswith(f"{prefix}/")]
+    return [key for key in image.objects if not prefix or key == prefix or key.startswith(f"{prefix}/")]
 
 
 @contextmanager
@@ -441,7 +436,7 @@ def materialised(path: Path, *, progress: Progress | None = None) -> Iterator[Pa
         for key in keys:
             (root / key).parent.mkdir(parents=True, exist_ok=True)
             download(image, key, root / key, progress)
-        yield root if prefix == "." else root / prefix
+        yield root / prefix
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         staged.release(folder)
@@ -540,7 +535,7 @@ class _Files:
         if image is None:
             return None
         key = image.key_of(os.path.abspath(folder))
-        return image.store if key == "." else open_store(f"{image.store.url}/{key}")
+        return open_store(f"{image.store.url}/{key}") if key else image.store
 
     def names(self, folder: Path) -> Names | None:
         """Return the names in a folder of a listing, None for any other folder. Raises FileNotFoundError."""
@@ -548,7 +543,7 @@ class _Files:
         image = _image_at(full)
         if image is None or not isinstance(image.objects, Listing):
             return None
-        key = _key_in(image, full)
+        key = image.key_of(full)
         folders = image.objects.folders(key)
         if folders is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), full)
@@ -560,7 +555,7 @@ class _Files:
         image = _image_at(full)
         if image is None or image.origin is None:
             return None
-        return image.origin / _key_in(image, full)
+        return image.origin / image.key_of(full)
 
     def unheld(self, folder: Path) -> tuple[Unheld, ...]:
         """Return the objects in or below a folder of an image whose keys no folder can hold."""

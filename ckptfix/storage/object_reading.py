@@ -3,7 +3,6 @@
 The ends of the files of a folder are read together when the first of them is read, before they are asked for.
 """
 
-import os
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, StoreError
 from ckptfix.storage import reading
 from ckptfix.storage.listings import Listing
+from ckptfix.storage.parallel import waiting
 from ckptfix.storage.reading import FileReader, Unheld
 from ckptfix.storage.stores import ObjectInfo, ObjectRange, Store, together
 
@@ -75,9 +75,10 @@ class Image:
 
     def try_many(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         """Return the bytes of ranges that perhaps nobody asks for."""
-        if any(one.key in self.stores for one in ranges):
-            return self._read_elsewhere(ranges)
-        return self.store.read_many(ranges)
+        with waiting():
+            if any(one.key in self.stores for one in ranges):
+                return self._read_elsewhere(ranges)
+            return self.store.read_many(ranges)
 
     def _read_elsewhere(self, ranges: Sequence[ObjectRange]) -> list[bytes]:
         found: list[bytes] = [b""] * len(ranges)
@@ -101,8 +102,8 @@ class Image:
         return found.get(folder, ())
 
     def key_of(self, path: str) -> str:
-        """Return the key of the object at a path of the image."""
-        return os.path.relpath(path, self.root)
+        """Return the key of the object at an absolute path of the image, "" of its root."""
+        return path[len(str(self.root)) + 1 :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import ChangedError, CkptfixError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage.doors import etag_of, has_gone, made, states_of
-from ckptfix.storage.parallel import Progress, Share, Stopped
+from ckptfix.storage.parallel import Progress, Share, Stopped, waiting
 from ckptfix.storage.paths import JOURNAL, command, listed_files
 from ckptfix.tensors.hashing import FileJob, Hashed, hash_all
 from ckptfix.verification.digests import describe_files, file_without_digest
@@ -334,7 +334,8 @@ class Scrub:
             one = one if one is not None and one.read else None
             if self._is_due(place, key, one):
                 try:
-                    problem = self._read(lambda done, key=key: read(key, done), before_stop)  # type: ignore[misc]
+                    with waiting():  # its threads read and hash
+                        problem = self._read(lambda done, key=key: read(key, done), before_stop)  # type: ignore[misc]
                 except _TimeOverError as over:
                     data = replace(data, due=data.due + 1, stopped=data.stopped + bool(over.said))
                     if over.said:

@@ -39,7 +39,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("ckptfix.cli.scrub.THREADS", 1)
+    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_an_interrupted_run_goes_on(runs: Path, capsys: Capture, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(scrub, "check", interrupted)
         for threads in (1, 4):
-            patch.setattr("ckptfix.cli.scrub.THREADS", threads)
+            patch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, threads=threads: threads)
             assert run(["scrub", str(runs)]) == 130
             assert "interrupted: nothing was changed; the same command goes on" in capsys.readouterr().err
     assert scrubbed(capsys, runs)[1]["kept"] >= 2

@@ -292,7 +292,7 @@ def test_results_are_printed_as_they_come(
 ) -> None:
     run(["check", "-r", str(runs), "--json"])
     expected = printed(capsys)["checkpoints"]
-    monkeypatch.setattr("ckptfix.cli.check.THREADS", 1)
+    monkeypatch.setattr("ckptfix.cli.check.threads_for", lambda paths: 1)
     seen: list[str] = []
     real = check
 
@@ -322,7 +322,7 @@ def test_results_are_printed_as_they_come(
 def test_an_interrupt_leaves_documents_that_can_be_read(
     form: str, runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptfix.cli.check.THREADS", 1)
+    monkeypatch.setattr("ckptfix.cli.check.threads_for", lambda paths: 1)
     real = check
 
     def interrupted(path: str, **options: Any) -> Any:
@@ -387,7 +387,7 @@ def test_an_error_between_two_checkpoints_leaves_a_document(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr("ckptfix.cli.several_paths.find_checkpoints", ending)
-    monkeypatch.setattr("ckptfix.cli.check.THREADS", 1)
+    monkeypatch.setattr("ckptfix.cli.check.threads_for", lambda paths: 1)
     assert run(["check", "-r", str(runs), "--json"]) == 3
     document = printed(capsys)
     assert [one["status"] for one in document["checkpoints"]] == [0, 1, 1]
@@ -401,7 +401,7 @@ def test_threads_print_in_the_order_of_the_paths(
         shutil.copytree(runs / "1", runs / f"more-{number:02}")
     outputs = []
     for threads in (1, 4):
-        monkeypatch.setattr("ckptfix.cli.check.THREADS", threads)
+        monkeypatch.setattr("ckptfix.cli.check.threads_for", lambda paths, threads=threads: threads)
         assert run(["check", "-r", str(runs)]) == 1
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]

@@ -35,9 +35,25 @@ KEYS = {
 }
 """The credentials of the tests, in place of the user's own."""
 
+FAR = 0.03
+"""Seconds after which ``ministack-far`` begins to answer, as a store in another building does."""
+
+_FAR = f"""
+import asyncio
+from ministack import app as server
+
+async def far(scope, receive, send, near=server.app):
+    await asyncio.sleep({FAR})
+    await near(scope, receive, send)
+
+server.app = far
+server.main()
+"""
+
 QUICK = Patience(attempts=5, first_wait=0.01, longest_wait=0.05, connect=5.0, answer=5.0)
 _PROGRAMS = {
     "ministack": ("ministack", "from ministack.app import main; main()", ()),
+    "ministack-far": ("ministack", _FAR, ()),
     "moto": ("moto", "from moto.server import main; main()", ("-H", "127.0.0.1", "-p", "{port}")),
 }
 """Server -> the module that must be there, how it starts, and its arguments."""

@@ -86,7 +86,7 @@ def test_a_fault_at_any_request_of_a_scrub_is_survived_or_said(
     proxy: Proxy, bucket: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is clean that was not read, neither in this run nor in the next one, which goes by the state."""
-    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, few: 1)
+    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
     runs = tmp_path / "runs"
     for name in ("run_1", "run_2"):
         assert seal(shutil.copytree(CLEAN, runs / name)).status == 0

@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_counted(
         return made(*arguments, **options)
 
     made = images._made
-    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, few: 1)
+    monkeypatch.setattr("ckptfix.cli.scrub.threads_for", lambda paths: 1)
     monkeypatch.setattr(images, "_made", rotated)
     *ones, last = documents(said, "scrub", url)
     verdicts = {one["path"].removeprefix(f"{url}/"): one.get("verdict", one.get("error", "")) for one in ones}
