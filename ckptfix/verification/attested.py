@@ -326,6 +326,7 @@ class _Placing:
         """
         found: list[tuple[Weights, Weights]] = []
         free = sorted(self._statement.models, key=_position)
+        homes = {one.home for one in free}
         last: dict[PurePosixPath, tuple[PurePosixPath, int]] = {}
         for there in sorted(models, key=_position):
             same = [one for one in free if self._signed[one.label] == self._here[there.label]]
@@ -338,12 +339,12 @@ class _Placing:
             free.remove(signed)
             found.append((signed, there))
             if there.path:
-                if signed.label != there.label and there.label in self._signed:
-                    self.crossed.append((signed, there))
-                continue
-            if not after:
+                is_crossed = signed.label != there.label and there.label in self._signed
+            else:
+                is_crossed = not after or (signed.home != there.home and there.home in homes)
+                last[signed.home] = signed.position
+            if is_crossed:
                 self.crossed.append((signed, there))
-            last[signed.home] = signed.position
         return found
 
     def _put(self, signed: Weights | None, there: Weights | None) -> None:

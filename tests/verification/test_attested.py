@@ -239,6 +239,24 @@ def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
     assert "a load would take the wrong model" in report.crossed
 
 
+def test_models_in_the_folders_of_each_other_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    for number, name in enumerate(("text_encoder", "text_encoder_2", "unet")):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+        saved(folder / name, {key: tensor + number for key, tensor in state().items()})
+    assert seal(folder, oms=True).status == 0
+    assert compared(folder, folder / TENSORS).status == 0
+    (folder / "unet").rename(folder / "transformer")
+    assert compared(folder, folder / TENSORS).status == 0, "files do not count"
+    (folder / "text_encoder").rename(folder / "x")
+    (folder / "text_encoder_2").rename(folder / "text_encoder")
+    (folder / "x").rename(folder / "text_encoder_2")
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert "a load would take the wrong model" in report.crossed
+
+
 def test_models_in_each_others_place_in_training_dicts_are_named(tmp_path: Path) -> None:
     one, other = state(), {name: tensor + 1 for name, tensor in state().items()}
 
