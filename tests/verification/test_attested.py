@@ -245,6 +245,7 @@ def test_models_in_the_folders_of_each_other_are_named(tmp_path: Path) -> None:
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text("{}")
         saved(folder / name, {key: tensor + number for key, tensor in state().items()})
+    (folder / "model_index.json").write_text("{}")
     assert seal(folder, oms=True).status == 0
     assert compared(folder, folder / TENSORS).status == 0
     (folder / "unet").rename(folder / "transformer")
