@@ -461,6 +461,13 @@ def _held(store: Store, verb: str, *, break_lock: bool) -> Iterator[StoreLock]:
         info = put_exactly(store, LOCK, data, ABSENT if held is None else held.etag)
     except ChangedError as error:
         raise _locked(store, verb) from error
+    except KeyboardInterrupt:
+        # The store may have the lock already, and every later run would wait for its owner.
+        with suppress(CkptfixError):
+            found = store.stat(LOCK)
+            if found is not None and store.read(LOCK, 0, found.size) == data:
+                store.delete(LOCK, expected=found.etag)
+        raise
     lock = StoreLock(store, info)
     try:
         yield lock

@@ -336,6 +336,8 @@ def _roll_back(store: Store, number: int, begun: ObjectInfo | None, error: BaseE
         found = _transaction(store, number)
         if found is not None and begun is not None and found.has_begun:
             if found.objects["state.json"].etag != begun.etag:
+                if not isinstance(error, Exception):  # an interrupt: whoever stops it says what is there now
+                    return
                 raise JournalError(f"{error}; nothing was changed yet; the next run finishes or rolls back")
             _delete_transaction(store, found)
     except CkptfixError as second:

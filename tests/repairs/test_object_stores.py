@@ -392,6 +392,61 @@ def test_after_ctrl_c_the_message_names_the_state(
     assert bucket.journal() == []
 
 
+@pytest.mark.parametrize("verb", ["repair", "undo"])
+def test_ctrl_c_at_any_request_names_the_state_that_is_true(
+    bucket: Cloud, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    """As when the interrupt comes with the answer to the commit: the journal is then ahead of what the run knows."""
+    fixture = FIXTURES / "lone-nested-safetensors" / "checkpoint"
+
+    def fresh() -> Objects:
+        old = put(bucket, fixture)
+        if verb == "undo":
+            repair(URL)
+        return old
+
+    old = fresh()
+    first = bucket.requests
+    assert cli([verb, URL]) == 0
+    count = bucket.requests - first
+    put(bucket, fixture)
+    repair(URL)
+    new = objects(bucket)
+    before, after = (old, new) if verb == "repair" else (new, old)
+    for at in sampled(range(1, count + 1)):
+        for is_after in (False, True):
+            fresh()
+            capsys.readouterr()
+            seen = 0
+
+            def strike(method: str, key: str, done: bool) -> None:
+                nonlocal seen
+                seen += done == is_after  # noqa: B023
+                if seen == at and done == is_after:  # noqa: B023
+                    seen += 1
+                    raise KeyboardInterrupt
+
+            bucket.strike = strike
+            status = cli([verb, URL])
+            bucket.strike = lambda method, key, is_after: None
+            said = capsys.readouterr().err
+            where = f"{verb} interrupted at request {at}, after it: {is_after}: {said}"
+            if seen < at:  # what the store refuses has no answer after which something could happen
+                continue
+            assert status == 130, where
+            assert "interrupted: " in said, where
+            if f"{URL} is unchanged" in said or "nothing was changed" in said:
+                assert objects(bucket) == before, where
+                assert cli([verb, URL]) == 0, where  # no lock is left
+                assert objects(bucket) == after, where
+            elif f"run ckptfix {verb} {URL} again to finish" in said:
+                assert cli([verb, URL]) == 0, where
+                assert objects(bucket) == after, where
+            else:
+                assert "is fully repaired" in said or "is undone" in said, where
+                assert objects(bucket) == after, where
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the URL of a store of fsspec, which cannot compose, and empty it at the end."""
