@@ -165,7 +165,7 @@ def test_an_interrupt_of_who_takes_results_ends_long_tasks() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_of_those_that_wait_for_a_store_two_compute_at_once(fails: bool) -> None:
+def test_of_those_that_wait_for_a_store_one_computes(fails: bool) -> None:
     lock, computing, waited, most = threading.Lock(), 0, 0, [0, 0]
 
     def count(of_computing: int, of_waiting: int) -> None:
@@ -191,5 +191,5 @@ def test_of_those_that_wait_for_a_store_two_compute_at_once(fails: bool) -> None
 
     found = list(in_turn(range(64), work, threads=16, of_store=True))
     assert found == [(task, task) for task in range(64)]
-    assert most[0] == 2
+    assert most[0] == 1
     assert most[1] > 4
