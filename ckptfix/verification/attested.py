@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path, PurePosixPath
 
+from ckptfix.checkpoint.filenames import parse_file_name, parse_rank_file_name
 from ckptfix.checkpoint.manifest import Manifest
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.contents import Contents, FileState, Recorded, TensorLocation
@@ -20,7 +21,7 @@ from ckptfix.diagnosis.target import Target
 from ckptfix.errors import OperationError, UsageError
 from ckptfix.storage.paths import JOURNAL, OF_FILES, SIGNED, command, existing
 from ckptfix.tensors.hashing import WHOLE, Hashed, Scheme
-from ckptfix.tensors.stored import Weights
+from ckptfix.tensors.stored import Format, Weights
 from ckptfix.verification.digests import named_results
 from ckptfix.verification.matching import crossed, crossing, match_names, pair_models, unwrapping
 from ckptfix.verification.sha256sums import read_sums
@@ -31,7 +32,8 @@ from ckptfix.verification.statements import (
     TensorStatement,
     uncovered_weights,
 )
-from ckptfix.wording import count_of
+from ckptfix.verification.verify_report import Change, Item, Kind, Outcome
+from ckptfix.wording import count_of, list_names
 
 _SUMS = "sha256sums"
 
@@ -138,6 +140,7 @@ class Attested(Recorded):
     """Records of statements and lists about a checkpoint, in the place of those of its manifest.
 
     ``crossed``: models in each other's place, in words. ``notes``: what the comparison passes over, in words.
+    ``added``: values that are not plain tensors, and came since.
     """
 
     def __init__(self, evidence: Evidence, contents: Contents, target: Target) -> None:
@@ -145,6 +148,7 @@ class Attested(Recorded):
         super().__init__(Manifest(versions={}, world_size=0, step=0, sha256=files), target)
         self.crossed = ""
         self.notes: list[str] = []
+        self.added: tuple[Item, ...] = ()
         self.has_tensors = evidence.tensors is not None
         self.scheme = evidence.files.scheme if evidence.files is not None else WHOLE
         kind = "files" if evidence.files is not None else _SUMS if evidence.sums else "tensors"
@@ -153,7 +157,9 @@ class Attested(Recorded):
         self._contents = contents
         self._own = {_place(one.path) for one in evidence.attestations}
         self._uncovered = frozenset(uncovered_weights(contents))
-        self._of_weights = {str(path) for weights in contents.weights for path in weights.files}
+        self._of_weights = {
+            str(path): weights.format for weights in contents.weights for path in weights.files
+        }
 
     def place(self, hashed: Mapping[str | TensorLocation, Hashed]) -> None:
         """Put the digests of the statement under the labels and names that its tensors have here."""
@@ -164,6 +170,13 @@ class Attested(Recorded):
         self.aliases = {label: set() for label in self.tensors}
         self.crossed = crossing(placing.crossed, "the statement", str(self._contents.root))
         self.notes = placing.notes
+        self.added = tuple(
+            Item(
+                kind=Kind.TENSOR, name=name, where=where, outcome=Outcome.DIFFER, change=Change.EXTRA,
+                text=f"is not in {self.tensor_source}, and is not a plain tensor that could be compared",
+            )
+            for where, name in placing.added
+        )  # fmt: skip
 
     def scheme_of(self, name: str, size: int) -> Scheme:
         """Return how a file is hashed to be compared: as the statement says of all of them."""
@@ -179,7 +192,9 @@ class Attested(Recorded):
             return name not in tensors.uncovered, f"holds weights that {self.tensor_source} does not cover"
         if files is None:
             if not self._evidence.sums and name in self._of_weights:
-                return False, f"is covered by {self.tensor_source} in its tensors alone"
+                of_masters = self._of_weights[name] is Format.DEEPSPEED
+                what = "fp32 weights alone, not in a copy of another dtype" if of_masters else "tensors alone"
+                return False, f"is covered by {self.tensor_source} in its {what}"
             return False, f"is not covered by {self.source}"
         if files.leaves_out(name):
             return False, f"is not covered by {self.source}, which leaves it out"
@@ -275,7 +290,7 @@ class _Placing:
     """The models of a statement paired with those that are there, by what they hold where that is the same.
 
     ``digests``: label of a model here -> name -> digest. ``crossed``: pairs that are in another order than
-    the statement has. ``notes``: what is passed over, in words.
+    the statement has. ``notes``: what is passed over, in words. ``added``: file and name of values that came since.
     """
 
     def __init__(
@@ -286,9 +301,10 @@ class _Placing:
     ) -> None:
         self.crossed: list[tuple[Weights, Weights]] = []
         self.notes: list[str] = []
+        self.added: list[tuple[str, str]] = []
         self.digests: dict[str, dict[str, str]] = {weights.label: {} for weights in contents.weights}
         self._statement = statement
-        self._is_part = contents.only is not None
+        self._is_lone = contents.only is not None
         self._signed = {one.label: _bare(statement.by_name(one)) for one in statement.models}
         here = named_results(contents, hashed)
         self._here = {
@@ -348,21 +364,50 @@ class _Placing:
         return found
 
     def _put(self, signed: Weights | None, there: Weights | None) -> None:
+        if there is not None and there.opaque:
+            bare = unwrapping((*there.named(), *there.opaque))
+            known = _bare_names(signed) if signed is not None else set()
+            where = str(there.files[0]) if len(there.files) == 1 else there.label
+            self.added += ((where, name) for name in there.opaque if bare(name) not in known)
         if signed is None:
             return
         own = self._statement.by_name(signed)
         if there is not None:
-            found, is_unwrapped = _renamed(own, signed, there, is_part=self._is_part)
+            found, is_unwrapped, others = _renamed(
+                own, signed, there, is_part=self._is_lone and _is_part(signed, there)
+            )
             self.digests[there.label] = found
+            if others:
+                words = "other names of tensors that were stated, which were not"
+                self.notes.append(f"{there.label}: {words}: {list_names(others)}")
             if is_unwrapped:
                 self.notes.append(f"{there.label}: keys are compared without the wrappers around the model")
-        elif not self._is_part:
+        elif not self._is_lone:
             label = signed.label if signed.label not in self.digests else f"{signed.label} as stated"
             self.digests[label] = own
 
 
 def _position(weights: Weights) -> tuple[PurePosixPath, int]:
     return weights.position
+
+
+def _bare_names(weights: Weights) -> set[str]:
+    """Return all names in a model, without wrappers."""
+    names = (*weights.named(), *weights.opaque)
+    return set(map(unwrapping(names), names))
+
+
+def _is_part(signed: Weights, there: Weights) -> bool:
+    """Return whether a lone file holds a part of its model, by its name or as one of several that were signed."""
+    (file,) = there.files if len(there.files) == 1 else (None,)
+    if file is None:
+        return False  # an index, with all files that it names
+    name = parse_file_name(file.name)
+    return (
+        (name is not None and name.shard is not None)
+        or parse_rank_file_name(file.name) is not None
+        or (file in signed.files and len(signed.files) > 1)
+    )
 
 
 def _bare(own: Mapping[str, str]) -> dict[str, str]:
@@ -373,22 +418,25 @@ def _bare(own: Mapping[str, str]) -> dict[str, str]:
 
 def _renamed(
     digests: Mapping[str, str], signed: Weights, there: Weights, *, is_part: bool
-) -> tuple[dict[str, str], bool]:
+) -> tuple[dict[str, str], bool, list[str]]:
     """Return the digests of a signed model by the names of the model that is there, and whether wrappers were removed.
 
-    ``is_part``: it is one file of several, in which other tensors are not missing.
+    The list: names that nobody signed, of tensors that were signed by another name. ``is_part``: it is one file of
+    several, in which other tensors are not missing.
     """
     matched, removed = match_names(signed.named(), there.named())
     found = {one.b: digests[one.a] for one in matched if one.a is not None and one.b is not None}
     known = {signed.ties.get(one.a, one.a) for one in matched if one.a is not None and one.b is not None}
+    others = []
     kept_here = {there.ties.get(name, name): digest for name, digest in found.items()}
     for one in matched:
         if one.a is None and one.b is not None:
             digest = kept_here.get(there.ties.get(one.b, one.b))
             if digest is not None:  # another name of a tensor that is compared
                 found[one.b] = digest
+                others.append(one.b)
         elif one.a is None or one.b is not None or is_part:
             continue
         elif signed.ties.get(one.a, one.a) not in known:  # else a tied name is there, which suffices
             found[one.a if one.a not in found else f"{one.a} as stated"] = digests[one.a]
-    return found, bool(removed)
+    return found, bool(removed), others

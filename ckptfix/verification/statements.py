@@ -254,6 +254,7 @@ def _model(weights: Weights, digests: Mapping[TensorLocation, str]) -> dict[str,
             }
             for tensor in weights.tensors
         ],
+        **({"not_covered": list(weights.opaque)} if weights.opaque else {}),
     }
 
 
@@ -423,6 +424,9 @@ def _weights(model: dict[str, Any]) -> tuple[Weights, dict[str, str]]:
         ties=ties,
         path=tuple(_text(key, "a key") for key in _get(model, "path", _list)),
         home=PurePosixPath(folder),
+        opaque=tuple(
+            _text(fqn, "a name of not_covered") for fqn in _get(model, "not_covered", _list, default=())
+        ),
     )
     return weights, digests
 

@@ -114,7 +114,7 @@ def verify(
         lost = tuple(_lost(compared, recorded, data=data))
         told, crossed = evidence.not_checked, ""
         if isinstance(recorded, Attested):
-            crossed = recorded.crossed
+            items, crossed = (*items, *recorded.added), recorded.crossed
             told = (*told, *_own_folders(contents, evidence))
     values: tuple[ValueFinding, ...] = ()
     read: frozenset[str] = frozenset()

@@ -222,6 +222,28 @@ def test_the_same_bytes_in_another_shape_or_dtype_are_another_tensor(folder: Pat
     assert wrong(compared(folder, folder / TENSORS))["layers.1.weight"][0] == "changed"
 
 
+def test_a_value_that_is_not_a_plain_tensor_is_a_difference_unless_it_was_there(tmp_path: Path) -> None:
+    folder, path = tmp_path / "c", tmp_path / "c" / "pytorch_model.bin"
+    folder.mkdir()
+    extra = {"layers.0.extra": torch.eye(3).to_sparse()}
+    torch.save(state(), path)
+    assert seal(folder, oms=True).status == 0
+    torch.save({**state(), **extra, "scale": 3.0}, path)
+    report = compared(folder, folder / TENSORS)
+    assert report.status == 1
+    assert differing(report) == {"layers.0.extra", "scale"}
+    assert f"'scale' is not in {folder / TENSORS}, and is not a plain tensor that could be compared" in str(
+        report
+    )
+    assert seal(folder, force=True, oms=True).status == 0
+    assert compared(folder, folder / TENSORS).status == 0
+    wrapped = {f"module.{name}": value for name, value in {**state(), **extra}.items()}
+    torch.save(wrapped, path)
+    assert differing(compared(folder, folder / TENSORS)) == set(), (
+        "the wrapper does not count, and neither does a loss"
+    )
+
+
 def test_models_in_each_others_place_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
@@ -299,7 +321,12 @@ def test_a_tied_tensor_may_lose_a_name_and_get_it_again(tmp_path: Path) -> None:
     torch.save({"c": torch.ones(3)}, folder / "pytorch_model.bin")
     assert wrong(compared(folder, statement))["a"][0] == "missing"
     torch.save({"a": weight, "also a": weight, "c": torch.ones(3)}, folder / "pytorch_model.bin")
-    assert compared(folder, statement).status == 0, "another name of bytes that are compared"
+    report = compared(folder, statement)
+    assert report.status == 0, "another name of bytes that are compared"
+    assert (
+        "note: pytorch_model.bin: other names of tensors that were stated, which were not: 'also a'"
+        in str(report)
+    )
     torch.save({"a": weight, "also a": weight.clone(), "c": torch.ones(3)}, folder / "pytorch_model.bin")
     assert wrong(compared(folder, statement))["also a"][0] == "extra"
 
@@ -320,6 +347,36 @@ def test_a_file_is_compared_with_its_part_of_a_statement(tmp_path: Path) -> None
         flip(folder / name, (folder / name).stat().st_size - 1)
         assert compared(folder / name, folder / statement).status == 1
         flip(folder / name, (folder / name).stat().st_size - 1)
+
+
+def test_a_copy_in_the_dtype_of_training_is_said_to_be_not_covered(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(FIXTURES.parent / "deepspeed-0.18.2" / "accelerate-zero2" / "checkpoint", folder)
+    assert seal(folder, oms=True).status == 0
+    said = str(compared(folder, folder / TENSORS))
+    assert (
+        f"is covered by {folder / TENSORS} in its fp32 weights alone, not in a copy of another dtype" in said
+    )
+
+
+def test_a_lone_file_that_holds_a_whole_model_must_have_all_its_tensors(folder: Path, tmp_path: Path) -> None:
+    tensors = state()
+    del tensors["layers.3.weight"]
+    saved(folder, tensors)
+    report = compared(folder / "model.safetensors", folder / TENSORS)
+    assert report.status == 1
+    assert wrong(report)["layers.3.weight"][0] == "missing"
+    shard = folder / "model-00001-of-00002.safetensors"  # as after a migration: the other one has the rest
+    save_file(tensors, shard, {"format": "pt"})
+    assert compared(shard, folder / TENSORS).status == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({"a": torch.ones(2)}, other / "one.safetensors", {"format": "pt"})
+    save_file({"b": torch.ones(3)}, other / "two.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (other / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert seal(other, oms=True).status == 0
+    assert compared(other / "one.safetensors", other / TENSORS).status == 0
 
 
 def test_files_are_compared_one_by_one_and_what_is_not_covered_is_said(folder: Path) -> None:

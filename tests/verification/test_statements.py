@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         make(folder)
         (folder / "sub").mkdir()
         (folder / "sub" / "a file").write_text("x")
+        torch.save({"a": torch.ones(2), "b": 3.0}, folder / "sub" / "pytorch_model.bin")
         assert seal(folder, oms=True).status == 0
         for name in UNSIGNED:
             data = (folder / name).read_bytes()
