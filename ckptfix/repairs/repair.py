@@ -395,7 +395,7 @@ def plan_repair(
     policy = policy or Policy()
     if output is not None:
         if pending := interrupted(target):
-            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice}")
+            raise OperationError(f"{target.path}: {pending[0]}; {pending[0].advice_at(str(target.path))}")
         copy = output if isinstance(output, str) and looks_like_url(output) else Path(output)
         _check_copy(target, copy)  # before every byte of a large model is compared
         return _plan(target, policy, copy, progress)

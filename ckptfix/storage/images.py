@@ -92,7 +92,7 @@ def image_of(url: str, *, complete: bool = True) -> Path:
     ``complete``: refuse a prefix with an object whose key no folder can hold; otherwise ``unheld`` returns it. Raises
     UsageError when nothing is there, StoreError.
     """
-    store = _store_of(url)
+    store = open_store(url)
     listed = store.list()
     only = ""
     if not listed and "/" in url.partition("://")[2].rstrip("/"):
@@ -123,7 +123,7 @@ def listing_of(url: str) -> Path:
 
     A single object has an image all the same. Raises UsageError when nothing is there, StoreError.
     """
-    store = _store_of(url)
+    store = open_store(url)
     with _new_top() as top:
         root = _root(top, store)
         listing = Listing(store.listed(), len(os.fsencode(root)))
@@ -166,17 +166,6 @@ def made(path: Path) -> Iterator[Path]:
             shutil.rmtree(part.root)
         with image.lock:
             image.tops.append(top)
-
-
-def _store_of(url: str) -> Store:
-    """Return the store of a URL. Raises UsageError for one with a name that no folder has."""
-    store = open_store(url)
-    rest = url.partition("://")[2].rstrip("/")
-    if any(part in ("", ".", "..") for part in rest.split("/")):
-        raise UsageError(
-            f"{escape(url)}: no folder has such a name; next: copy the objects to a path without it"
-        )
-    return store
 
 
 @contextmanager

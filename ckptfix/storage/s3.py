@@ -49,7 +49,7 @@ _TEMPORARY = {
 
 _ADVICE = {
     "ExpiredToken": "the credential has expired; next: renew it (aws sso login), then run the same command again",
-    "AccessDenied": "this credential may not do that; next: aws sts get-caller-identity",
+    "AccessDenied": "this credential may not do that ({action}); next: aws sts get-caller-identity",
     "InvalidAccessKeyId": "the store does not know this access key; next: aws sts get-caller-identity",
     "SignatureDoesNotMatch": "the secret key is wrong for this access key; next: aws configure list",
     "RequestTimeTooSkewed": "the clock of this machine is wrong; next: timedatectl",
@@ -57,6 +57,7 @@ _ADVICE = {
     "AuthorizationHeaderMalformed": "the bucket lies in another region; next: export AWS_REGION=REGION",
     "InvalidObjectState": "the object is archived (Glacier); next: aws s3api restore-object",
 }  # fmt: skip
+_ADDRESS = "for another server than Amazon's: export AWS_ENDPOINT_URL_S3=https://HOST:PORT"
 _SAME = {
     "ExpiredTokenException": "ExpiredToken",
     "TokenRefreshRequired": "ExpiredToken",
@@ -335,16 +336,23 @@ class S3Store(ComposingStore):
             BotoCoreError,
             ClientError,
             ConnectionError,
+            EndpointConnectionError,
             HTTPClientError,
             NoCredentialsError,
+            ParamValidationError,
             PartialCredentialsError,
             ResponseStreamingError,
+            SSLError,
         )
 
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             return StoreError("no credentials were found; next: aws configure, or export AWS_PROFILE=NAME")
+        if isinstance(error, EndpointConnectionError | SSLError):
+            return Temporary(f"{' '.join(str(error).split())}; {_ADDRESS}")
         if isinstance(error, ConnectionError | HTTPClientError | ResponseStreamingError):
             return Temporary(" ".join(str(error).split()))
+        if isinstance(error, ParamValidationError) and "bucket name" in str(error):
+            return UsageError(f"{self._bucket} cannot be the name of a bucket; next, {_ADDRESS}")
         if isinstance(error, BotoCoreError):
             return StoreError(f"{' '.join(str(error).split())}; next: aws configure list")
         if not isinstance(error, ClientError):
@@ -364,6 +372,7 @@ class S3Store(ComposingStore):
             return FileNotFoundError(code)
         known = _SAME.get(code, code)
         advice = _ADVICE.get(known) or ("AccessDenied" if status in (401, 403) else "")
+        advice = advice.format(action=error.operation_name)
         return StoreError(f"{code}: {advice or f'{said}; next: ckptfix help stores'}")
 
 

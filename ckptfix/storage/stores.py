@@ -166,7 +166,8 @@ def is_url(path: object) -> bool:
 def open_store(url: str) -> "Store":
     """Return the store of a URL. No request is sent yet.
 
-    Raises UsageError for a scheme that is not known, and names the extra to install where its library is missing.
+    Raises UsageError for a scheme that is not known, and for a URL that no folder can be named like; names the extra to
+    install where its library is missing.
     """
     match = _SCHEME.match(url)
     if match is None or match[1] not in LIBRARIES:
@@ -181,6 +182,11 @@ def open_store(url: str) -> "Store":
         )
     if scheme != "memory" and not authority:
         raise UsageError(f"{escape(url)} names no bucket: expected {scheme}://BUCKET/PATH")
+    if any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")) and rest:
+        raise UsageError(
+            f"{escape(url)}: no folder has such a name ('//', '.' or '..' in it); next: leave that out, or, where "
+            "objects lie there, copy them to a path without it"
+        )
     library = LIBRARIES[scheme]
     try:
         import_module(library.module)

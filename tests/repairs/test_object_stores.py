@@ -349,6 +349,8 @@ def test_what_was_cut_short_is_named_and_finished(bucket: Cloud, capsys: pytest.
     assert cli(["repair", URL]) == 3
     said = capsys.readouterr()
     assert f"ckptfix repair --break-lock {URL}" in said.err
+    assert cli(["repair", URL, "--output", f"{URL}-copy"]) == 3
+    assert f"to finish it: ckptfix repair {URL} (or ckptfix undo {URL}," in capsys.readouterr().err
     assert cli(["undo", URL, "--break-lock"]) == 0
     assert objects(bucket) == old
 

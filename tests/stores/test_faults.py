@@ -160,7 +160,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     ("fault", "words"),
     [
         ("expired", "the credential has expired; next: renew it"),
-        ("denied", "this credential may not do that; next: aws sts get-caller-identity"),
+        ("denied", "this credential may not do that (ListObjectsV2); next: aws sts get-caller-identity"),
         ("503", "503 SlowDown"),
         ("gone", "the store did not answer 3 times"),
     ],

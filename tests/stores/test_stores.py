@@ -13,7 +13,16 @@ from ckptfix.storage import s3, stores
 from ckptfix.storage.parts import MIB, plan_parts
 from ckptfix.storage.s3 import S3Store
 from ckptfix.storage.stores import ABSENT, Abilities, ObjectRange, Piece, Store, is_url, open_store
-from tests.stores.servers import QUICK, Server, bucket, ministack, ministack_process, moto, moto_process
+from tests.stores.servers import (
+    QUICK,
+    Server,
+    bucket,
+    free_port,
+    ministack,
+    ministack_process,
+    moto,
+    moto_process,
+)
 
 __all__ = ["bucket", "ministack", "ministack_process", "moto", "moto_process"]
 
@@ -43,6 +52,9 @@ def test_what_is_no_store_is_refused() -> None:
         open_store("ftp://host/x")
     with pytest.raises(UsageError, match="names no bucket"):
         open_store("s3:///x")
+    for url in ("s3://bucket//run", "s3://bucket/run//ckpt", "s3://bucket/run/../ckpt", "memory://a/./b"):
+        with pytest.raises(UsageError, match=r"no folder has such a name.*; next: leave that out"):
+            open_store(url)  # upload and save wrote there what check then refused to read
     with pytest.raises(UsageError) as caught:
         open_store("s3://AKIAUSER:hunter2@bucket/x")
     assert "hunter2" not in str(caught.value)
@@ -189,6 +201,17 @@ def test_a_listing_goes_on_over_its_pages(moto: Server, monkeypatch: pytest.Monk
 def test_a_missing_bucket_is_named(ministack: Server) -> None:
     with pytest.raises(UsageError, match=r"s3://no-such-bucket-here does not exist"):
         open_store("s3://no-such-bucket-here/x").list()
+
+
+def test_an_address_in_the_place_of_a_bucket_is_named(
+    ministack: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "for another server than Amazon's: export AWS_ENDPOINT_URL_S3="
+    with pytest.raises(UsageError, match=f"host:9000 cannot be the name of a bucket; next, {words}"):
+        open_store("s3://host:9000/bucket").list()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(StoreError, match=f"Could not connect.*; {words}.*; next: run the same command again"):
+        open_store("s3://bucket/x").list()
 
 
 S3_LIMITS = Abilities(composes=True, least_part=5 * MIB, most_copied=5 << 30, most_parts=10_000)

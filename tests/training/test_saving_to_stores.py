@@ -262,6 +262,13 @@ def test_a_url_in_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not Path("s3:").exists()
 
 
+def test_a_url_that_no_verb_reads_is_refused_before_anything_is_saved(staging: Path) -> None:
+    accelerator, _ = run(None)
+    with pytest.raises(UsageError, match="s3://b//run: no folder has such a name"):
+        accelerator.save_state("s3://b//run")
+    assert not list(staging.iterdir())
+
+
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that the kernel's list calls a mount of gcsfuse, where no folder can be renamed."""

@@ -321,7 +321,7 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
     given = str(accelerator.project_dir if automatic else output_dir)
     if is_url(given):
         if not automatic:
-            return given.rstrip("/")
+            return open_store(given).url  # a URL that no verb reads is refused before anything is saved
         place = open_store(f"{given.rstrip('/')}/checkpoints")
         objects, folders = place.children()
         taken = [
