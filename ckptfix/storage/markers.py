@@ -125,10 +125,20 @@ def upload_problem(folder: Path) -> str | None:
     commit = read_commit(folder)
     if commit is not None and commit.upload == begun.upload:
         return None
-    there = {name: size for name, size in begun.files.items() if _size(folder / name) == size}
+    return not_committed(
+        begun, {name: size for name in begun.files if (size := _size(folder / name)) is not None}
+    )
+
+
+def not_committed(begun: Begun, sizes: Mapping[str, int]) -> str:
+    """Return the words about an upload without its commit marker, of which objects of these sizes are there."""
+    there = {name: size for name, size in begun.files.items() if sizes.get(name) == size}
     arrived = f"{len(there)} of {count_of(len(begun.files), 'file')}"
     total = f"{human_size(sum(there.values()))} of {human_size(sum(begun.files.values()))}"
-    return f"its upload was cut short: there is no commit marker ({COMMITTED}); {arrived} arrived, {total}"
+    return (
+        f"its upload was cut short, or process {begun.pid} on {begun.host} has not finished it: there is no commit "
+        f"marker ({COMMITTED}); {arrived} arrived, {total}"
+    )
 
 
 def _size(path: Path) -> int | None:

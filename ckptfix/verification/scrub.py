@@ -252,7 +252,7 @@ class Scrub:
         if (
             last is not None
             and last.fingerprint == fingerprint
-            and last.looked >= self.since
+            and self._counts(last.looked)
             and not last.verdict["structure"].get("unfinished")  # it may be readable now
         ):
             units = _units_again(files, before, last)
@@ -310,9 +310,13 @@ class Scrub:
         }
         return result, _look_of(result, place, now, fingerprint), unread | stopped | fresh, gone
 
+    def _counts(self, moment: float) -> bool:
+        """Return whether a look or a reading counts still. One of a clock that was wrong would count for years."""
+        return self.since <= moment <= time()
+
     def _is_due(self, place: str, key: str, one: Reading | None) -> bool:
         """Return whether a unit is to be read now."""
-        is_old = one is None or one.read < self.since or one.problem.startswith(_UNREAD)
+        is_old = one is None or not self._counts(one.read) or one.problem.startswith(_UNREAD)
         return is_old and self.subset is not None and self.subset.holds(f"{place}/{key}")
 
     def _tally(

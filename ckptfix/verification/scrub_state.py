@@ -72,6 +72,7 @@ class State:
         self._lock = Lock()
         self._waiting: list[tuple[str, tuple[object, ...]]] = []
         self._written = monotonic()
+        self._begun = 0.0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -150,7 +151,8 @@ class State:
             self._waiting.append(
                 (
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?)",
-                    (look.place, scope, look.seen, look.looked, look.fingerprint, verdict),
+                    # not before the round, where the clock was set back: ``end`` would forget it
+                    (look.place, scope, max(look.seen, self._begun), look.looked, look.fingerprint, verdict),
                 )
             )
             for name in gone:
@@ -165,15 +167,22 @@ class State:
     def begin(self, scope: str, subsets: Sequence[str]) -> tuple[str, float]:
         """Return the subset to read now, and when its round began: one that was not ended goes on.
 
-        Otherwise the subset begins that was read longest ago.
+        Otherwise the subset begins that was read longest ago. Times to come are those of a clock that was wrong: such
+        a round begins anew, and such a subset would be read no more.
         """
+        now = time()
         rows = self._rows("SELECT subset, begun, ended FROM rounds WHERE scope = ?", scope)
-        rounds = {subset: (begun, ended) for subset, begun, ended in rows if subset in subsets}
+        rounds = {
+            subset: (begun, ended)
+            for subset, begun, ended in rows
+            if subset in subsets and max(begun, ended or 0.0) <= now
+        }
         open_ones = [subset for subset, (_, ended) in rounds.items() if ended is None]
         if open_ones:
-            return open_ones[0], rounds[open_ones[0]][0]
+            self._begun = rounds[open_ones[0]][0]
+            return open_ones[0], self._begun
         subset = min(subsets, key=lambda one: rounds.get(one, (0.0, 0.0))[1])
-        now = time()
+        self._begun = now
         with self._lock:
             self._waiting.append(
                 ("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, NULL)", (scope, subset, now))

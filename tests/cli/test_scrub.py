@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,58 @@ def test_what_is_unchanged_is_not_looked_at_again_in_a_time(runs: Path, capsys: 
         "not looked at again: 5 checkpoints, unchanged since the last look (after 2"
         in capsys.readouterr().out
     )
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Let the clock be ahead by each of these in turn, and by the last one from then on."""
+    left = list(seconds)
+
+    def now() -> float:
+        return time.time() + (left.pop(0) if len(left) > 1 else left[0])
+
+    for module in ("ckptfix.cli.scrub", "ckptfix.verification.scrub", "ckptfix.verification.scrub_state"):
+        monkeypatch.setattr(f"{module}.time", now)
+
+
+@pytest.mark.parametrize("options", [(), ("--max-age", "30d"), ("--read-data-subset", "50%")])
+def test_what_was_read_by_a_clock_that_was_wrong_is_read_again(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """A machine that starts before its clock is set: its readings would count for years, and its subset be the last."""
+    set_clock(monkeypatch, 10 * 365 * 86400)
+    scrubbed(capsys, runs, *options)
+    scrubbed(capsys, runs, *options)
+    set_clock(monkeypatch, 0)
+    for number in range(1, 6):
+        rot(runs / "one" / f"checkpoint_{number}" / "model.safetensors")
+    run(["scrub", str(runs), *options])
+    ones, summary = scrubbed(capsys, runs, *options, status=1)
+    assert [one["verdict"] for one in ones.values()] == ["damaged"] * 5
+    assert summary["kept"] == (5 if options[:1] == ("--max-age",) else 0)
+    set_clock(monkeypatch, -86400)
+    scrubbed(capsys, runs, *options, status=1)
+
+
+def test_a_round_of_a_clock_that_was_wrong_begins_anew(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each run would begin with the same files, and those behind them be read no more."""
+    set_clock(monkeypatch, 10 * 365 * 86400)
+    scrubbed(capsys, runs, "--max-duration", "0s")
+    set_clock(monkeypatch, 0)
+    with monkeypatch.context() as stopping:
+        stopping.setattr(State, "end", lambda *arguments: 0)
+        scrubbed(capsys, runs)
+    assert scrubbed(capsys, runs)[1]["kept"] == 5
+
+
+def test_nothing_is_forgotten_where_the_clock_is_set_back_meanwhile(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, 3600, 3600, 0)
+    scrubbed(capsys, runs)
+    set_clock(monkeypatch, 7200)
+    assert scrubbed(capsys, runs, "--max-age", "30d")[1]["kept"] == 5
 
 
 def test_a_checkpoint_without_digests_that_changed_is_looked_at_again(runs: Path, capsys: Capture) -> None:

@@ -366,6 +366,7 @@ def test_a_problem_says_how_much_arrived(tmp_path: Path) -> None:
     problem = upload_problem(folder)
     assert problem is not None
     assert "1 of 3 files arrived, 4 B of 8 B" in problem
+    assert f"or process {os.getpid()} on {os.uname().nodename} has not finished it" in problem
 
 
 def test_objects_are_what_the_marker_says(tmp_path: Path, cloud: Cloud) -> None:

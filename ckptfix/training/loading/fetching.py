@@ -15,13 +15,13 @@ from pathlib import Path, PurePosixPath
 
 from ckptfix.dataclass import dataclass
 from ckptfix.errors import ChangedError, OperationError, UsageError
-from ckptfix.storage.markers import COMMITTED, UPLOAD, Uploaded, parse_begun, parse_commit
+from ckptfix.storage.markers import COMMITTED, UPLOAD, Uploaded, not_committed, parse_begun, parse_commit
 from ckptfix.storage.object_journal import is_replacing
 from ckptfix.storage.paths import shell_path
 from ckptfix.storage.staged import STAGING_VARIABLE, staging_folder
 from ckptfix.storage.stores import ObjectInfo, Store, is_url, open_store, together
 from ckptfix.training.ranks import Ranks
-from ckptfix.wording import count_of, human_size
+from ckptfix.wording import human_size
 
 _RANGE = 16 << 20
 _AT_ONCE = 16
@@ -177,10 +177,9 @@ def _look(url: str) -> _Remote:
     if UPLOAD in objects:
         begun = parse_begun(_whole(store, UPLOAD, objects[UPLOAD]))
         if commit is None or commit.upload != begun.upload:
-            there = sum(name in objects and objects[name].size == size for name, size in begun.files.items())
+            sizes = {key: info.size for key, info in objects.items()}
             raise UsageError(
-                f"{store.name()} is not a complete checkpoint: its upload was cut short, there is no commit marker, "
-                f"and {there} of {count_of(len(begun.files), 'file')} arrived; next: "
+                f"{store.name()} is not a complete checkpoint: {not_committed(begun, sizes)}; next: "
                 f"ckptfix.latest_checkpoint({os.path.dirname(url)!r})"
             )
     if is_replacing(store, objects):
