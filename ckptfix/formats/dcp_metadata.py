@@ -265,6 +265,11 @@ class _Reading:
                 )
             self._spend(len(steps))
             path = tuple([step.value if type(step) is Text else step for step in steps])
+            if (flat := ".".join(map(str, path))) != name.value:
+                # Loads go by the name, and names here by the path: a tensor would be verified as another one.
+                raise UnsupportedFormat(
+                    f"planner_data puts {name.value!r:.200} at {flat!r:.200}, but torch loads it by its name"
+                )
             sites = tuple([step.site if type(step) is Text else None for step in steps])
             found.append(PlannedPath(name.value, path, sites, name.site))
         _check_unique(found)

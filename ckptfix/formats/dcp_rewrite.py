@@ -186,9 +186,7 @@ def _new_names(metadata: DcpMetadata, new_paths: Mapping[str, Steps]) -> dict[st
     origin: dict[str, str] = {}
     for fqn, path in paths_of(metadata).items():
         new = new_paths.get(fqn, path)
-        if new != path and ".".join(map(str, path)) != fqn:
-            raise UnsupportedFormat(f"the name {fqn!r:.200} is not made of its path, as torch makes names")
-        names[fqn] = ".".join(map(str, new)) if new != path else fqn
+        names[fqn] = ".".join(map(str, new))
         first = origin.setdefault(names[fqn], fqn)
         if first != fqn:
             raise UnsupportedFormat(f"{first!r:.200} and {fqn!r:.200} would both become {names[fqn]!r:.200}")

@@ -305,7 +305,7 @@ class VerifyReport(Printable, Serialized):
         if self.unfinished:
             yield line(
                 "next: make what could not be read readable, or copy it again from where it came; then: "
-                f"{command('verify', self.path)}"
+                f"{self.again or command('verify', self.path)}"
             )
         for code in sorted({one.code for one in self.values if one.severity is not Severity.NOTE}):
             yield line(f"next, as no repair mends values ({code}): {ADVICE[code]}")

@@ -193,6 +193,7 @@ def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
         ({"model.w": 1}, "no Metadata at its root"),
         (Metadata({"w": 3}, {}, {}), "'w' is neither a tensor nor bytes, but an int"),
         (Metadata({}, {}, None), "storage_data is None, where torch's own planner and writer put a dict"),
+        (Metadata({}, {"a.w": ("a", "v")}, {}), "planner_data puts 'a.w' at 'a.v', but torch loads it by"),
         (Metadata({}, {"w": {1: 2}}, {}), "planner_data has a dict as the path of 'w'"),
         (Metadata({}, {"w": (1.5,)}, {}), "planner_data has a tuple as the path of 'w'"),
         (Metadata({}, {}, {"w": _StorageInfo("x", 0, 1)}), "storage_data leads from a string to torch.distributed"),

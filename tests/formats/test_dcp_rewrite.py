@@ -109,15 +109,6 @@ def test_two_names_that_would_become_one(tmp_path: Path) -> None:
         rewrite_metadata(metadata, paths, {})
 
 
-def test_a_name_that_is_not_made_of_its_path(tmp_path: Path) -> None:
-    content = saved(tmp_path)
-    planned: Any = content.planner_data
-    planned["model.module.module.0.weight"] = ("model", "else")
-    metadata = parse_dcp_metadata(pickle.dumps(content, 4))
-    with pytest.raises(UnsupportedFormat, match="not made of its path"):
-        rewrite_metadata(metadata, {"model.module.module.0.weight": ("model", "0.weight")}, {})
-
-
 def test_an_item_that_is_nowhere(tmp_path: Path) -> None:
     saved(tmp_path)
     with pytest.raises(FormatError, match="no place of 'other'"):
