@@ -11,7 +11,9 @@ from ckptfix.conversion.migration_plan import FLOATS, ORIGINAL, STATES, TARGETS,
 from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import UsageError
 from ckptfix.storage.doors import local_path, looks_like_url
+from ckptfix.storage.paths import shell_path
 from ckptfix.tensors.optimizers import Strategy
+from ckptfix.wording import escape
 
 
 @click.command(
@@ -87,7 +89,10 @@ def migrate_command(
     DST appears when it is complete, or not at all; SRC stays as it is.
     """
     if looks_like_url(local_path(dst)) and partial_results() is not None:
-        raise UsageError(f"--partial keeps files next to DST, on a disk, and {dst} is a URL; leave it out")
+        raise UsageError(
+            f"--partial keeps files next to DST, on a disk, and {escape(dst)} is a URL; next: migrate to a folder, "
+            f"and then: ckptfix upload FOLDER {shell_path(dst)}"
+        )
     describe = state_after_writing(src, dst)
     goes_on = "; the same command goes on from what was written" if partial_results() is not None else ""
     with interruptible(lambda: f"{describe()}{goes_on}"), report.progress(f"migrating {src}") as progress:

@@ -57,10 +57,14 @@ def ending_of(error: Exception) -> Ending:
         code = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace else ""
         why = " ".join(f"{type(error).__name__}: {error}".split())
         return Ending(f"{why}{code}: this is a fault of ckptfix, so nothing is known; please report it", 3)
-    is_full = error.errno in DISK_FULL
-    return Ending(
-        f"{described(error)}{'; next: make room on that disk, and run it again' if is_full else ''}", 3
-    )
+    remedy = ""
+    if error.errno in DISK_FULL:
+        remedy = "; next: make room on that disk, and run it again"
+    elif error.errno == errno.EROFS:
+        remedy = "; next: name a folder on a disk that can be written to"
+    if isinstance(error.filename, str) and shown(error.filename) == error.filename:
+        error.filename = str(staged.target_of(Path(error.filename)))
+    return Ending(f"{described(error)}{remedy}", 3)
 
 
 @contextmanager

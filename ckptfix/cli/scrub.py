@@ -11,7 +11,7 @@ from time import monotonic, time
 import click
 
 from ckptfix.cli.report import INTERRUPTED, Form, Report, ensure_writable, write_page
-from ckptfix.cli.several_paths import Batch, Below, threads_for, visit
+from ckptfix.cli.several_paths import Batch, Below, place_named, threads_for, visit
 from ckptfix.cli.verb_options import LocalFile, Verb
 from ckptfix.diagnosis.completeness import Siblings
 from ckptfix.storage.doors import looks_like_url
@@ -42,7 +42,7 @@ from ckptfix.wording import Line, count_of, escape, line
     help="Read this part of the files that manifests have digests of. Of P%, each night another one; 0% reads none.",
 )  # fmt: skip
 @click.option(
-    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run goes on there."
+    "--max-duration", metavar="TIME", help="Stop after a time such as 6h; the next run goes on from there."
 )
 @click.option(
     "--max-age", metavar="TIME",
@@ -72,7 +72,7 @@ def scrub_command(
     share = Share.parse(shard) if shard is not None else None
     if html is not None:
         ensure_writable(html, [path for path in paths if not looks_like_url(path)])
-    roots = sorted(path if looks_like_url(path) else escape(os.path.abspath(path)) for path in paths)
+    roots = sorted({escape(place_named(path)) for path in paths})
     scope = json.dumps([roots, str(share or "")])
     file = Path(state_file) if state_file is not None else default_state(str(share or ""))
     with closing(State(file)) as state, ExitStack() as images:
@@ -116,7 +116,7 @@ def _scrub(
             keep=partial(report.element, "checkpoints"), stop=stop,
         )  # fmt: skip
     except KeyboardInterrupt:
-        words = "interrupted: nothing was changed; the same command goes on there"
+        words = "interrupted: nothing was changed; to go on from here, run the same command again"
         if not report.has_begun:
             report.message(f"ckptfix: {words}")
         return report.finish({"error": words}, INTERRUPTED)
@@ -127,7 +127,7 @@ def _scrub(
     if not scrub.is_late:  # what could not be listed is not gone
         forget = 0.0 if below.failures else begun
         gone = scrub.state.end(scrub.scope, str(scrub.subset or "none"), forget)
-    report.show(_summary(scrub, batch, gone))
+    report.show(_summary(scrub, batch, gone, share))
     if html is not None:
         try:
             write_page(html, fleet_page(scrub.state.looks(scrub.scope), now, scrub.unknown))
@@ -148,7 +148,7 @@ def _scrub(
     return report.finish(summary, batch.status)
 
 
-def _summary(scrub: Scrub, batch: Batch, gone: int) -> Iterator[Line]:
+def _summary(scrub: Scrub, batch: Batch, gone: int, share: Share | None) -> Iterator[Line]:
     """Yield what was not looked at and not read, in numbers, and how many checkpoints came to what."""
     since = moment(scrub.since)[:16].replace("T", " ")
     if scrub.kept:
@@ -161,17 +161,21 @@ def _summary(scrub: Scrub, batch: Batch, gone: int) -> Iterator[Line]:
             f"no data can be read of {count_of(scrub.without_digests, 'checkpoint')} without digests; to write them: "
             "ckptfix seal CHECKPOINT"
         )
+    if share is not None and not batch.words:
+        why = "their paths decide to which share they belong"
+        yield line(f"nothing to do: share {share} has no checkpoint ({why})")
     if scrub.total.files:
-        share = f"subset {scrub.subset}: " if scrub.subset is not None and scrub.subset.total > 1 else ""
-        yield line(f"data: {share}{scrub.total}")
+        part = f"subset {scrub.subset}: " if scrub.subset is not None and scrub.subset.total > 1 else ""
+        yield line(f"data: {part}{scrub.total}")
     if scrub.is_late:
         left = count_of(batch.words["not reached"], "checkpoint")
         left += f" ({scrub.unknown} never looked at)" if scrub.unknown else ""
         left += f", {count_of(scrub.total.due, 'file')} of others" if scrub.total.due else ""
-        yield line(f"the time is over, left: {left}; the same command goes on there")
+        yield line(f"the time is over, left: {left}; to go on from here, run the same command again")
     if scrub.total.stopped:
         yield line(
-            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; one with digests of ranges goes on there, any "
-            "other begins anew, once it gets more time; to write them: ckptfix seal --ranges CHECKPOINT"
+            f"stopped halfway: {count_of(scrub.total.stopped, 'file')}; the next run goes on in a file with digests of "
+            "ranges, and begins any other anew, when it has more time for it; to write digests of ranges: ckptfix seal "
+            "--ranges CHECKPOINT"
         )
     yield from batch.lines(ORDER)

@@ -89,9 +89,9 @@ class Batch:
         """Yield what was not checked, and how many paths came to what, in this order."""
         yield from self.unchecked.lines()
         total, *words = self.summary(order).items()
-        counts = ", ".join(f"{count} {word}" for word, count in words)
+        counts = ": " + ", ".join(f"{count} {word}" for word, count in words) if words else ""
         colour = "red" if self.status else "green"
-        yield line(f"{count_of(total[1], 'checkpoint')}: {counts}", colour=colour, bold=True)
+        yield line(f"{count_of(total[1], 'checkpoint')}{counts}", colour=colour, bold=True)
 
 
 def visit(
@@ -192,27 +192,36 @@ def run_each(
     return report.finish({"reports": documents}, batch.status)
 
 
+def place_named(path: str) -> str:
+    """Return a path or URL as two command lines have it in common, however they write it."""
+    return path.rstrip("/") if looks_like_url(path) else os.path.abspath(path)
+
+
 class Below:
     """The checkpoints at or below several paths, found one by one: there may be 100,000 of them.
 
     ``images``: keeps the listings of URLs; each is listed once, and ``doors.made`` makes the folder of a checkpoint.
     ``places``: the folder of each path. A path that cannot be listed is yielded, too, and is in ``failures``.
+    A checkpoint that two of the paths lead to comes once.
     """
 
     def __init__(self, paths: Sequence[str], images: ExitStack) -> None:
-        self._paths = paths
+        self._paths = [*{place_named(path): path for path in reversed(paths)}.values()][::-1]
+        names = [place_named(path) for path in self._paths]
+        self._overlap = any(one != other and one.startswith(f"{other}/") for one in names for other in names)
         self.failures: dict[str, Exception] = {}
         self.places: dict[str, Path] = {}
-        for path in paths:
+        for path in self._paths:
             try:
                 self.places[path] = images.enter_context(opened(path, complete=False, lists=True))
             except FAILURES as error:
-                if len(paths) == 1:
+                if len(self._paths) == 1:
                     raise
                 self.failures[path] = error
         self._unheld = [one for place in self.places.values() for one in unheld_below(place) if one.size]
 
     def __iter__(self) -> Iterator[str]:
+        seen: set[str] = set()
         for path in self._paths:
             if path not in self.places:
                 yield path
@@ -222,6 +231,11 @@ class Below:
                     self._unheld[:] = (
                         one for one in self._unheld if not one.home.is_relative_to(place)
                     )  # it reports them
+                    if self._overlap:
+                        name = shown(os.path.abspath(place))
+                        if name in seen:
+                            continue
+                        seen.add(name)
                     yield str(place)
             except FAILURES as error:
                 self.failures[path] = error

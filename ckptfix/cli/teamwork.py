@@ -15,7 +15,7 @@ from ckptfix.storage import teams
 from ckptfix.storage.doors import looks_like_url
 from ckptfix.storage.parallel import Share
 from ckptfix.storage.partial_results import PartialResults, Request, default_folder
-from ckptfix.storage.paths import command, shell_path
+from ckptfix.storage.paths import command, existing, shell_path
 from ckptfix.wording import count_of, escape, human_size
 
 if TYPE_CHECKING:
@@ -165,6 +165,11 @@ def _with_next(error: TeamError) -> str:
     return str(error) if "; next: " in str(error) else f"{error}; next: {_remedy}"
 
 
+def _sources(params: Mapping[str, Any]) -> list[Path]:
+    """Return the paths that must exist before a verb begins."""
+    return _paths({name: value for name, value in params.items() if name != "dst"})
+
+
 def _paths(params: Mapping[str, Any]) -> list[Path]:
     """Return the paths that a verb reads, URLs left out."""
     read = [one for one in click.get_current_context().command.params if isinstance(one.type, click.Path)]
@@ -207,6 +212,8 @@ def _run_share(
             f"--shard {share}: where do the results go? add --partial FOLDER, the same for every share"
         )
     results = PartialResults(folder)
+    for path in _sources(params):  # a slip must not make the folder one of another command
+        existing(path)
     results.begin(Request(verb, dict(params), os.getcwd(), share.total, _words(params)))
     team = teams.LoneShare(share, results)
     printing.mute()

@@ -13,9 +13,11 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
+from ckptfix.checkpoint.folder import scan_folder
 from ckptfix.checkpoint.latest import mixed
 from ckptfix.checkpoint.manifest import missing_files, read_manifest
 from ckptfix.dataclass import dataclass
+from ckptfix.diagnosis.target import ensure_checkpoint
 from ckptfix.errors import FormatError, OperationError, TeamError, UsageError
 from ckptfix.reports import Serialized
 from ckptfix.storage import teams
@@ -35,7 +37,7 @@ from ckptfix.storage.staged import (
     temporary_name,
 )
 from ckptfix.storage.transactions import State, transactions
-from ckptfix.wording import Line, Printable, count_of, human_size, line, show_as
+from ckptfix.wording import Line, Printable, count_of, escape, human_size, line, show_as
 
 if TYPE_CHECKING:
     from ckptfix.storage.uploads import Place
@@ -88,13 +90,16 @@ def upload(
     """
     from ckptfix.storage.uploads import not_uploaded, objects_replaced, place_at, staged_files, upload_folder
 
+    if looks_like_url(path):
+        raise _turned_round(str(path), url)
     folder = existing(path)
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; to upload it: name its folder")
     if not looks_like_url(url) and object_mount_of(url) is None:
         raise UsageError(
-            f"{os.fspath(url)} is not a URL, as s3://BUCKET/RUN/checkpoint_7, and not on a mount of a store"
+            f"{os.fspath(url)} is neither a URL, such as s3://BUCKET/RUN/checkpoint_7, nor on a mount of a store"
         )
+    ensure_checkpoint(scan_folder(folder))
     if (why := _incomplete(folder)) is not None:
         raise UsageError(f"{why}; nothing was uploaded; next: {command('check', folder)}")
     place = place_at(str(url).rstrip("/") if looks_like_url(url) else Path(url))
@@ -109,6 +114,20 @@ def upload(
         (folder / DESTINATION).unlink(missing_ok=True)  # the next save on this machine removes the folder
     return UploadReceipt(
         path=folder, url=place.url, files=len(files), nbytes=sum(files.values()), is_left_over=is_left_over
+    )
+
+
+def _turned_round(url: str, path: str | os.PathLike[str]) -> UsageError:
+    """Return the error for a URL where the folder should be: perhaps the two changed places."""
+    if not looks_like_url(path) and os.path.isdir(path):
+        return UsageError(
+            f"{escape(url)} is a URL: expected the folder first, and then the URL; next: "
+            f"ckptfix upload {shell_path(Path(path))} {shell_path(url)}"
+        )
+    return UsageError(
+        f"{escape(url)} is a URL: expected a folder of this machine; next, to download a checkpoint: use the program "
+        f"of the store, such as aws s3 cp --recursive URL FOLDER; ckptfix reads it where it is: ckptfix check "
+        f"{shell_path(url)}"
     )
 
 

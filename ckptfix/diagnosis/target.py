@@ -63,8 +63,9 @@ def ensure_checkpoint(folder: CheckpointFolder) -> None:
     if not folder.subfolders:
         others = f": only {list_names(map(str, folder.strays))}" if folder.strays else ": the folder is empty"
         raise UsageError(f"{folder.root} holds no file of a checkpoint{others}")
+    names = f"{count_of(len(folder.subfolders), 'folder')} ({list_names(map(str, folder.subfolders))})"
     raise UsageError(
-        f"{folder.root} holds no file of a checkpoint, but {count_of(len(folder.subfolders), 'folder')}; "
+        f"{folder.root} holds no file of a checkpoint, but {names}: name one of them; "
         f"to look into them: {command('check', folder.root, '', '--recursive')}"
     )
 

@@ -49,8 +49,12 @@ def places_of(source: str, output: str) -> Places:
         )
     prefixes = [f"{one}/" if one else "" for one in (path, to_path)]
     if prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0]):
+        if prefixes[0] == prefixes[1]:
+            what = "is the source itself"
+        else:
+            what = f"{'contains' if prefixes[0].startswith(prefixes[1]) else 'is inside'} the source"
         raise UsageError(
-            f"{escape(output)} and {escape(source)} lie in one another; next: name a prefix next to it"
+            f"{escape(output)} {what}; next: name another prefix, such as {escape(source)}-repaired"
         )
     return Places(open_store(f"{scheme}://{bucket}"), prefixes[0], prefixes[1])
 

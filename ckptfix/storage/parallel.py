@@ -98,7 +98,7 @@ def run_all(
 
 
 class _Turn(threading.local):
-    """What a thread holds while it computes, None of one that need not wait for its turn."""
+    """The lock that a thread holds while it computes; None where it need not wait for its turn."""
 
     held: "threading.Lock | None" = None
 

@@ -7,6 +7,7 @@ the transactions of the journal; it is about the checkpoint, and changes with it
 import errno
 import os
 import pwd
+import re
 import shlex
 import stat
 from collections import deque
@@ -37,6 +38,9 @@ UNSIGNED = ("model.oms.json", "tensors.oms.json")
 OF_FILES = (SIGNED[0], UNSIGNED[0])
 """Names of the statements about files, which are about no others."""
 
+_LOST_SLASH = re.compile(r"(s3a?|gc?s|az|abfss?|hf|file):/+(.*)", re.DOTALL)
+"""A URL that lost a slash: when it was typed, or when something took it for a path."""
+
 _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
@@ -64,7 +68,9 @@ def existing(path: str | os.PathLike[str]) -> Path:
         if given.is_symlink():
             target = os.readlink(given)
             raise UsageError(f"{given} is a broken link: {target} does not exist") from None
-        raise UsageError(f"{given} does not exist") from None
+        slip = _LOST_SLASH.match(os.fspath(path))
+        meant = f"; did you mean {slip[1]}://{slip[2]}?" if slip is not None else ""
+        raise UsageError(f"{given} does not exist{meant}") from None
     if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise UsageError(f"{given} is {kind}: expected a folder or a regular file")
     return given

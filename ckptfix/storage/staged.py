@@ -32,7 +32,9 @@ SAVING = ".ckptfix-saving+"
 WRITING = ".ckptfix-writing+"
 """Prefix of all other temporary names."""
 
-_NAME = re.compile(r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+.*", re.DOTALL)
+_NAME = re.compile(
+    r"\.ckptfix-(?:saving|writing)\+(.*)\+([1-9][0-9]{0,8})\+[0-9a-f]{16}\+(?P<target>.*)", re.DOTALL
+)
 _MIGRATING = re.compile(
     r"\.(.*)\.ckptfix-migrating-([0-9a-f]{16})-(?P<pid>[1-9][0-9]{0,8})-[0-9]+", re.DOTALL
 )
@@ -82,6 +84,14 @@ def release(path: Path) -> None:
 def is_temporary(name: str) -> bool:
     """Return whether a name is a temporary one of this scheme, of any process."""
     return _NAME.fullmatch(name) is not None
+
+
+def target_of(path: Path) -> Path:
+    """Return what is written under a temporary name: the file or folder that a person knows; else the path itself."""
+    for at, part in enumerate(path.parts):
+        if (match := _NAME.fullmatch(part)) is not None and match["target"]:
+            return Path(*path.parts[:at], match["target"], *path.parts[at + 1 :])
+    return path
 
 
 def owner_of(path: Path) -> Owner | None:
@@ -437,7 +447,9 @@ def ensure_space(output: Path, needed: int) -> None:
     if needed > free:
         sizes = f"needs {human_size(needed)} of free space, {human_size(free)} are free"
         if where == output.absolute().parent:
-            raise OperationError(f"{output}: {sizes} on this disk")
+            raise OperationError(
+                f"{output}: {sizes} on this disk; next: make room there, or name another place"
+            )
         raise OperationError(
             f"{output}: {sizes} in {where}, where it is written before it is uploaded; next: export "
             f"{STAGING_VARIABLE}=FOLDER, a folder on a larger disk, and run the same command again"

@@ -61,11 +61,13 @@ def parse_subset(text: str, option: str = "--read-data-subset") -> tuple[Share, 
 
     Raises UsageError for anything else.
     """
-    if not text.endswith("%"):
+    if "/" in text:
         return (Share.parse(text, option),)
     number = text.removesuffix("%")
-    if not re.fullmatch(r"\d{1,3}(\.\d+)?", number) or not (
-        0.01 <= float(number) <= 100 or not float(number)
+    if (
+        text == number
+        or not re.fullmatch(r"\d{1,3}(\.\d+)?", number)
+        or not (0.01 <= float(number) <= 100 or not float(number))
     ):
         raise UsageError(
             f"{option} {text}: expected a part such as 5%, from 0.01% to 100%, or 0%, or I/N such as 0/7"

@@ -1,5 +1,6 @@
 """``str()`` of every report and receipt is what the terminal prints for it; ``repr()`` is one short line."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import torch
 
 from ckptfix import check, diff, migrate, repair, salvage, seal, undo, verify
 from ckptfix.cli import run
+from ckptfix.cli.report import ending_of
 from ckptfix.environment.doctor import diagnose_environment
+from ckptfix.storage.staged import release, temporary_name
 from tests.environment.building import facts
 from tests.repairs.builders import write_safetensors
 
@@ -106,3 +109,22 @@ def test_a_report_of_many_tensors_is_short_in_a_notebook(tmp_path: Path) -> None
 def test_text_of_a_report_moves_no_cursor(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", {"module.module.\x1b[2J\u202eevil": b"1"})
     assert "\\x1b[2J\\u202eevil" in str(repair(tmp_path, dry_run=True))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space left on device; next: make room on that disk, and run it again"),
+        (errno.EROFS, "Read-only file system; next: name a folder on a disk that can be written to"),
+    ],
+)
+def test_an_error_of_a_disk_names_what_was_to_be_written_and_not_the_temporary_name(
+    tmp_path: Path, number: int, words: str
+) -> None:
+    temporary = tmp_path / temporary_name(tmp_path / "new")
+    try:
+        for path, named in ((temporary, "new"), (temporary / "below" / "a.bin", "new/below/a.bin")):
+            said = ending_of(OSError(number, os.strerror(number), str(path))).message
+            assert said == f"{tmp_path / named}: {words}"
+    finally:
+        release(temporary)

@@ -228,7 +228,8 @@ def test_the_next_run_goes_on_where_the_time_was_over(
     run(["scrub", str(runs), "--max-duration", "0s"])
     said = capsys.readouterr().out
     assert (
-        "the time is over, left: 5 checkpoints (3 never looked at); the same command goes on there\n" in said
+        "the time is over, left: 5 checkpoints (3 never looked at); to go on from here, run the same command again\n"
+        in said
     )
     ones, summary = scrubbed(capsys, runs)
     assert looked == [f"checkpoint_{number}" for number in range(1, 6)], "each once"
@@ -277,7 +278,7 @@ def test_a_file_is_stopped_halfway_and_takes_not_the_time_of_every_run(
     assert (summary["complete"], summary["data"]["read_bytes"] < 1 << 20) == (False, True)
     run(["scrub", *map(str, options), "2m30s"])
     said = capsys.readouterr().out
-    assert "stopped halfway: 1 file; one with digests of ranges goes on there" in said
+    assert "stopped halfway: 1 file; the next run goes on in a file with digests of ranges" in said
     assert "3 before since" in said
     assert "1 never (1 stopped halfway)" in said
     assert scrubbed(capsys, *options, "4m50s")[1]["data"]["stopped"] == 1, "300 s were needed, and not had"
@@ -373,7 +374,10 @@ def test_an_interrupted_run_goes_on(runs: Path, capsys: Capture, monkeypatch: py
         for threads in (1, 4):
             patch.setattr("ckptfix.cli.scrub.threads_for", lambda paths, threads=threads: threads)
             assert run(["scrub", str(runs)]) == 130
-            assert "interrupted: nothing was changed; the same command goes on" in capsys.readouterr().err
+            assert (
+                "nothing was changed; to go on from here, run the same command again"
+                in capsys.readouterr().err
+            )
     assert scrubbed(capsys, runs)[1]["kept"] >= 2
 
 
@@ -434,6 +438,28 @@ def test_shards_are_disjoint_and_cover_all(runs: Path, capsys: Capture, tmp_path
     assert sorted(names) == [f"checkpoint_{number}" for number in range(1, 6)]
     files = {path.name for path in (tmp_path / "state" / "ckptfix").iterdir()}
     assert files == {f"scrub-{number}-of-3.sqlite" for number in range(3)}
+
+
+def test_a_share_without_a_checkpoint_says_so(runs: Path, capsys: Capture) -> None:
+    for number in range(64):
+        assert run(["scrub", str(runs), "--read-data-subset", "0%", "--shard", f"{number}/64"]) == 0
+        said = capsys.readouterr().out
+        empty = f"nothing to do: share {number}/64 has no checkpoint (their paths decide to which share they belong)\n"
+        if "checkpoint_" not in said:
+            assert said == f"{empty}0 checkpoints\n"
+            return
+    raise AssertionError("five checkpoints are in 64 shares")
+
+
+@pytest.mark.parametrize("verb", ["check", "scrub"])
+def test_a_checkpoint_that_two_paths_lead_to_comes_once(
+    runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    paths = [str(runs), f"{runs.name}/", f"{runs}/one/checkpoint_1", f"./{runs.name}/one"]
+    words = ["check", "-r"] if verb == "check" else ["scrub", "--read-data-subset", "0%"]
+    assert run([*words, *paths]) == 0
+    assert capsys.readouterr().out.endswith("\n5 checkpoints: 5 clean\n")
 
 
 def test_every_shard_says_what_cannot_be_listed(runs: Path, capsys: Capture) -> None:
@@ -565,6 +591,7 @@ def test_a_file_that_is_no_state_is_refused_as_it_is(runs: Path, capsys: Capture
         (["--max-duration", "6"], "expected a time such as 6h"),
         (["--max-age", "3 weeks"], "expected a time such as 6h, 30d or 1h30m"),
         (["--read-data-subset", "120%"], "expected a part such as 5%"),
+        (["--read-data-subset", "5"], "expected a part such as 5%"),
         (["--read-data-subset", "0.0001%"], "from 0.01% to 100%"),
         (["--read-data-subset", "7/7"], "0/7 to 6/7"),
         (["--shard", "4"], "expected I/N"),

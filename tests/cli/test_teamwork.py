@@ -558,6 +558,10 @@ def test_other_verbs_have_shares_too(
     refused = run(*arguments, *paths, "--shard", "0/2")
     assert refused.returncode == 2
     assert "add --partial FOLDER" in refused.stderr
+    slip = run(
+        *arguments, *(f"{path}x" for path in paths), "--shard", "0/2", "--partial", tmp_path / "partial"
+    )
+    assert (slip.returncode, (tmp_path / "partial").exists()) == (2, False), slip.stderr
     for number in range(2):
         share = run(*arguments, *paths, "--shard", f"{number}/2", "--partial", tmp_path / "partial")
         assert share.returncode == 0, share.stderr

@@ -299,8 +299,9 @@ def test_a_copy_that_was_killed_has_no_marker(bucket: Cloud) -> None:
     ("output", "why"),
     [
         ("s3://other/run/repaired_7", "within one bucket only"),
-        (f"{URL}/inside", "lie in one another"),
-        ("s3://simulated/run", "lie in one another"),
+        (f"{URL}/inside", f"/inside is inside the source; next: name another prefix, such as {URL}-repaired"),
+        ("s3://simulated/run", "/run contains the source"),
+        (f"{URL}/", f"{URL} is the source itself"),
         ("repaired_7", "is not a URL"),
     ],
 )

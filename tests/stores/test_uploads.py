@@ -117,6 +117,25 @@ def test_a_folder_whose_repair_was_interrupted_is_not_uploaded(tmp_path: Path, w
         upload(folder, "memory://interrupted/checkpoint")
 
 
+def test_the_slips_of_a_new_user_are_named_and_nothing_is_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two paths the wrong way round, a run instead of a checkpoint, a path instead of a URL, a lost slash."""
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path, "run", {"checkpoint_0/model.safetensors": NEW["model.safetensors"]})
+    url = "memory://slips/checkpoint_0"
+    for first, second, words in (
+        (url, "run/checkpoint_0", f"expected the folder first.*next: ckptfix upload run/checkpoint_0 {url}$"),
+        (url, "new", "expected a folder of this machine; next, to download a checkpoint: .*aws s3 cp"),
+        ("run", url, r"run holds no file of a checkpoint, but 1 folder \('checkpoint_0'\): name one of them"),
+        ("run/checkpoint_0", "copy", "copy is neither a URL, such as s3://"),
+        ("s3:/bucket/run", url, r"s3:/bucket/run does not exist; did you mean s3://bucket/run\?"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            upload(first, second)
+    assert not open_store(url).list()
+
+
 def test_an_object_that_went_after_the_commit_is_missed_but_not_what_a_repair_deleted(
     monkeypatch: pytest.MonkeyPatch, cloud: Cloud
 ) -> None:
