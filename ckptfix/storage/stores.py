@@ -291,9 +291,15 @@ class Store:
         return data
 
     def _put(self, key: str, data: bytes, expected: str | Expected) -> ObjectInfo:
-        self._ensure(key, expected)
-        self.traffic.add(up=len(data))
-        self._files.pipe_file(self._path(key), data)
+        path, mode = self._path(key), "create" if expected is ABSENT else "overwrite"
+        try:
+            self._ensure(key, expected)
+            self.traffic.add(up=len(data))
+            self._files.pipe_file(path, data, mode=mode)  # "create": of two at the same time one fails
+        except (Refused, FileExistsError):
+            if expected is not ABSENT or self._files.cat_file(path) != data:
+                raise Refused from None
+            # else an earlier attempt arrived, whose answer was lost
         return self._written(key, len(data))
 
     def _upload(

@@ -139,6 +139,18 @@ def test_conditions_hold(store: Store) -> None:
     assert store.stat("a") is None
 
 
+def test_of_two_that_write_a_new_object_one_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both saw no object: two runs must not hold one lock. An attempt whose answer was lost is no other program."""
+    store.put("lock", b"of another run")
+    monkeypatch.setattr(type(store), "_stat", lambda self, key: None)
+    with pytest.raises(ChangedError):
+        store.put("lock", b"of this run", expected=ABSENT)
+    monkeypatch.undo()
+    if store.url.startswith("memory"):
+        store.put("lock", b"of another run", expected=ABSENT)
+    assert store.read("lock", 0, 14) == b"of another run"
+
+
 def test_a_file_is_uploaded_in_parts(store: Store, tmp_path: Path) -> None:
     data = os.urandom(37 * MIB + 5)
     (tmp_path / "file").write_bytes(data)
