@@ -21,6 +21,7 @@ from ckptfix.checkpoint.filenames import (
 )
 from ckptfix.checkpoint.folder import fingerprint, scan_folder
 from ckptfix.checkpoint.keys import fitting
+from ckptfix.checkpoint.latest import cut_upload
 from ckptfix.dataclass import dataclass
 from ckptfix.diagnosis.check import (
     CheckReport,
@@ -61,7 +62,7 @@ from ckptfix.storage.journal import RecoveryReport, carriage, commit
 from ckptfix.storage.journal import recover as recover_folder
 from ckptfix.storage.lock import folder_lock
 from ckptfix.storage.parallel import Progress
-from ckptfix.storage.paths import MANIFEST, command
+from ckptfix.storage.paths import MANIFEST, command, shell_path
 from ckptfix.storage.reading import store_of
 from ckptfix.storage.transactions import transactions
 from ckptfix.wording import Line, Printable, count_of, few, human_size, line, shown, unchecked_line
@@ -266,6 +267,7 @@ class RepairPlan(Printable):
 
         store = store_of(self.target.root)
         assert store is not None
+        _ensure_uploaded(self.target)
         edits = (*self.compiled.edits, *self._manifest_edits(self.compiled))
         after = self.diagnosis
 
@@ -307,7 +309,9 @@ class RepairPlan(Printable):
         if not compiled.edits:
             return self._receipt(self.diagnosis)
         edits = (*compiled.edits, *self._manifest_edits(compiled))
-        if lock is None:
+        if lock is not None:
+            _ensure_uploaded(self.target)
+        else:
             _check_space(root, edits, shares_blocks)
         self._check_unchanged()
         after = self.diagnosis
@@ -431,6 +435,19 @@ def repair(
     if dry_run:
         return plan.preview()
     return plan.execute(transfer=transfer, break_lock=break_lock, progress=progress)
+
+
+def _ensure_uploaded(target: Target) -> None:
+    """Raise UsageError for a checkpoint in a store whose upload has not ended.
+
+    It may still be under way, and fail where a name is another one than it wrote. A copy would get a commit marker.
+    """
+    if (why := cut_upload(target.root)) is not None:
+        raise UsageError(
+            f"{target.path}: {why}; nothing was changed; next, with the folder that the save left: ckptfix upload "
+            f"FOLDER {shell_path(target.root)}, or, to recover what is there: {command('salvage', target.root)} "
+            "NEW_FOLDER"
+        )
 
 
 def _check_copy(target: Target, output: Path | str) -> None:

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ckptfix.errors import ChangedError, CkptfixError, OperationError, UsageError
+from ckptfix.errors import ChangedError, CkptfixError, FormatError, OperationError, UsageError
 from ckptfix.storage.edits import Edit
 from ckptfix.storage.images import Shown, objects_at, showing
-from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now
+from ckptfix.storage.markers import COMMITTED, UPLOAD, Commit, begun_now, parse_begun
 from ckptfix.storage.object_contents import Content, Source, contents_after, joined, size_of
 from ckptfix.storage.object_transactions import Carriage, carriage_of
 from ckptfix.storage.parallel import Progress
@@ -63,13 +63,23 @@ def check_free(output: str) -> None:
     """Raise UsageError when there is any object below the URL of a copy."""
     store = open_store(output.rstrip("/"))
     if there := store.list():
-        cut = (
-            " of a copy or an upload that was cut short" if UPLOAD in there and COMMITTED not in there else ""
-        )
+        others = there.keys() - _left_of_a_copy(store, there)
+        removal = "" if others else f", or: {store.removal()}"  # never of what nobody can make again
+        cut = "" if others else " of a copy or an upload that was cut short"
         raise UsageError(
-            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none, or: "
-            f"{store.removal()}"
+            f"{store.name()} holds {count_of(len(there), 'object')}{cut}; next: name a prefix that holds none{removal}"
         )
+
+
+def _left_of_a_copy(store: Store, there: Mapping[str, ObjectInfo]) -> set[str]:
+    """Return the objects of a copy or an upload that was cut short, by its record; none of a committed one."""
+    if UPLOAD not in there or COMMITTED in there:
+        return set()
+    try:
+        begun = parse_begun(store.read(UPLOAD, 0, there[UPLOAD].size, etag=there[UPLOAD].etag or None))
+    except FormatError:
+        return set()
+    return {UPLOAD, *begun.files}
 
 
 def copy_repaired(

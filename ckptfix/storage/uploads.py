@@ -454,12 +454,13 @@ def _ensure_as_seen(place: Place, plan: UploadPlan) -> None:
 
     Until here the old checkpoint is complete. A write after this is refused by the store where it knows conditions.
     """
-    there = place.list()
+    there = {name: info.etag for name, info in place.list().items()}
     for name in (*plan.files, *plan.stale):
-        now = there.get(name)
-        if not name.startswith(f"{JOURNAL}/") and now is not None and plan.seen.get(name) != now.etag:
+        was, now = plan.seen.get(name), there.get(name)
+        if not name.startswith(f"{JOURNAL}/") and was != now and (now is not None or name in plan.files):
+            did = "deleted" if now is None else "wrote"
             raise ChangedError(
-                f"{place.name(name)}: another program wrote this object since the upload began, so nothing was replaced"
+                f"{place.name(name)}: another program {did} this object since the upload began, so nothing was replaced"
             )
 
 

@@ -14,7 +14,7 @@ from ckptfix.diagnosis.policy import Keys
 from ckptfix.errors import ChangedError, JournalError, LockedError
 from ckptfix.repairs.repair import RepairReceipt, plan_repair
 from ckptfix.storage import images, object_copies, stores
-from ckptfix.storage.markers import COMMITTED, UPLOAD
+from ckptfix.storage.markers import COMMITTED, UPLOAD, begun_now
 from ckptfix.storage.stores import ObjectRange
 from tests.sampling import one_of, sampled
 from tests.stores.servers import objects_of, upload_folder
@@ -293,6 +293,31 @@ def test_a_copy_that_was_killed_has_no_marker(bucket: Cloud) -> None:
             assert COPIED + UPLOAD in bucket.objects
             with pytest.raises(UsageError, match="aws s3 rm --recursive"):
                 repair(URL, output=COPY)
+
+
+def test_what_is_no_rest_of_a_copy_is_not_to_be_removed(bucket: Cloud) -> None:
+    """A command that is pasted must not delete a run."""
+    put(bucket, FIXTURES / "wrapper-safetensors" / "checkpoint")
+    repair(URL, output=f"{URL}-copy")
+    bucket.write("run/notes/a", b"mine")
+    bucket.write("run/rest/.ckptfix/upload.json", begun_now("7", {"a": 1}).to_bytes())
+    bucket.write("run/rest/mine/a", b"mine")
+    for place in (f"{URL}-copy", "s3://simulated/run/notes", "s3://simulated/run/rest"):
+        with pytest.raises(UsageError, match=r"objects?; next: name a prefix that holds none$"):
+            repair(URL, output=place)
+
+
+@pytest.mark.parametrize("output", [None, f"{URL}-copy"])
+def test_a_checkpoint_whose_upload_has_not_ended_is_not_repaired(bucket: Cloud, output: str | None) -> None:
+    """The upload may be under way, and would fail; and a copy would get the marker that the upload lacks."""
+    put(bucket, FIXTURES / "wrapper-safetensors" / "checkpoint")
+    bucket.write(f"{PREFIX}{UPLOAD}", begun_now("7", {"model.safetensors": 636, "late.bin": 1}).to_bytes())
+    before = dict(bucket.objects)
+    with pytest.raises(
+        UsageError, match=rf"1 of 2 files arrived.*nothing was changed; next.* FOLDER {URL}, or"
+    ):
+        repair(URL, output=output)
+    assert bucket.objects == before
 
 
 @pytest.mark.parametrize(

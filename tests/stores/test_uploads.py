@@ -275,6 +275,23 @@ def test_what_somebody_writes_during_an_overwrite_is_not_lost(
         assert contents(place) == {**OLD, name: b"of somebody"}
 
 
+def test_what_somebody_deletes_during_an_overwrite_stops_it_before_the_first_name(
+    tmp_path: Path, cloud: Cloud
+) -> None:
+    """Such as a repair, which can be undone while the other names are still the old ones."""
+    place = open_simulated(cloud, URL)
+    upload_folder(place, folder_of(tmp_path, "old", OLD))
+    new = folder_of(tmp_path, "new", NEW)
+    plan = begin_upload(place, staged_files(new), objects_replaced(place, overwrite=True))
+    sent = send(place, plan, new, plan.files)
+    place.delete("model_1.safetensors")  # was to be deleted
+    place.delete("optimizer.bin")
+    with pytest.raises(ChangedError, match=r"optimizer\.bin: another program deleted .*nothing was replaced"):
+        finish_upload(place, plan, sent)
+    assert contents(place) == {name: OLD[name] for name in ("model.safetensors", "empty")}
+    assert is_committed(place)
+
+
 def test_two_uploads_to_one_place_never_commit_a_mix(tmp_path: Path, cloud: Cloud) -> None:
     one, other = folder_of(tmp_path, "one", NEW), folder_of(tmp_path, "other", OLD)
     first, second = open_simulated(cloud, URL), open_simulated(cloud, URL)
