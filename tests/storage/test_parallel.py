@@ -143,7 +143,7 @@ def test_an_interrupt_of_who_takes_results_ends_long_tasks() -> None:
     ended: list[int] = []
 
     def work(number: int) -> None:
-        end = time.monotonic() + (10 if number else 0)
+        end = time.monotonic() + (10 if number else 0.01)
         while time.monotonic() < end:
             try:
                 control.go_on(1)
@@ -193,3 +193,24 @@ def test_of_those_that_wait_for_a_store_one_computes(fails: bool) -> None:
     assert found == [(task, task) for task in range(64)]
     assert most[0] == 1
     assert most[1] > 4
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+def test_threads_begin_once_a_task_lets_others_go_on(hashes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that only compute take the interpreter from each other. What is done in ``waiting`` does not count."""
+    wall = computed = 0.0
+    monkeypatch.setattr("ckptfix.storage.parallel.perf_counter", lambda: wall)
+    monkeypatch.setattr("ckptfix.storage.parallel.thread_time", lambda: computed)
+
+    def work(number: int) -> str:
+        nonlocal wall, computed
+        wall, computed = wall + 1, computed + 0.9
+        if number == 4:
+            with waiting(), waiting():
+                wall, computed = wall + 2, computed + (2 if hashes else 0)
+        return threading.current_thread().name
+
+    mine = threading.current_thread().name
+    names = [name for _, name in in_turn(range(12), work, threads=3)]
+    assert names[:5] == [mine] * 5
+    assert mine not in names[5:]
