@@ -155,9 +155,9 @@ def in_turn(
     ):  # as long as nothing waits for the disk, threads would only take the interpreter from each other
         for task in tasks:
             began, before = perf_counter(), thread_time() - _turn.apart
-            result = work(task)
+            done = work(task)
             is_waiting = thread_time() - _turn.apart - before < (perf_counter() - began) / 2
-            yield task, result
+            yield task, done
             if is_waiting:
                 break
         else:
